@@ -14,7 +14,7 @@ from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
 
 THREADS = 4
-"""`report` and `stop` occupy one each while they wait; the others answer."""
+"""Threads of the actor. `report` and `stop` occupy one each while they wait; the others answer further calls."""
 
 
 class MemberActor(Protocol):

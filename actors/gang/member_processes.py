@@ -32,7 +32,7 @@ from raytide.core.io.working_dir import unpack
 
 _SHIM = str(Path(process_shim.__file__).resolve())
 MOST_LINES = 2000
-"""The queue's length: a script that prints faster than its driver reads blocks."""
+"""The queue's length. A script that prints faster than its driver reads is blocked once the queue is full."""
 LINE_CHARS = 8192
 """Longer lines are split."""
 TAIL_LINES = 10
@@ -43,9 +43,7 @@ _ALL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The rights of a script's processes that are not in its spec: their user, variables of the node, access to the
-    API.
-    """
+    """The rights of a script's processes that its spec does not give: a user, variables of the node, API access."""
 
     user: str = ""
     """The operating system user that they run as; raytide's own when empty."""
@@ -106,9 +104,7 @@ class MemberProcesses:
             return int(probe.getsockname()[1])
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
-        """Unpacks the package into the member's folder, gives the folder to the processes' user and starts them
-        there.
-        """
+        """Unpacks the package into the member's folder, gives that to the processes' user and starts them in it."""
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
@@ -151,9 +147,7 @@ class MemberProcesses:
         """Does nothing: an answer shows that this process and its node are alive."""
 
     def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM to all processes, and SIGKILL to those that still run after `grace_s`; then removes their
-        folder.
-        """
+        """Sends SIGTERM to all processes, SIGKILL to those that still run after `grace_s`, and removes the folder."""
         deadline = time.monotonic() + grace_s
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
@@ -222,9 +216,7 @@ def account_of(user: str) -> pwd.struct_passwd:
 
 
 def _chown(folder: Path, account: pwd.struct_passwd) -> None:
-    """Gives a folder to a user, its content first, so that only this process can enter the folder until that is
-    done.
-    """
+    """Gives a folder to a user, its content first, so that until the end only this process can enter the folder."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.lchown(os.path.join(parent, name), account.pw_uid, account.pw_gid)

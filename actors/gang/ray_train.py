@@ -127,9 +127,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def members(self, choose: Callable[[Any], list[Member]]) -> list[Member]:
-        """Returns the members that `choose` selects from the present lease. Raises LeaseLostError once the lease is
-        over.
-        """
+        """Returns the members that `choose` selects from the present lease. Raises LeaseLostError if it is over."""
         assert self._watch is not None, "the controller has started"
         lease = self._watch.latest()
         return [] if lease is None else choose(lease)

@@ -19,7 +19,7 @@ from raytide.core.specs.script import ScriptSpec
 START_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
 SETTLE_S = 1.0
-"""The time to wait for earlier failures: ranks that lose a peer fail as well."""
+"""Seconds to wait after a failure for an earlier one, its cause: ranks that lose a peer fail as well."""
 _REPORT_S = 1.0
 
 MemberKey = tuple[int, int]
@@ -28,8 +28,8 @@ MemberKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The end of an attempt and its reason. In the kind `lost`, a member's processes vanished, which is not the
-    script's fault if the member's node died; in `moved`, the script has to start again on other members.
+    """The end of an attempt and its reason. `lost` means that a member's processes vanished, which is not the script's
+    fault if the member's node died; `moved` means that the script has to start again on other members.
     """
 
     kind: Literal["done", "failed", "lost", "moved"]
@@ -38,7 +38,7 @@ class AttemptResult:
     lost: tuple[MemberKey, ...] = ()
     """The members whose processes vanished."""
     grace_s: float = 0.0
-    """The grace for the remaining processes."""
+    """Seconds that the remaining processes get between SIGTERM and SIGKILL."""
 
 
 @dataclass(slots=True, eq=False)

@@ -22,12 +22,12 @@ from raytide.core.specs.script import ScriptSpec
 
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
-"""The time in which the platform must report the node of vanished processes as lost, or they failed themselves."""
+"""Seconds in which the platform must report the node of vanished processes as lost, else they count as failed."""
 ORPHANS_S = ORPHAN_GRACE_S + 1.0
 """The wait when the last attempt's processes are not confirmed to have ended: the next attempt would share their GPUs.
 """
 GROW_AFTER_S = 60.0
-"""The least age of an attempt that is restarted to use members that came back."""
+"""The least age, in seconds, of an attempt that is restarted to use members that came back."""
 
 
 class ScriptRunner:
@@ -61,8 +61,8 @@ class ScriptRunner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
-        """Runs the script until it succeeds. Raises ScriptError if the script fails, LeaseLostError if the lease ends
-        first.
+        """Runs the script until it succeeds. Raises ScriptError if it fails, LeaseLostError if the lease ends
+        before.
         """
         try:
             self._run_attempts()
@@ -116,9 +116,7 @@ class ScriptRunner:
             time.sleep(TICK_S)
 
     def _move_result(self, attempt: Attempt, lease: Lease) -> AttemptResult | None:
-        """Returns a result if the script has to move: a member is lost or leaves soon, or more members are ready. Else
-        None.
-        """
+        """Returns a result if the script must move: members are lost or leave, or more are ready. Else returns None."""
         usable = {member_key(member): member for member in lease.usable}
         gone = [member for member in attempt.members if member_key(member) not in usable]
         if gone:
@@ -166,8 +164,6 @@ class ScriptRunner:
         return False
 
     def _environment(self) -> dict[str, str]:
-        """Returns the script's variables, including those of torchrun by which libraries recognize a launched
-        process.
-        """
+        """Returns the script's variables, with those of torchrun by which libraries recognize a launched process."""
         torchrun = {"TORCHELASTIC_RUN_ID": self._job_id, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
         return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **torchrun, **self._spec.env}

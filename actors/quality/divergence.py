@@ -14,7 +14,7 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 _ROWS = 128
-"""The rows whose distributions exist at once: each takes 4 bytes times the vocabulary, a few times."""
+"""The number of rows whose distributions exist at once. Each distribution takes 4 bytes per vocabulary entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,14 @@ class CorpusQuality:
 
 @dataclass(slots=True)
 class QualitySums:
-    """Adds up the statistics of windows. Divergences are kept for each token (4 bytes), since their percentile needs
-    all.
-    """
+    """Adds up the statistics of windows. Divergences are kept per token (4 bytes): a percentile needs all of them."""
 
     tokens: int = 0
     nll: float = 0.0
     parent_nll: float | None = None
     same: int | None = None
     windows: list[tuple[int, float]] = field(default_factory=list)
-    """The tokens of each window, and the sum of their differences to the parent."""
+    """For each window, the number of its tokens and the sum of their likelihoods' differences to the parent."""
     divergences: list[Tensor] = field(default_factory=list)
 
     def add(self, nll_T: Tensor, parent_nll_T: Tensor | None = None) -> None:

@@ -120,9 +120,7 @@ async def _answer(
     on_phase: Callable[[str], None],
     bring_members: Callable[[Invitation], Awaitable[None]] | None,
 ) -> dict[str, Any]:
-    """Passes on the phases of the start until the process sends its answer, and returns that; empty if the pipe was
-    closed.
-    """
+    """Passes on the phases of the start and returns the message that ends them; empty if the pipe was closed."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
@@ -144,9 +142,7 @@ async def _answer(
 
 
 async def _read_line(reader: asyncio.StreamReader, bringing: set[asyncio.Future[None]]) -> bytes:
-    """Returns the next line. If starting a member fails meanwhile, raises its error: the engine would wait for the
-    member.
-    """
+    """Returns the next line. Raises the error of a member that failed to start: the engine would wait for it."""
     reading = asyncio.ensure_future(reader.readline())
     try:
         while not reading.done():

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _PROBLEM_PERIOD_S = 0.5
 _LAST_WORDS_S = 1.0
-"""The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
+"""Seconds from the detection of a broken engine to the end of its process. Open requests get their errors meanwhile."""
 
 
 async def run(order: dict[str, Any], report: BinaryIO) -> None:
@@ -80,8 +80,8 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
 
 
 def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | None:
-    """Returns the object that starts this node's members and asks the replica for those of other nodes; None for an
-    engine of one process.
+    """Returns the object that starts this node's members and asks the replica for those of other nodes; None if one
+    member computes alone.
     """
     if spec.members == 1 or choose_engine(spec).kind != "native":
         return None

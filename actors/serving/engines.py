@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 _VLLM_UTILIZATION = 0.92
-"""vLLM's own default, of a whole GPU."""
+"""vLLM's own default for the share of a whole GPU's memory."""
 
 
 def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: LocalMembers | None) -> Engine:

@@ -19,7 +19,7 @@ queue was full; `error`: the server's fault."""
 _MOST_NATS = 700.0
 """The largest power of e that a float holds."""
 _NO_FIRST_TOKEN = ("embeddings", "rerank", "score", "shadow", "probe")
-"""APIs whose requests promise no first token, or promise it to no user."""
+"""APIs without a time to first token, or whose first token no user waits for."""
 
 
 class ServingMetrics:

@@ -12,7 +12,7 @@ from raytide.actors.engine.types import Timing, TokenUsage
 from raytide.core.telemetry.tracing import Attributes, SpanId, Tracer
 
 _TRACE = "raytide.trace"
-"""The key of the ASGI scope."""
+"""The key of the ASGI scope under which a request's trace is."""
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",

@@ -370,9 +370,7 @@ class Trainer:
             self.all_reduce(grads)
 
     def _judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """Returns the guard's verdict. An fp16 overflow is no anomaly: the step is skipped and the loss scale
-        halved.
-        """
+        """Returns the guard's verdict. An fp16 overflow is no anomaly: it skips the step and halves the loss scale."""
         if not self.loss_scale.overflowed(loss, grad_norm):
             return self.guard.judge(loss, grad_norm)
         why = f"gradients overflowed in fp16 at a loss scale of {self.loss_scale.value:g}"

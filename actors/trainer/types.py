@@ -161,7 +161,7 @@ class WorkerExit:
 GROW_AFTER = 200
 """Steps after which a halved microbatch is doubled again."""
 PATIENCE = 4
-"""Each time that it was too much, it takes this many times as many steps."""
+"""After each further failure, the wait before the next doubling is this many times as long."""
 
 
 class MicroBatchLimit:
@@ -169,7 +169,7 @@ class MicroBatchLimit:
 
     def __init__(self, name: str) -> None:
         self.size: int | None = None
-        """None without a bound."""
+        """The limit in sequences; None without a limit."""
         self._name = name
         self._ranks = 0
         self._steps_left, self._wait = 0, GROW_AFTER
@@ -178,8 +178,8 @@ class MicroBatchLimit:
         return wanted if self.size is None else min(wanted, self.size)
 
     def halve(self, size: int, ranks: int) -> int:
-        """Halves the limit to half of `size`, rounded up, and returns it: memory ran out with `size` sequences. The
-        global batch stays the same. TrainError if `size` is 1.
+        """Sets the limit to half of `size`, rounded up, and returns it, because memory ran out with `size` sequences.
+        The global batch stays the same. TrainError if `size` is 1.
         """
         if size == 1:
             raise TrainError(
@@ -196,9 +196,7 @@ class MicroBatchLimit:
         self._steps_left -= steps
 
     def grow(self, wanted: int, ranks: int) -> bool:
-        """Raises the limit after enough steps, or if the gang has more ranks. Returns whether the microbatch is larger
-        now.
-        """
+        """Raises the limit after enough steps, or for a larger gang. Returns whether the microbatch is larger now."""
         before = self.bound(wanted)
         if self.size is not None and ranks > self._ranks:
             self.size, self._wait = None, GROW_AFTER

@@ -16,7 +16,7 @@ from raytide.actors.serving.openai_api.errors import ApiError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_ROWS = 50_000
 MAX_ERRORS = 100
-"""The errors that are reported of one input."""
+"""The most errors that are reported for one input."""
 _MAX_ID_CHARS = 512
 _MODELS = 2
 

@@ -44,9 +44,7 @@ class ProgressFile:
     """One batch's results so far. Only one process at a time may open it; the caller holds a lock."""
 
     def __init__(self, path: Path, header: Mapping[str, object]) -> None:
-        """Opens or creates the file. Raises DataError if the file has another header, that is, belongs to another
-        batch.
-        """
+        """Opens or creates the file. Raises DataError if it has another header, and so belongs to another batch."""
         self.completed = self.failed = 0
         self.usage = RowUsage()
         self._offsets: dict[int, int] = {}

@@ -18,7 +18,7 @@ from raytide.actors.serving.openai_api.errors import ApiError
 _RETRIED = frozenset({429, 503, 504})
 """Statuses of requests for which there was no room: they are sent again until the batch ends."""
 _MAX_ERRORS = 3
-"""The attempts at a row that fails in the server, or whose replica dies."""
+"""The most attempts at a row that fails in the server or whose replica dies."""
 _BACKOFF_S = (0.1, 15.0)
 
 

@@ -191,9 +191,7 @@ def _add_error_handlers(app: FastAPI, models: Models) -> None:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Returns the methods of all routes that match this path; Starlette would return those of the first such route
-    only.
-    """
+    """Returns the methods of all routes that match this path; Starlette has only those of the first one."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
     found = {
         each for route in routes if route.matches(request.scope)[0] is not Match.NONE for each in route.methods or ()

@@ -17,7 +17,7 @@ class Grant(Protocol):
     """An admitted request. Either `settle` or `release` ends the grant, once; later calls do nothing."""
 
     id: str
-    """Names the request in the usage; empty where none is kept."""
+    """The request's id in usage records; empty where no usage is recorded."""
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
         """Bills the tokens so far (none for None) and records the response's HTTP status (499 if the client left)."""
@@ -49,15 +49,11 @@ class RequestCaller(Protocol):
 
     @property
     def priority(self) -> int:
-        """The default priority of the caller's requests, and the most urgent one that they may ask for; lower is more
-        urgent.
-        """
+        """The default priority of the caller's requests, and the most urgent one allowed; lower is more urgent."""
 
     @property
     def keeps_answers(self) -> bool:
-        """True if the caller's answers may be cached, and cached answers served to it, at endpoints with an answer
-        cache.
-        """
+        """True if endpoints with an answer cache may store the caller's answers and serve cached ones to it."""
 
     def may_use(self, model: str) -> bool: ...
 

@@ -51,7 +51,7 @@ class ApiError(Exception):
         self.status = status
         self.headers = headers or {}
         self.is_counted = False
-        """True once metrics have counted it."""
+        """True once metrics have counted this error."""
         self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
 
 
@@ -73,9 +73,7 @@ def client_gone() -> ApiError:
 
 
 def timed_out() -> ApiError:
-    """Returns the error of a request that reached its own deadline. It asks the client not to retry, which would take
-    as long.
-    """
+    """Returns the error of a request that reached its own deadline. It forbids a retry, which would take as long."""
     message = "The request did not end within its timeout."
     return ApiError(504, message, type="server_error", code="timeout", headers={"x-should-retry": "false"})
 

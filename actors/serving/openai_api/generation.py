@@ -34,7 +34,7 @@ class ChoiceDelta:
     usage: TokenUsage | None = None
     logprobs: list[ScoredToken] = field(default_factory=list)
     prompt_logprobs: list[ScoredToken] = field(default_factory=list)
-    """Those of a prompt that is not echoed."""
+    """The prompt's log probabilities, if the prompt is not echoed."""
 
 
 class GenerationStream:
@@ -61,7 +61,7 @@ class GenerationStream:
         self.prompt_tokens = sum(map(len, self.prompts))
         self.sampling = requests[0].sampling
         self.replica = ""
-        """The replica that answers, as far as a router has named it."""
+        """The replica that answers; empty until a router has named it."""
         self.timings: list[Timing] = []
         """The times in the engine of the prompts that have ended."""
         self._requests = requests

@@ -56,16 +56,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Known fields of OpenAI and vLLM that this server does not implement, with their neutral values."""
 
 _FIELD_OF: dict[Feature, str] = {"stop_strings": "stop"}
-"""The request field of a feature that has another name."""
+"""The request field of each feature whose field has another name than the feature."""
 _LEAST_TOP_P = 1e-9
-"""In place of 0, which OpenAI accepts: the most likely token is left."""
+"""Replaces a top_p of 0, which OpenAI accepts: only the most likely token is left."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
-    """Returns the sampling parameters of a request. `forced` is the constraint of a tool call that the request
-    requires.
-    """
+    """Returns the sampling parameters of a request. `forced` is the constraint of a tool call that it requires."""
     refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -161,9 +159,7 @@ def _max_tokens(request: GenerationRequest) -> int | None:
 
 
 def refuse_unknown(request: BaseModel) -> None:
-    """Raises ApiError (400) for a field that the request's pydantic model does not have, unless it cannot change the
-    answer.
-    """
+    """Raises ApiError (400) for a field that the request's class does not have, unless the answer stays the same."""
     for name, value in (request.model_extra or {}).items():
         if value is None or name in NO_EFFECT:
             continue
@@ -211,9 +207,7 @@ def _text(message: ChatMessage, index: int, *, sees_images: bool) -> str:
 
 
 def _parts(message: ChatMessage) -> tuple[str | None, ...]:
-    """Returns a message's parts in order: the text of a text part, None for an image. Empty for a message without
-    images.
-    """
+    """Returns a message's parts in order: texts, and None for each image. Empty for a message without images."""
     if not isinstance(message.content, list) or all(part.type == "text" for part in message.content):
         return ()
     return tuple(None if part.type == "image_url" else part.text for part in message.content)

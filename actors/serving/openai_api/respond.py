@@ -36,14 +36,14 @@ TIMEOUT = "x-raytide-timeout-s"
 PROBE = "x-raytide-probe"
 """The header of probes, which are counted apart from users' requests."""
 SESSION = "x-session-id"
-"""The header whose requests go to one replica where that is sensible."""
+"""The header that names a session. Requests of one session go to the same replica if that is sensible."""
 _BEGAN = "raytide.began_s"
 """The key of the ASGI scope with the time of the first try, from which a timeout counts when another server answers."""
 _TIMED_OUT = 504
 KEPT = "cache"
-"""The replica's name in answers that a router has kept."""
+"""The replica's name in answers that come from a router's cache."""
 _MANY_ENTRIES = 1000
-"""Log probabilities that take milliseconds to format: more are formatted in a thread."""
+"""The number of log probabilities above which they are formatted in a thread, since that takes milliseconds."""
 
 
 async def respond(

@@ -30,7 +30,7 @@ from raytide.actors.serving.openai_api.params import messages_of, refuse_missing
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 _TAIL_TOKENS = 16
-"""More than the tokens of an opening reasoning tag at a prompt's end."""
+"""Tokens at a prompt's end that are searched for an opening reasoning tag, which has fewer."""
 _OPENING, _CLOSING = "<think>", "</think>"
 
 
@@ -71,9 +71,7 @@ class Server:
         await self.engine.shutdown()
 
     def with_adapter(self, model: str, lora: str) -> Server:
-        """Returns a server of the same engine that answers with the engine's adapter `lora`, under the model name
-        `model`.
-        """
+        """Returns a server, named `model`, of the same engine, whose answers use the engine's adapter `lora`."""
         adapted = copy(self)
         adapted.model, adapted.lora = model, lora
         return adapted
@@ -122,9 +120,7 @@ class Server:
     async def generate(
         self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None, session: str = ""
     ) -> GenerationStream:
-        """Starts a generation. Before the engine sees any of the request, the whole request is validated and its caller
-        admitted.
-        """
+        """Starts a generation, after the whole request is validated and its caller admitted."""
         caller = caller or Anybody()
         self.check_name(request.model)
         if self.info.num_labels:
@@ -185,7 +181,7 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns a prompt, given in any of OpenAI's four forms, as token lists. They are cut by `cut` and fit into the
+        """Returns a prompt in any of OpenAI's four forms as token lists, which are cut by `cut` and fit into the
         context.
         """
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
@@ -208,7 +204,7 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of two texts that are read together. Raises ApiError if they exceed the
+        """Returns the token ids of a text, or of two that are read together. Raises ApiError if they exceed the
         context.
         """
         tokenize = partial(self.engine.tokenize, special=special)

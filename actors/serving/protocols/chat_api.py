@@ -23,9 +23,7 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """An API whose requests are translated into chats. `renamed` changes the fields named in a chat's error to this
-    API's fields.
-    """
+    """An API whose requests become chats. `renamed` replaces a chat's field names in an error by the API's own."""
 
     name: str
     chat_request: Callable[[B], ChatRequest]

@@ -66,7 +66,7 @@ def add_token_routes(app: FastAPI, models: Models) -> None:
 
 
 def _model(models: Models, body: _Request, request: Request) -> str:
-    """Returns the model that a request names, or else the only model. Raises ApiError if there are several."""
+    """Returns the model that a request names, or else the only one. Raises ApiError unless there is exactly one."""
     if body.model is not None:
         return body.model
     cards = models.cards(request)

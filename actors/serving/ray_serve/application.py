@@ -9,7 +9,7 @@ from typing import Any
 DEPLOYMENT = "replica"
 """The name of the one deployment in each endpoint's Serve application."""
 SPANNING = "spanning-replica"
-"""Its name when replicas have several members: Serve's details do not show their placement groups otherwise."""
+"""The deployment's name if replicas have several members. Nothing else in Serve's details shows that they do."""
 
 _STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
 _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
@@ -36,9 +36,9 @@ class Application:
     ordered_at_s: Mapping[str, float] = field(default_factory=dict)
     """The time at which Serve ordered each replica that does not stop."""
     stopping_ids: frozenset[str] = frozenset()
-    """Those that take no more requests."""
+    """The replicas that take no more requests."""
     failure: str = ""
-    """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which it repairs."""
+    """Serve's message if the deployment failed, else empty. UNHEALTHY is no failure, because Serve repairs it."""
 
     @classmethod
     def of(

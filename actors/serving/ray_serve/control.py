@@ -39,9 +39,9 @@ from raytide.core.specs.rollout import endpoint_of
 
 _REPORTS = (b"/queue/", b"/startup/", b"/live/", b"/replica/", b"/log/")
 _QUEUE_REPORT_S = 5.0
-"""An older report on waiting requests is of a gateway that has ended."""
+"""Seconds after which a report on waiting requests is ignored: its gateway has ended."""
 LOOK_TIMEOUT_S = 4.0
-"""The timeout of one look at Serve, however many endpoints there are. A tick waits for it."""
+"""The timeout, in seconds, of one look at the loads of all endpoints. A tick waits for it."""
 LIST_TIMEOUT_S = 60.0
 """The timeout of a list of Serve's applications, for which no tick waits. A busy Serve takes seconds for it, and where
 it fails nothing is deployed or deleted."""
@@ -111,9 +111,7 @@ class ServeControl:
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """Returns the loads of those endpoints that Serve has reported on, and deletes records of replicas that are
-        gone.
-        """
+        """Returns the loads of the endpoints that Serve reports on, and deletes records of replicas that are gone."""
         wanted = tuple(names)
 
         def call() -> dict[str, EndpointLoad]:

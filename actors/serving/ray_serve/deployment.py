@@ -35,7 +35,7 @@ HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
 """The time that a stopping replica may take to finish its requests."""
 END_S = 15.0
-"""The time after it for the end of the engine's process."""
+"""Seconds after DRAIN_S in which the engine's process must end."""
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
@@ -88,9 +88,7 @@ class EngineReplica:
         return self._child.load()
 
     async def __del__(self) -> None:
-        """Stops the engine. Serve calls this once when the replica stops. Running requests end first, or continue
-        elsewhere.
-        """
+        """Stops the engine, when Serve stops the replica. Running requests end first, or continue elsewhere."""
         if hasattr(self, "_following"):
             self._following.cancel()
         if hasattr(self, "_child"):  # not when the engine's options were refused

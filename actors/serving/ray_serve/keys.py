@@ -16,7 +16,7 @@ from raytide.actors.serving.ray_serve.policy import target_key as target_key
 from raytide.core.objects.endpoint_load import InstallFailure
 
 ROUTES = b"~route/"
-"""The begin of the keys of routes. No application's name begins with it."""
+"""The prefix of the keys of routes. No application's name begins with it."""
 
 
 @dataclass(frozen=True, slots=True)

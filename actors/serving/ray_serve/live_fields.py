@@ -117,11 +117,11 @@ class WeightsSync:
         self._staged = StagedModel(model_dir)
         self._failed_s = -RETRY_S
         self.location = ""
-        """The location of the weights that it serves; "" for those of the spec's model."""
+        """The location of the weights that the engine serves; "" for those of the spec's model."""
         self.asked = ""
-        """The location of those that were wanted last."""
+        """The location of the weights that were wanted last."""
         self.error = ""
-        """The error of their swap."""
+        """The error of the swap to the weights that were wanted last; "" without one."""
 
     async def sync(self, wanted: str) -> None:
         """Swaps to the weights at the location `wanted`, unless that swap has just failed. Running requests continue
@@ -148,9 +148,7 @@ class WeightsSync:
 
 
 class LiveFields:
-    """Applies the live fields to one replica, and reports the replica's state to the GCS for the controller and other
-    replicas.
-    """
+    """Applies the live fields to one replica, and reports its state to the GCS for controller and other replicas."""
 
     def __init__(self, application: str, replica: str, engine: Engine, model_dir: str) -> None:
         self._application, self._replica = application, replica

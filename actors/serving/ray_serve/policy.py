@@ -64,9 +64,7 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
 
 
 def _replica_stats(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
-    """Returns each replica's last statistics. Serve keeps those of a replica that no longer reports; `at_s` is their
-    time.
-    """
+    """Returns each replica's last statistics and their time, `at_s`: Serve also keeps those of silent replicas."""
     stats: dict[str, dict[str, float]] = {}
     for name, by_replica in (ctx.raw_metrics or {}).items():
         for replica, series in by_replica.items():

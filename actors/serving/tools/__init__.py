@@ -1,3 +1,3 @@
-"""Tool calls: the syntaxes of models, a parser of calls in a model's output, and the constraint that makes every call
+"""Tool calls: the syntax of each kind of model, a parser of calls in outputs, and the constraint that makes calls
 parse.
 """

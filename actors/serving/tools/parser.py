@@ -99,7 +99,7 @@ class OutputParser:
     _scanner: JsonScanner | None = None
     _rest: JsonScanner | None = None
     _raw: str = ""
-    """The text of the call so far, for the case that it is no call."""
+    """The text of the call so far, which is returned as text if it turns out not to be a call."""
     _in_array: bool = False
     _has_thought: bool = False
 

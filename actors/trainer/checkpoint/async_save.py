@@ -26,7 +26,7 @@ from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
 Commit = Callable[[], AbstractContextManager[None]]
-"""A context in which this run may publish; ConflictError if another run has claimed its folders."""
+"""Makes a context in which this run may publish. ConflictError if another run has claimed its folders."""
 
 
 class AsyncSaver:

@@ -46,9 +46,7 @@ class Listing:
 
 
 class UnsavedNotice:
-    """The reason why the last checkpoint could not be written. It is shown until a later checkpoint is complete, and at
-    least once.
-    """
+    """The reason why the last checkpoint was not written. It is shown until a later one is complete, at least once."""
 
     def __init__(self) -> None:
         self._why, self._is_shown, self._is_over = "", True, True
@@ -130,9 +128,7 @@ class CheckpointManager:
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """Returns the committed checkpoints. Removes the folders of interrupted writes: no rank writes to them any
-        more.
-        """
+        """Returns the committed checkpoints. Removes unfinished writes, to which no rank writes any more."""
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)
         )

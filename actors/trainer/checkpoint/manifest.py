@@ -48,7 +48,7 @@ class Manifest(Config):
     digests: dict[str, str]
     """Digests of what a resumed run must match, by name."""
     world: int = Field(ge=1, lt=1 << 31)
-    """Ranks that wrote it. Any number of ranks may read it."""
+    """The number of ranks that wrote the checkpoint. Any number of ranks may read it."""
     files: dict[str, FileRecord]
     """Files by their name in the folder."""
 

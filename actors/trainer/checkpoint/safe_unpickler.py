@@ -134,9 +134,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _operations() -> dict[int, Callable[..., Any]]:
-    """Returns the opcode table: the library's operations for plain values, and replacements for the operations that
-    make objects.
-    """
+    """Returns the opcode table: the library's operations for plain values, others for those that make objects."""
     library: dict[int, Callable[..., Any]] = pickle._Unpickler.dispatch
     found = {getattr(pickle, name)[0]: library[getattr(pickle, name)[0]] for name in _PLAIN.split()}
     found |= {pickle.REDUCE[0]: _Reader.make, pickle.NEWOBJ[0]: _Reader.make, pickle.BUILD[0]: _Reader.build}

@@ -27,14 +27,12 @@ class TensorShard:
     """Offsets of `local` in the whole tensor."""
     local: Tensor
     optional: bool = False
-    """Keeps its value if a checkpoint does not have it."""
+    """True if a tensor that is missing in a checkpoint keeps its value."""
 
 
 class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the state by `<parameter>.<key>`, as a DTensor if the parameter is one. The state exists before the
-        first step.
-        """
+        """Returns the state by `<parameter>.<key>`, as DTensors where parameters are, also before the first step."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Apply the values that were written into the tensors of `tensors()`."""
@@ -63,9 +61,7 @@ class TrainState:
         self._offsets: dict[str, tuple[int, ...]] = {}
 
     def shards(self) -> list[TensorShard]:
-        """Returns this rank's shard of every tensor, without a copy. Tensors of which this rank has no part are left
-        out.
-        """
+        """Returns this rank's shard of every tensor of which it has a part, without a copy."""
         return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:

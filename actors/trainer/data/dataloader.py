@@ -29,13 +29,13 @@ class RankBatch(NamedTuple):
     """A rank's part of a step's batch."""
 
     ids: Ids
-    """Its sequences."""
+    """The ids of its sequences."""
     micros: list[Micro]
-    """Equally many on all ranks, or their collectives would not match."""
+    """The microbatches. All ranks have the same number of them, or their collectives would not match."""
     counted: int
-    """The targets that count."""
+    """The number of targets that count."""
     pairs: int
-    """The sum of the squared lengths of what attention sees as one: documents, or whole sequences."""
+    """The sum of the squared lengths of the documents or, without document masks, of the whole sequences."""
 
 
 class _Read(NamedTuple):
@@ -57,7 +57,7 @@ class DataLoader:
         self._augmentation = None if spec.augment is None else Augmentation(spec.augment, spec.seed)
         _check_tokens(spec, data.vocab_size)
         self._fetched = 0
-        """The step before which all shards are here, or on their way."""
+        """The shards of all steps before this one are fetched, or being fetched."""
         self._rows = Prefetch(self._read, spec.steps)
 
     def next_batch(self, step: int, size: int) -> RankBatch:

@@ -66,9 +66,7 @@ class JoinedData:
             part.prefetch(own)
 
     def _split(self, ids: Ids) -> list[tuple[RowData, np.ndarray[tuple[int], np.dtype[np.bool_]], Ids]]:
-        """Returns, for each dataset that has some of `ids`, the dataset, a mask of those ids, and their numbers within
-        it.
-        """
+        """Returns each dataset that has some of `ids`, with a mask of those ids and their numbers in the dataset."""
         part_of = np.searchsorted(self._ends, ids, side="right")
         out = []
         for index in np.unique(part_of):
@@ -100,9 +98,7 @@ def open_tokens(spec: TrainSpec) -> TokenDataset:
 
 
 def open_evaluation(spec: TrainSpec, training: TokenDataset) -> RowData:
-    """Opens the held-out sequences of `spec.eval`. DataError if they were made with another tokenizer than the training
-    data.
-    """
+    """Opens the held-out sequences of `spec.eval`. DataError if their tokenizer is not that of the training data."""
     assert spec.eval is not None  # the caller evaluates
     if spec.eval.dataset is None:
         urls, held_out = spec.datasets, spec.eval.fraction or 0.0

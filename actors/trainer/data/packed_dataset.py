@@ -110,9 +110,7 @@ def document_ends(data: TokenData) -> Ids:
 
 
 def document_hashes(data: TokenData, ends: Ids) -> Hashes:
-    """Returns a 64-bit hash of each document's tokens. Equal documents have equal hashes, wherever they are in the
-    data.
-    """
+    """Returns a 64-bit hash of each document's tokens. Equal documents have equal hashes, wherever they are."""
 
     def find() -> Hashes:
         hashes = np.zeros(len(ends), np.uint64)

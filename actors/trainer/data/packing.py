@@ -94,9 +94,7 @@ def _place(sizes: Ids, seq_len: int) -> Ids:
 
 
 class _RowsByRoom:
-    """Open rows, grouped by the tokens of room left in them, first in, first out. A new row has room for `seq_len`
-    tokens.
-    """
+    """Open rows, by the tokens of room left in them, first in, first out. A new row has room for `seq_len` tokens."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len, self._opened = seq_len, 0

@@ -29,7 +29,7 @@ CHUNK_BYTES = 4 << 20
 THREADS = 4
 """Shards fetched at once."""
 ATTEMPTS = 5
-"""Fetches of one shard that other processes evict at once."""
+"""The most fetches of one shard, if other processes evict it each time before it is opened."""
 
 
 class ShardCache:

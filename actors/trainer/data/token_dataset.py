@@ -81,9 +81,7 @@ class RowData(TokenDataset, Protocol):
     def rows(self, ids: Ids) -> Rows: ...
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
-        """Returns, for each row, the sum of squared document lengths, without reading tokens; None if that is not
-        known.
-        """
+        """Returns each row's sum of squared document lengths, without reading tokens; None if that is not known."""
 
     def prefetch(self, ids: Ids) -> None:
         """Starts fetching the remote data that these rows need, if any."""

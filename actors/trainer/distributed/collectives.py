@@ -14,9 +14,7 @@ from raytide.actors.trainer.distributed import torch_compat
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns `x` with all ranks' parts concatenated along `dim`. Gradients of all ranks are summed, so all must use
-    the result.
-    """
+    """Returns all ranks' parts, joined along `dim`. Gradients are summed over the ranks, so all must use the result."""
     out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -28,9 +26,7 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter on the tensor axis. The gradient of a replicated parameter is a partial
-    sum.
-    """
+    """Returns this rank's shard of a parameter on the tensor axis. A replicated one's gradient is a partial sum."""
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
     return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])

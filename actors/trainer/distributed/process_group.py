@@ -80,9 +80,7 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to turn averages into
-        sums.
-        """
+        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to get the sums."""
         return self.sizes.data * self.sizes.context
 
     @property
@@ -142,9 +140,7 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 def join(
     store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
-    """Join the other ranks at `store`. `address` is this rank's own, because nodes on loopback must not resolve host
-    names.
-    """
+    """Join the other ranks at `store`. `address` is this rank's own: nodes on loopback must not resolve host names."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
@@ -155,9 +151,7 @@ def join(
 
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
-    """Returns a ProcessGroup for a process group that other code, such as Ray Train, has made and will destroy. It has
-    no spares.
-    """
+    """Returns a ProcessGroup, without spares, for a group that other code such as Ray Train made and will destroy."""
     world = dist.get_world_size()
     sizes = layout.sizes(world)
     if sizes.world != world:

@@ -23,7 +23,7 @@ class Recovery:
     ended_s: float
     """The time at which every rank of the old generation had ended."""
     step: int
-    """The last step done before."""
+    """The last step that was done before the failure."""
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:

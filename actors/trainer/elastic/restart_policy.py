@@ -27,7 +27,7 @@ class RestartPolicy:
     """`furthest_step` at the last failure; another failure at the same step made no progress."""
     _failures: list[tuple[str, frozenset[Incarnation]]] = field(default_factory=list)
     _incarnations: dict[int, int] = field(default_factory=dict)
-    """Those of the lease, by member."""
+    """The incarnation of each member of the lease, by the member's index."""
 
     def record_step(self, step: int) -> None:
         if step > self.furthest_step:
@@ -35,9 +35,7 @@ class RestartPolicy:
             self._failures.clear()
 
     def record_members(self, members: Iterable[Member]) -> None:
-        """Record the members of the lease. The lease may report a lost member before or after the member's ranks have
-        died.
-        """
+        """Record the lease's members. It may report a lost member before or after that member's ranks have died."""
         self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:

@@ -63,7 +63,7 @@ class WorkerGroup:
         self._refused: dict[Key, tuple[WorkerHandle, str, UsageError]] = {}
         """The workers that are not started again: every other start would end with the same error."""
         self.has_refused = False
-        """True once there was one."""
+        """True once a worker was refused."""
         self.settled_version = ""
         """The last lease version whose leaving members have no training rank."""
 
@@ -89,9 +89,7 @@ class WorkerGroup:
         return key not in self._refused and self._rests.get(key, (0.0, 0.0))[1] <= time.monotonic()
 
     def rest(self, worker: WorkerHandle) -> None:
-        """Delay the next start of a worker that failed to join a running generation; each further failure doubles the
-        delay.
-        """
+        """Delay the restart of a worker that failed to join a running generation, for longer after each failure."""
         last_s = self._rests.get(worker.key, (0.0, 0.0))[0]
         duration_s = min(max(FIRST_REST_S, 2 * last_s), LONGEST_REST_S)
         self._rests[worker.key] = duration_s, time.monotonic() + duration_s

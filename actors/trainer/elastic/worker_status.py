@@ -125,8 +125,6 @@ def _file(frame: FrameType) -> str:
 
 
 def _short(frame: FrameType) -> str:
-    """Returns the short name of a frame's file: for raytide's own files the path below `actors`, for others the folder
-    and the name.
-    """
+    """Returns a frame's file: raytide's own as a path below `actors`, others as the last folder and the name."""
     file = _file(frame)
     return file.removeprefix(f"{_ACTORS}/") if file.startswith(_RAYTIDE) else "/".join(file.rsplit("/", 2)[-2:])

@@ -21,9 +21,7 @@ from raytide.core.specs.model import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class FileAdapter:
-    """The adapter of one module of the files. `parts` has, for each adapted projection in it, the first row and the
-    path.
-    """
+    """The adapter of one module of the files. `parts` has the first row and the path of each projection in it."""
 
     module: str
     rank: int

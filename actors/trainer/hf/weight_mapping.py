@@ -245,9 +245,7 @@ def _sparse(arch: Architecture, param_name: str, hf_name: str, form: FamilyForma
 
 
 def _is_idle(name: str, arch: Architecture) -> bool:
-    """Returns whether the model does not need the tensor: tables and masks of older files, or a copy of tied
-    embeddings.
-    """
+    """Returns whether the tensor is redundant: a table or mask of older files, or a copy of tied embeddings."""
     tied = arch.tied_embeddings and name == f"{NAMES[arch.names].head}.weight"
     return tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
 

@@ -66,9 +66,7 @@ class ActivationPool(ABC):
 
 
 class HostPool(ActivationPool):
-    """A pool of pinned host memory. Copies run on the stream of the computation, so their order is right without
-    waiting.
-    """
+    """A pool of pinned host memory. Copies are in order with the computation, because both use one stream."""
 
     def _stored(self, tensor: Tensor, count: int) -> StoredTensor:
         return HostTensor(self, tensor, count)

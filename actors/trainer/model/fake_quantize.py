@@ -24,9 +24,7 @@ from raytide.kernels.ref import rounded
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that, while it is `active`, computes with quantised weights and, if the spec says so, quantised
-    inputs.
-    """
+    """A linear layer that, while `active`, computes with quantised weights and, if so specified, quantised inputs."""
 
     def __init__(self, base: nn.Linear, qat: QatSpec, export_dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, base.weight.device)

@@ -46,9 +46,7 @@ class GradScaler:
         self.good_steps = 0
 
     def overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether the step must be skipped because its gradients overflowed in fp16 although its loss is
-        finite.
-        """
+        """Returns whether to skip the step, because its gradients overflowed in fp16 although its loss is finite."""
         return self.active and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def unscale(self, grads: Sequence[Tensor]) -> None:

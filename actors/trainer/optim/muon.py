@@ -50,8 +50,8 @@ class Muon(AdamW):
                 self._round(together[first : first + ranks], group)
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update up to one matrix per rank: gather all, orthogonalize this rank's matrix, exchange the results, apply
-        them.
+        """Update up to one matrix per rank: gather all, orthogonalize this rank's matrix, exchange and apply the
+        results.
         """
         me, own_result = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
@@ -78,16 +78,12 @@ class Muon(AdamW):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Returns whether the parameter is a matrix inside a layer, or a stack of matrices for experts. Embedding and head
-    are not.
-    """
+    """Returns whether the parameter is a matrix, or a stack of them for experts, in a layer: not embedding or head."""
     return parameter.ndim >= 2 and ".layers." in f".{name}"
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns approximately the closest semi-orthogonal matrix, in bf16, by five steps of a quintic Newton-Schulz
-    iteration.
-    """
+    """Returns nearly the closest semi-orthogonal matrix, in bf16, after five quintic Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -121,9 +117,7 @@ def _place(parameter: Tensor) -> int:
 
 
 def _broadcast(result: Tensor, place: int, parameter: Tensor) -> None:
-    """Broadcast `result` from the rank with index `place` to all ranks that share the parameter, one mesh axis at a
-    time.
-    """
+    """Broadcast the `result` of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh

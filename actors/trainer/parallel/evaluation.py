@@ -21,9 +21,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class FixedSampler:
-    """Selects the sequences of an evaluation: up to `batches` batches, each sequence once. The last batch may be
-    smaller.
-    """
+    """Selects an evaluation's sequences: up to `batches` batches, the last one maybe smaller, each sequence once."""
 
     def __init__(self, n_sequences: int, global_batch: int, batches: int) -> None:
         count = min(n_sequences, global_batch * batches)
@@ -35,9 +33,7 @@ class FixedSampler:
 
 
 class EarlyStop:
-    """Ends a run whose held-out loss no longer falls. Checkpoints contain its state, so a resumed run ends at the same
-    step.
-    """
+    """Ends a run whose held-out loss no longer falls. Its state is saved, so a resumed run ends at the same step."""
 
     def __init__(self, config: HeldOutSpec | None) -> None:
         self._patience = None if config is None else config.patience

@@ -26,14 +26,10 @@ from raytide.core.specs.train import TrainSpec
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of the summed loss, without
-        `factor`.
-        """
+        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of the loss, unscaled."""
 
     def evaluate(self, micros: list[Micro]) -> float:
-        """Returns this rank's share of the summed loss, without the routers' load-balancing loss. Computes no
-        gradients.
-        """
+        """Returns this rank's share of the summed loss, without the routers' balancing loss. Computes no gradients."""
 
 
 def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> ForwardBackward:
@@ -85,9 +81,7 @@ class SingleStage:
         return float(total) if reports_loss(self.part, self.group) else 0.0
 
     def _distill(self, micro: Micro, teacher: Teacher) -> Tensor:
-        """Returns the summed divergence from the teacher. The teacher predicts first, so that its memory is free for
-        the student.
-        """
+        """Returns the summed divergence from the teacher, which runs first: its memory is then free for the student."""
         predicted = teacher.predict(micro)
         logits_BTV: Tensor = self.part(micro.inputs, None, micro.documents)
         flat = (

@@ -17,9 +17,7 @@ from raytide.actors.trainer.optim.base import Optimizer
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error means that device or host memory ran out; torch has an exception class for the device
-    only.
-    """
+    """Returns whether the error means that device or host memory ran out; torch has a class for the device only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

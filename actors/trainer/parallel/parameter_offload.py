@@ -71,9 +71,7 @@ class _GradientMover:
 
 
 def _read_layers_ahead(part: Transformer) -> None:
-    """While a layer runs, reads the layers that run next, in both directions, and drops those that have run from
-    memory.
-    """
+    """While a layer runs, reads ahead the layers that run next, in both directions, and drops those that have run."""
     layers: list[nn.Module] = list(part.layers.values())
     weights = [[local(weight) for weight in layer.parameters()] for layer in layers]
     for index, layer in enumerate(layers):

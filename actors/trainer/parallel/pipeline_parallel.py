@@ -85,9 +85,7 @@ class Pipeline:
         return float(self._total) if ends and reports_loss(self.parts[-1], self.group) else 0.0
 
     def _schedule(self, count: int, size: int) -> Any:
-        """Returns the schedule for this number and size of microbatches. It is cached, because stages hold buffers of
-        that shape.
-        """
+        """Returns the schedule for `count` microbatches of `size`. It is cached: stages hold buffers of that shape."""
         if (count, size) not in self._schedules:
             indices = self.layout.stages_of(self.group.pipeline_rank)
             stages = [self._stage(part, index, size) for part, index in zip(self.parts, indices, strict=True)]
@@ -182,9 +180,7 @@ def without_balance(parts: list[Transformer]) -> Iterator[None]:
 
 
 def free_weights(parts: list[Transformer]) -> None:
-    """Frees gathered weights, as FSDP otherwise does after the backward pass, so that a later step gathers the changed
-    ones.
-    """
+    """Frees gathered weights, as FSDP does only after a backward pass: a later step must gather the changed ones."""
     for part in parts:
         for module in (part, *part.layers.values()):
             cast(FSDPModule, module).reshard()

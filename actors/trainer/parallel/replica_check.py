@@ -52,9 +52,7 @@ def replica_groups(sizes: Sizes) -> list[list[int]]:
 
 
 def find_outliers(digests: Sequence[int]) -> list[int]:
-    """Returns the indices of values that differ from the majority, or all indices if there is no majority; empty if all
-    values agree.
-    """
+    """Returns the indices of values that differ from the majority, or all if there is none; empty if all agree."""
     (value, count), *others = Counter(digests).most_common()
     if not others:
         return []

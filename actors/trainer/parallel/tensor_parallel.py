@@ -31,9 +31,7 @@ _COLUMNS = ("o_proj", "down_proj")
 
 
 def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
-    """Returns whether the vocabulary is sharded. Otherwise each rank predicts a part of the tokens, over the whole
-    vocabulary.
-    """
+    """Returns whether the vocabulary is sharded. If not, each rank predicts some tokens, over the whole vocabulary."""
     return arch.vocab_size % ranks == 0
 
 

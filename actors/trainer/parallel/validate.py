@@ -39,9 +39,7 @@ def _widths(arch: Architecture) -> Iterator[tuple[int, str]]:
 
 
 def _sequence(layout: Parallelism, spec: TrainSpec) -> Iterator[tuple[str, str]]:
-    """Yields the problem of a seq_len that cannot be cut into two equal pieces per context rank, or evenly over tensor
-    ranks.
-    """
+    """Yields a problem unless seq_len divides into two pieces per context rank, and each piece over tensor ranks."""
     pieces = layout.tensor if layout.context == 1 else math.lcm(2 * layout.context, layout.context * layout.tensor)
     if spec.seq_len % pieces:
         yield (

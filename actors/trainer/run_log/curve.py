@@ -13,7 +13,7 @@ from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.io.storage import join, open_url
 
 MOST_POINTS = 2000
-"""The most points that are kept of a run; beyond it, every second one is dropped."""
+"""The most points that are kept of a run. Above that, every second one is dropped."""
 MOST_EVENTS = 500
 MOST_RUNS = 64
 _PART_BYTES = 2**22

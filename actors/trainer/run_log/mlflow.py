@@ -182,9 +182,7 @@ def _credentials(target: MlflowSpec) -> dict[str, str]:
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
-    """Returns the scheme, host and port of a URL. The scheme is included, so that a token for https is not sent over
-    http.
-    """
+    """Returns the scheme, host and port of a URL. With the scheme, a token for https is never sent over http."""
     return url.scheme, url.host.lower().rstrip("."), url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 

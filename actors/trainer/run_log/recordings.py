@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 ROWS = 40
 MOST_EVENTS = 1_000_000
-"""Allocations and releases that a snapshot remembers, the last ones."""
+"""The number of allocations and releases, the last ones, that a snapshot contains."""
 
 
 class Recording:
     """A recording, which its constructor starts. By default there is nothing to stop, and no file to write."""
 
     suffixes: tuple[str, ...] = ()
-    """The ends of the names of its files."""
+    """The suffixes of the files that `write` writes."""
 
     def stop(self) -> None:
         """End the recording that the constructor started."""

@@ -115,9 +115,7 @@ class RayTrainReporter:
 
 
 def _place(ray_checkpoint: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
-    """Copy Ray Train's checkpoint into the run's folder, unless the folder has a newer one. Returns the error of a bad
-    checkpoint.
-    """
+    """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error if it is bad."""
     store = open_store(spec.checkpoint_url)
     with ray_checkpoint.as_directory() as folder:
         source = LocalStore(Path(folder).parent)

@@ -259,9 +259,7 @@ class ChatWriter(_Writer):
         )
 
     def _finish_reason(self, reason: FinishReason, has_calls: bool) -> FinishReason:
-        """Returns "tool_calls" after calls, else `reason`. As with OpenAI, a call that the client forced by name ends
-        with "stop".
-        """
+        """Returns "tool_calls" after calls, else `reason`. As at OpenAI, a call forced by name ends with "stop"."""
         return "tool_calls" if reason == "stop" and has_calls and not self._use.is_named else reason
 
     def _choice(self, choice: ChunkChoice, **more: Any) -> bytes:

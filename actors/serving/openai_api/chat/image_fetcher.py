@@ -128,9 +128,7 @@ class ImageFetcher:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an address is on the public internet. Addresses that embed another one, as in NAT64 and 6to4, are
-    not.
-    """
+    """Returns whether an address is public. Addresses that embed another one, as in NAT64 and 6to4, are not."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:

@@ -34,9 +34,7 @@ def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 async def images_of(messages: Sequence[ChatMessage], fetcher: ImageFetcher) -> tuple[bytes, ...]:
-    """Returns the files of all images, in order. Raises ApiError, with the part's place, for an image that cannot be
-    read.
-    """
+    """Returns the files of all images, in order. Raises ApiError, with the part's place, for an unreadable image."""
     budget = ImageBudget()
     return tuple(await asyncio.gather(*(_read(where, url, fetcher, budget) for where, url in _urls(messages))))
 

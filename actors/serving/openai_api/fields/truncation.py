@@ -14,9 +14,9 @@ Side = Literal["left", "right"]
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 _CHARS_OF_A_TOKEN = 4
-"""The characters of a token at first, for finding the end of a long text that has enough tokens."""
+"""The first guess of a token's characters, in the search for a suffix of a long text with enough tokens."""
 _MORE = 16
-"""The tokens beyond those that are kept with which the search for such an end is over."""
+"""The search for such a suffix ends once it has this many tokens more than are kept."""
 
 
 class TruncationFields(BaseModel):

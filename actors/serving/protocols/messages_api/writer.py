@@ -23,8 +23,8 @@ _INPUT: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class MessagesWriter:
-    """Writes content blocks (thinking, text, calls) as their text arrives. One block is open at a time; deltas extend
-    it.
+    """Writes content blocks (thinking, text, calls) as text arrives. One block at a time is open and gets the
+    deltas.
     """
 
     def __init__(self, request: MessagesRequest, generation: GenerationStream) -> None:

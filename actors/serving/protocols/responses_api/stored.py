@@ -15,7 +15,7 @@ Item = dict[str, Any]
 
 RESPONSE_ID = re.compile(r"resp_[\w-]{1,100}", re.ASCII)
 MAX_RESPONSE_BYTES = 4 << 20
-"""The size of the largest response that is stored, with its input."""
+"""The largest size in bytes of a response, including its input, that is stored."""
 KEEP_S = 30 * 86_400
 """The seconds for which a response is stored, as at OpenAI."""
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -101,9 +101,7 @@ class MemoryResponses:
 
 
 def input_items(given: str | Sequence[Item]) -> list[Item]:
-    """Returns an input as a list of items in the form that clients list: each with its type, an id, and its content as
-    parts.
-    """
+    """Returns an input as items in the form that clients list: each with a type, an id, and its content as parts."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(each) for each in given]

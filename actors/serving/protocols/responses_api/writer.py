@@ -20,8 +20,8 @@ Item = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Writes output items (reasoning, a message, calls) as their text arrives. One item is open at a time; events
-    belong to it.
+    """Writes output items (reasoning, a message, calls) as text arrives. One item is open at a time and gets the
+    events.
     """
 
     def __init__(self, request: ResponsesRequest, generation: GenerationStream) -> None:

@@ -37,7 +37,7 @@ class _Slot:
     own_rank: int = 0
     has_own: bool = False
     peer: StagingBuffer = field(default_factory=StagingBuffer)
-    """Copy of the rank that this rank holds for."""
+    """The copy of the peer's shards that this rank holds."""
     peer_rank: int = 0
     has_peer: bool = False
     is_in_use: bool = False
@@ -87,7 +87,7 @@ MOST = 1000
 HALF_LIFE = 16
 """Half-life of the averages, in samples."""
 UNDISTURBED_EVERY = 64
-"""A snapshot that is due is left out once in so many steps: a step without one shows what they cost."""
+"""Once in this many steps a due snapshot is left out, since only a step without one shows what snapshots cost."""
 
 
 @dataclass(slots=True)
@@ -96,9 +96,7 @@ class Average:
     samples: int = 0
 
     def add(self, sample: float) -> None:
-        """Add a sample. The first samples have equal weights; later, a sample's weight halves with every HALF_LIFE
-        samples.
-        """
+        """Add a sample. The first ones have equal weights; later, weights halve with every HALF_LIFE samples."""
         self.samples += 1
         self.value += (sample - self.value) * max(1 / self.samples, 1 - 0.5 ** (1 / HALF_LIFE))
 

@@ -20,7 +20,7 @@ import numpy as np
 from raytide.actors.trainer.data.order.shuffle import Ids
 
 _GRID = 20
-"""Steps to an error of one sample, when a tree is shaped."""
+"""The grid's steps per sample, for the rounding of errors while a tree is shaped."""
 PRECISION = 1 << 40
 """Weights are rounded to this total: a drift of one sample in 1e12."""
 MOST_AT_ONCE = 1 << 20
@@ -100,9 +100,7 @@ def _tree(order: Sequence[int], weights: Sequence[int]) -> _Node | int:
 
     @cache
     def best(begin: int, end: int, grid: int) -> tuple[float, int]:
-        """Returns the least error bound of a range whose node has an error of grid / _GRID, and the place to cut the
-        range.
-        """
+        """Returns the least error bound of a range whose node has the error grid / _GRID, and the place of its cut."""
         if end - begin == 1:
             return grid / _GRID, begin
         total, least, at = sums[end] - sums[begin], math.inf, begin

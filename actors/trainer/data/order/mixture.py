@@ -41,9 +41,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSampler:
-    """Selects the rows of each step. A row's id is its number in its source plus the number of rows of all earlier
-    sources.
-    """
+    """Selects the rows of each step. A row's id is its number in its source plus the rows of all earlier sources."""
 
     seed: int
     sources: tuple[SourceSize, ...]

@@ -48,7 +48,7 @@ class Shuffle:
 
 
 EVERYWHERE = Shuffle()
-"""All sequences among each other."""
+"""Shuffles over the whole dataset."""
 
 
 class StepSampler(Protocol):
