@@ -61,9 +61,7 @@ class ScriptRunner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
-        """Runs the script until it succeeds. Raises ScriptError if it fails, LeaseLostError if the lease ends
-        before.
-        """
+        """Runs the script until it succeeds. Raises ScriptError if it fails, LeaseLostError if the lease is over."""
         try:
             self._run_attempts()
         finally:

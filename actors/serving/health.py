@@ -16,7 +16,7 @@ class ProgressWatch:
         self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Returns the reason to replace the replica, or None. The limit must exceed the longest step (a prefill)."""
+        """Returns a reason to replace the replica, or None. The limit must exceed the longest step (a long prefill)."""
         is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
         stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
         if stalled_s > self._limit_s:

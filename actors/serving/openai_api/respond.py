@@ -205,7 +205,7 @@ class _Reading:
                 )
 
     def close(self) -> None:
-        """Cancels the generation. If its stream is unfinished, the client has left: counts it as aborted."""
+        """Cancels the generation. If it has not finished, its client has left, and it counts as aborted."""
         self._generation.cancel()
         self.finish("aborted", 499)
 

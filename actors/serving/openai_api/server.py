@@ -44,9 +44,7 @@ class ChatPrompt:
 
 
 class Server:
-    """One model's server. Callers without a key may not ask for a priority below (more urgent than) `min_priority`:
-    theirs is raised to it.
-    """
+    """One model's server. Callers without a key get no priority more urgent (lower) than `min_priority`."""
 
     def __init__(self, engine: Engine, *, model: str, drain_s: float = 30.0, min_priority: int = 0) -> None:
         self.engine = engine
@@ -181,9 +179,7 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns a prompt in any of OpenAI's four forms as token lists, which are cut by `cut` and fit into the
-        context.
-        """
+        """Returns a prompt in any of OpenAI's four forms as token lists, cut by `cut`. They fit into the context."""
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
         texts = [item for item in items if not isinstance(item, int)]
@@ -204,9 +200,7 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of two that are read together. Raises ApiError if they exceed the
-        context.
-        """
+        """Returns the token ids of a text, or of two read together. Raises ApiError if they exceed the context."""
         tokenize = partial(self.engine.tokenize, special=special)
         if cut is None:
             tokens = await tokenize(text, pair)

@@ -150,7 +150,7 @@ LogitBias = Annotated[
 
 
 class GenerationRequest(_Request, Constraints, TruncationFields):
-    """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
+    """The fields that chats and plain completions share. Those from `top_k` on are extensions, as in vLLM."""
 
     model_config = ConfigDict(json_schema_extra=only_these(NO_EFFECT))
 
@@ -231,7 +231,7 @@ class NamedToolChoice(_Request):
 
 
 class AllowedToolsChoice(_Request):
-    """Some of the tools, with a mode."""
+    """A choice that allows only some of the tools. `mode` says whether the model must call one of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

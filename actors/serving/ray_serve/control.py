@@ -219,7 +219,7 @@ def _kill_replica(name: str, replica: str, timeout_s: float) -> bool:
 
 
 def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
-    """Returns the part of a `spec_key` value that takes effect only when a replica starts: creation time and fields."""
+    """Returns what takes effect only when a replica starts: the creation time, and all fields but the live ones."""
     created_at_s, _, spec = deployed.decode().partition(" ")
     fields = json.loads(spec) if spec else {}
     return created_at_s, {name: value for name, value in fields.items() if name not in LIVE_FIELDS}

@@ -38,8 +38,8 @@ class ReplicaAddress:
 
 
 def spec_key(endpoint: str) -> bytes:
-    """Returns the key of an endpoint's last deployed spec. The value is the endpoint's creation time, which
-    distinguishes a recreated endpoint, a space, and the spec as JSON.
+    """Returns the key of an endpoint's last deployed spec. The value is the endpoint's creation time, a space, and the
+    spec as JSON. The time distinguishes an endpoint that was deleted and created again.
     """
     return f"{endpoint}/spec".encode()
 

@@ -1,3 +1,1 @@
-"""Tool calls: the syntax of each kind of model, a parser of calls in outputs, and the constraint that makes calls
-parse.
-"""
+"""Tool calls: models' syntaxes for them, a parser of calls in outputs, and the constraint that makes calls parse."""

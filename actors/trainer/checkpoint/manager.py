@@ -139,8 +139,7 @@ class CheckpointManager:
         return listing
 
     def select(self, listing: Listing) -> Checkpoint | None:
-        """Returns the newest intact checkpoint; None if there are no checkpoints. All ranks together read every byte of
-        it.
+        """Returns the newest intact checkpoint, which all ranks together have read completely; None if there are none.
 
         Appends the reason for each rejected checkpoint to `listing.rejected`. CheckpointError if all are bad, because
         silently starting over would lose work, or if another run wrote the checkpoint.

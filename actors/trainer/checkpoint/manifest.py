@@ -138,8 +138,8 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
 
 
 def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[str]:
-    """Returns the problem of a metadata file, if any. A correct hash is no proof: who crafts the file can write its
-    hash too. See `safe_unpickler`.
+    """Returns the problem of a metadata file that was crafted, if it was. Its hash does not show that, because its
+    author could write the manifest too. See `safe_unpickler`.
     """
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
@@ -174,11 +174,10 @@ def unfinished_folders(store: CheckpointStorage) -> list[str]:
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Remove checkpoints, so that of those up to the committed one only the intact ones of the newest `keep` steps
-    remain.
+    """Keep the intact checkpoints of the newest `keep` steps up to the committed one; remove all others up to it.
 
     Folders newer than the committed one belong to another generation: they are neither counted nor removed. Unfinished
-    folders stay too, since another rank may still be writing to them; only after a restart that is ruled out.
+    folders stay too, because until a restart a rank may still be writing to them.
     """
     kept_steps: set[int] = set()
     for name in folders_newest_first(store):

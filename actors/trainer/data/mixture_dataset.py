@@ -24,7 +24,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class JoinedData:
-    """Several datasets as one RowData: the sequences of one dataset after those of the other."""
+    """Joins several datasets into one RowData, in which the sequences of one follow those of the one before."""
 
     def __init__(self, parts: Sequence[RowData], order: object = None) -> None:
         """`order` describes the order in which sequences are drawn; it becomes part of the digest."""

@@ -35,7 +35,7 @@ class RestartPolicy:
             self._failures.clear()
 
     def record_members(self, members: Iterable[Member]) -> None:
-        """Record the lease's members. It may report a lost member before or after that member's ranks have died."""
+        """Record the lease's members. The lease may report a lost one before or after its ranks have died."""
         self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:

@@ -1,7 +1,6 @@
 """Offloads activations that a layer saves for its backward pass to host memory or to an unlinked file.
 
-Weights stay on the device, since FSDP gathers them again. So do small tensors, and tensors that do not fit into the
-limit.
+Weights stay on the device, since FSDP gathers them again. So do small tensors, and those that exceed the limit.
 """
 
 from __future__ import annotations

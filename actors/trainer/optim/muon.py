@@ -50,9 +50,7 @@ class Muon(AdamW):
                 self._round(together[first : first + ranks], group)
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update up to one matrix per rank: gather all, orthogonalize this rank's matrix, exchange and apply the
-        results.
-        """
+        """Update up to one matrix per rank: gather all, orthogonalize this rank's, exchange and apply the results."""
         me, own_result = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
             full = whole(self._momentum(parameter), parameter)
@@ -78,7 +76,7 @@ class Muon(AdamW):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Returns whether the parameter is a matrix, or a stack of them for experts, in a layer: not embedding or head."""
+    """Returns whether the parameter is a matrix in a layer, or a stack of them (experts): no embedding, no head."""
     return parameter.ndim >= 2 and ".layers." in f".{name}"
 
 

@@ -1,10 +1,10 @@
 """The outer optimizer of replicas that train apart for some steps (local SGD, DiLoCo) and then meet: it computes the
 common weights with which all of them continue.
 
-After a meeting the replicas are equal to the bit, including the inner optimizer's moments. These are averaged too,
-which every few steps costs as much traffic as the weights. So the checkpoint of one replica is that of all, and any
-layout can continue from it. A replica's movement is relative to the weights of the last meeting. Checkpoints need not
-store those, since they are only written at a meeting.
+After a meeting the replicas are equal to the bit, including the inner optimizer's moments. The moments are averaged
+too, at the price of their traffic in addition to that of the weights. So the checkpoint of one replica is that of all,
+and any layout can continue from it. A replica's movement is relative to the weights of the last meeting. Checkpoints
+need not store those, since they are only written at a meeting.
 """
 
 from __future__ import annotations

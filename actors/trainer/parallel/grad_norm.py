@@ -1,4 +1,4 @@
-"""The norm and the clipping of the whole model's gradient, of which each rank holds any part."""
+"""The norm and the clipping of the whole model's gradient, however its parts are distributed over the ranks."""
 
 from __future__ import annotations
 

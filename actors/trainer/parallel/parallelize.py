@@ -26,8 +26,7 @@ from raytide.core.specs.train import TrainSpec
 def build_model_parts(
     spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None
 ) -> list[Transformer]:
-    """Returns this rank's parts of the model with their initial weights: the whole model, or this rank's pipeline
-    stages.
+    """Returns this rank's parts of the model with their initial weights: the whole model, or its pipeline stages.
 
     `pool` stores offloaded activations.
     """

@@ -2,7 +2,7 @@
 
 The position in the file is stored beside the metrics, so a restarted driver continues the same MLflow run and sends the
 missing lines. Lines may be sent twice, but are lost only if the server cannot be reached at the end. Uses MLflow's REST
-API, because its Python package needs older versions of raytide's own dependencies.
+API, because MLflow's Python package needs older versions of raytide's own dependencies.
 """
 
 from __future__ import annotations

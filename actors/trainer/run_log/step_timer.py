@@ -10,7 +10,7 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Measures the laps between two marks, with the host's clock on a CPU and the device's clock on a GPU.
+    """Measures laps, which are the times between two marks, with the host's clock on a CPU and the device's on a GPU.
 
     On a GPU the host runs ahead. A lap whose kernels still run when times are drained counts towards the next step,
     which evens out over a run.

@@ -66,7 +66,7 @@ class ResponseWriter(Protocol):
     id: str
 
     def set_id(self, request_id: str) -> None:
-        """Makes the response's id from OpenAI's prefix and the id under which usage records list the request."""
+        """Sets the response's id to OpenAI's prefix and `request_id`, the request's id in usage records."""
 
     def full_response(
         self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes

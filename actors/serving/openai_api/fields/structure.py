@@ -43,7 +43,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Constraints(BaseModel):
-    """The alternative fields for a constraint."""
+    """The fields with which a request can constrain its output. Only one of them may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

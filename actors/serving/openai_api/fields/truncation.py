@@ -20,7 +20,7 @@ _MORE = 16
 
 
 class TruncationFields(BaseModel):
-    """The fields of requests whose prompts may be cut: to the first (`right`) or the last (`left`) tokens."""
+    """The fields of requests whose prompts may be cut. Side `right` keeps the first tokens, `left` the last."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Side | None = None

@@ -30,7 +30,7 @@ _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_
 
 
 class ScoreRequest(PooledRequest):
-    """One text against one, one against many, or as many pairs as each list has texts."""
+    """Pairs of texts to score: one text with one, one with each of many, or each of a list with its counterpart."""
 
     text_1: _Texts
     text_2: _Texts

@@ -92,7 +92,7 @@ class PromptRequest(BaseModel):
 
 
 class MessagesRequest(PromptRequest):
-    """A request of the Messages API. From `cache_salt` on the fields are extensions, as chats have them."""
+    """A request of the Messages API. The fields from `cache_salt` on are extensions, which chats have too."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None

@@ -23,9 +23,7 @@ _INPUT: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class MessagesWriter:
-    """Writes content blocks (thinking, text, calls) as text arrives. One block at a time is open and gets the
-    deltas.
-    """
+    """Writes content blocks (thinking, text, calls) as text arrives. Deltas go to the one block that is open."""
 
     def __init__(self, request: MessagesRequest, generation: GenerationStream) -> None:
         self.id = f"msg_{uuid4().hex}"

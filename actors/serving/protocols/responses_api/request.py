@@ -41,7 +41,7 @@ Item = dict[str, Any]
 
 
 class Reasoning(BaseModel):
-    """Its other fields say how much of the reasoning is shown, which is all of it here."""
+    """The reasoning options. Other fields say how much of the reasoning to show; here all of it is shown."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 

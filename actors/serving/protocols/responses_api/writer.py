@@ -20,9 +20,7 @@ Item = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Writes output items (reasoning, a message, calls) as text arrives. One item is open at a time and gets the
-    events.
-    """
+    """Writes output items (reasoning, a message, calls) as text arrives. Events go to the one item that is open."""
 
     def __init__(self, request: ResponsesRequest, generation: GenerationStream) -> None:
         self.id = f"resp_{uuid4().hex}"

@@ -96,7 +96,7 @@ class Average:
     samples: int = 0
 
     def add(self, sample: float) -> None:
-        """Add a sample. The first ones have equal weights; later, weights halve with every HALF_LIFE samples."""
+        """Add a sample. The first samples have equal weights; later, old weights halve every HALF_LIFE samples."""
         self.samples += 1
         self.value += (sample - self.value) * max(1 / self.samples, 1 - 0.5 ** (1 / HALF_LIFE))
 
