@@ -1,4 +1,4 @@
-"""Gangs on Ray: one detached placement group per member of a lease, and what user code sees of its lease."""
+"""Gangs on Ray: one detached placement group per member of a lease, and the classes that show user code its lease."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def settled_members(lease: Lease) -> list[Member]:
 
 
 class LeaseWatch:
-    """Keeps the newest lease. While the API is away the last one known holds."""
+    """Polls for the newest lease on a thread. While the API cannot be reached, the last known lease stays valid."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -41,7 +41,9 @@ class LeaseWatch:
         self._thread.start()
 
     def latest(self) -> Lease | None:
-        """Returns the lease; None before the first answer. Raises LeaseLostError, or the API's refusal, at its end."""
+        """Returns the newest lease; None before the API's first answer. Once polling has ended with an error, such as
+        LeaseLostError, raises it.
+        """
         if self._error is not None:
             raise self._error
         return self._lease
@@ -65,7 +67,7 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress at most once a second, and at once when the settled members changed. It never waits."""
+    """Sends progress to the API on a thread: at most once a second, but at once when the settled members changed."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id

@@ -14,13 +14,13 @@ from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
 
 THREADS = 4
-"""`report` and `stop` occupy one each while they wait; the others answer."""
+"""Threads of the actor. `report` and `stop` occupy one each while they wait; the others answer further calls."""
 
 
 class MemberActor(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Starts a method of the MemberProcesses there. The future fails with ClusterError when the actor is gone, else
-        with the method's own error.
+        """Calls a method of the actor's MemberProcesses and returns a future of its result. The future fails with
+        ClusterError if the actor is gone, else with the method's own error.
         """
 
     def kill(self) -> None:
@@ -66,6 +66,6 @@ def pass_on(future: Future[Any], answer: Future[Any]) -> None:
 
 
 def first_line(error: BaseException | None) -> str:
-    """Returns the first line of an error's text, or its kind if it has none."""
+    """Returns the first line of an error's text, or the name of its class if the text is empty."""
     text = "" if error is None else str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,6 +1,6 @@
 """The processes of a script on one member of a gang: started, read and ended by an actor of that member.
 
-Each runs under a shim, so that it ends with this process, however this one ends.
+Each process runs under a shim, which ends it when the actor's process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raytide.core.io.working_dir import unpack
 
 _SHIM = str(Path(process_shim.__file__).resolve())
 MOST_LINES = 2000
-"""The queue's length: a script that prints faster than its driver reads blocks."""
+"""The queue's length. A script that prints faster than its driver reads is blocked once the queue is full."""
 LINE_CHARS = 8192
 """Longer lines are split."""
 TAIL_LINES = 10
@@ -43,7 +43,7 @@ _ALL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The rights of a script's processes, beside its spec."""
+    """The rights of a script's processes that its spec does not give: a user, variables of the node, API access."""
 
     user: str = ""
     """The operating system user that they run as; raytide's own when empty."""
@@ -58,7 +58,7 @@ NO_RIGHTS = Rights()
 
 @dataclass(frozen=True, slots=True)
 class ProcessLaunch:
-    """A process to start: its command, and its variables beside those that every command on the node gets."""
+    """A process to start: its command, and its variables in addition to those that every command on the node gets."""
 
     rank: int
     command: tuple[str, ...]
@@ -104,7 +104,7 @@ class MemberProcesses:
             return int(probe.getsockname()[1])
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
-        """Starts processes in the member's folder, which is given to the user that they run as."""
+        """Unpacks the package into the member's folder, gives that to the processes' user and starts them in it."""
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
@@ -144,10 +144,10 @@ class MemberProcesses:
             return None
 
     def ping(self) -> None:
-        """Returns if this process and its node are alive."""
+        """Does nothing: an answer shows that this process and its node are alive."""
 
     def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM to all, and SIGKILL to those that run after the grace."""
+        """Sends SIGTERM to all processes, SIGKILL to those that still run after `grace_s`, and removes the folder."""
         deadline = time.monotonic() + grace_s
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
@@ -174,8 +174,10 @@ class MemberProcesses:
 
 @contextmanager
 def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
-    """Yields a descriptor from which a shim reads what must not be in its own environment: what a user's job puts there
-    (LD_PRELOAD, PYTHONPATH) must not act on the shim, which may be root.
+    """Yields a descriptor from which a shim reads the command's environment and user.
+
+    The shim's own environment must not contain them: it may be root, and what a job sets (LD_PRELOAD, PYTHONPATH) would
+    act on it.
     """
     fd = os.memfd_create("order")
     try:
@@ -200,7 +202,7 @@ def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
 
 
 def account_of(user: str) -> pwd.struct_passwd:
-    """Returns the account of `run_as`. Raises ConfigError when commands cannot run as that user here."""
+    """Returns the account of a `run_as` user. Raises ConfigError if commands cannot run as that user on this node."""
     hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
     if os.geteuid() != 0:
         raise ConfigError(f"run_as {user} needs raytide to run as root on this node, and it does not.", hint=hint)
@@ -214,7 +216,7 @@ def account_of(user: str) -> pwd.struct_passwd:
 
 
 def _chown(folder: Path, account: pwd.struct_passwd) -> None:
-    """Gives a folder to a user; the folder itself last, so that until then only this process can enter it."""
+    """Gives a folder to a user, its content first, so that until the end only this process can enter the folder."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.lchown(os.path.join(parent, name), account.pw_uid, account.pw_gid)
@@ -222,8 +224,8 @@ def _chown(folder: Path, account: pwd.struct_passwd) -> None:
 
 
 def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:
-    """Yields the lines printed until the process ends (`ended` is its pidfd). A process that left its shim, as under
-    sudo, may hold the pipe open for ever.
+    """Yields the lines printed until the process ends (`ended` is its pidfd). The end of the pipe may never come: a
+    process that left its shim, as under sudo, can hold the pipe open.
     """
     assert process.stdout is not None
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)

@@ -1,10 +1,10 @@
-"""Packages of a job's or an endpoint's own, and a command that runs with them:
-`python -m raytide.actors.gang.packages REQUIREMENTS COMMAND...`.
+"""Installs the packages that a job or an endpoint lists in `pip`, and runs a command with them: `python -m
+raytide.actors.gang.packages REQUIREMENTS COMMAND...`.
 
-REQUIREMENTS is a JSON list for pip. The packages are installed into a virtual environment that is named by its
-content, made once on a node for each user, and layered over raytide's own packages. This runs as the script does, with
-its user's rights and its output: an install can do no more than the script, and a failed one ends it with pip's words.
-Ray's own `pip` would copy the whole virtual environment of the node for each list.
+REQUIREMENTS is a JSON list for pip. The packages are installed into a virtual environment that is named by a hash of
+its content, made once per node and user, and layered over raytide's own packages. The installation has the rights of
+the script's user and prints to the script's output: it can do no more than the script, and if it fails, the script ends
+with pip's error. Ray's own `pip` would copy the node's whole virtual environment for each list.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def with_packages(requirements: Sequence[str], command: Sequence[str]) -> tuple[
 
 
 def interpreter_with(requirements: Sequence[str]) -> str:
-    """Returns the Python that has these packages, made on this node if it is not there, and kept until this process
-    ends. Raises what `environment_of` raises."""
+    """Returns the path of a Python that has these packages. Makes its environment if this node lacks it, and protects
+    it from removal until this process ends. Raises what `environment_of` raises.
+    """
     if not requirements:
         return sys.executable
     path, handle = environment_of(requirements, private_folder("environments"), is_quiet=True)
@@ -66,12 +67,12 @@ def interpreter_with(requirements: Sequence[str]) -> str:
 
 
 def is_final(requirements: Sequence[str], code: int, tail: str) -> bool:
-    """Returns whether a command ended because its packages can never be installed. `tail`: its last output."""
+    """Returns whether a command ended because its packages can never be installed. `tail` is its last output."""
     return bool(requirements) and code == INSTALL_FAILED and _CANNOT in tail
 
 
 def keep_own() -> None:
-    """Keeps the environment that this process runs in, if it is one of these, until it ends."""
+    """If this process runs in an environment of this module, protects it from removal until the process ends."""
     lock = Path(sys.prefix).with_suffix(".lock")
     if (Path(sys.prefix) / _READY).exists() and lock.exists():
         _IN_USE[Path(sys.prefix)] = handle = os.open(lock, os.O_RDWR)
@@ -79,16 +80,19 @@ def keep_own() -> None:
 
 
 def content_key(requirements: Sequence[str]) -> str:
-    """Returns the name of the environment: it changes with the requirements and with what lies below it."""
+    """Returns the environment's name: a hash of the requirements and of the Python and packages that lie below."""
     below = {name: _version(name) for name in ("raytide", "ray", "torch")}
     content = [sorted(requirements), sys.version, sys.prefix, below]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool = False) -> tuple[Path, int]:
-    """Returns the environment below `folder`, made if it is not there, and a descriptor that keeps it in use. Raises
-    ConfigError with pip's reason if the packages cannot be installed, ClusterError if the index could not be reached,
-    and StorageError if the folder cannot be written."""
+    """Returns the path of the environment in `folder`, which is made if it is not there, and a descriptor that protects
+    it from removal while open.
+
+    Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if the index could not be
+    reached, and StorageError if the folder cannot be written.
+    """
     path = folder / content_key(requirements)
     handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -111,7 +115,7 @@ def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool 
 
 
 def remove_old(folder: Path, now_s: float) -> None:
-    """Removes environments that nobody uses and that were last used long ago."""
+    """Removes environments that no process uses and that were last used more than _KEPT_S seconds ago."""
     for ready in folder.glob(f"*/{_READY}"):
         path = ready.parent
         if now_s - ready.stat().st_mtime < _KEPT_S:
@@ -127,7 +131,7 @@ def remove_old(folder: Path, now_s: float) -> None:
 
 
 def _make(path: Path, requirements: Sequence[str], *, is_quiet: bool) -> None:
-    """Makes the environment in its place, since its scripts name it."""
+    """Makes the environment at its final path, because its scripts contain that path."""
     shutil.rmtree(path, ignore_errors=True)  # of an installation that was cut
     if not is_quiet:
         sys.stdout.write(f"raytide: installing {', '.join(requirements)}\n")
@@ -154,7 +158,9 @@ def _make(path: Path, requirements: Sequence[str], *, is_quiet: bool) -> None:
 
 
 def _install_error(requirements: Sequence[str], output: str, code: int) -> RaytideError:
-    """Returns the error of pip's output and log, by which it is tried again (ClusterError) or not (ConfigError)."""
+    """Returns the error of a failed installation: ClusterError if pip's output shows a cause that may pass, so that it
+    is worth another try, else ConfigError.
+    """
     lines = [re.sub(r"^\S+T\S+,\d+ ", "", line).strip() for line in output.splitlines()]
     failed = next((line for line in reversed(lines) if _MAY_PASS.search(line)), "")
     last = next((line for line in reversed(lines) if line.startswith("ERROR")), "")
@@ -173,7 +179,7 @@ def _version(package: str) -> str:
 
 
 def main(requirements: str, command: Sequence[str]) -> int:
-    """Replaces this process by the command; returns an exit code only if that fails."""
+    """Installs the packages and replaces this process by the command; returns an exit code only if either fails."""
     folder = private_folder("environments")
     wanted: list[str] = json.loads(requirements)
     try:

@@ -1,8 +1,8 @@
 """Lists, creates and removes placement groups, without waiting for Ray to place them.
 
-Each is detached, so that it outlives the process that made it, and its name holds its lease, so that the next process
-finds it. Its one bundle is pinned to one node by id: Ray neither chooses the node nor moves the bundle when the node
-dies.
+Each group is detached, so that it outlives the process that made it, and has its lease's id in its name, so that the
+next process finds it. Its one bundle is pinned to one node by id: Ray neither chooses the node nor moves the bundle
+when the node dies.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class PlacementGroups:
     """
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Returns raytide's placement groups by key; removed ones for as long as Ray remembers them."""
+        """Returns raytide's placement groups by key, including removed ones for as long as Ray remembers them."""
         table = call_with_timeout(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]
         # A group removed by hand and its successor may have the same name; the living one counts.
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
-        """Asks for groups, except those that exist. A group that Ray refuses does not stop the others.
+        """Asks Ray for those of the groups that do not exist yet. A group that Ray refuses does not stop the others.
 
-        Raises ClusterError, after all were asked for, with the first refusal.
+        Raises ClusterError with the first refusal, after asking for all groups.
         """
         existing = self.list()
         refused: list[tuple[GroupKey, Exception]] = []
@@ -66,7 +66,7 @@ class PlacementGroups:
 
 
 def placement_group_of(member: Member) -> PlacementGroup:
-    """Returns the placement group of a usable member; bundle 0 is all of it."""
+    """Returns the placement group of a usable member. Its only bundle, 0, has all of the member's resources."""
     if not member.placement_group_id:
         raise ClusterError(
             f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
@@ -131,7 +131,9 @@ GroupState = Literal["pending", "ready", "removed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """A lease's member and its incarnation. An incarnation is placed once, so names are never reused."""
+    """The name of a placement group: a member of a lease and its incarnation. Each incarnation is placed once, so no
+    name is used twice.
+    """
 
     lease_id: str
     member: int
@@ -143,7 +145,7 @@ class GroupKey:
 
     @classmethod
     def of_name(cls, name: str) -> GroupKey | None:
-        """Returns None for a placement group that is not raytide's."""
+        """Returns the key in a placement group's name; None if the group is not raytide's."""
         parts = name.split("/")
         if len(parts) != 4 or parts[0] != _PREFIX or not (parts[2].isdigit() and parts[3].isdigit()):
             return None
@@ -152,7 +154,7 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class WantedGroup:
-    """One bundle with these resources on this Ray node."""
+    """A placement group that Ray should have: one bundle with these resources on this Ray node."""
 
     key: GroupKey
     ray_node_id: str
@@ -170,7 +172,7 @@ class PlacementGroupInfo:
 def difference(
     wanted: Mapping[GroupKey, WantedGroup], existing: Mapping[GroupKey, PlacementGroupInfo]
 ) -> tuple[tuple[WantedGroup, ...], tuple[PlacementGroupInfo, ...]]:
-    """Returns the groups to create and to remove, so that Ray has the wanted ones."""
+    """Returns the groups to create and the groups to remove, so that Ray has exactly the wanted ones."""
     create = tuple(group for key, group in wanted.items() if key not in existing)
     remove = tuple(group for key, group in existing.items() if key not in wanted and group.state != "removed")
     return create, remove

@@ -1,16 +1,17 @@
 """Runs one command so that none of its processes outlives its owner: `python -I process_shim.py FOLDER ORDER
 COMMAND...`.
 
-ORDER is a descriptor with a JSON object: the command's `environment`, which is never the shim's own, and its `user`.
-With a user the shim is root, and the command runs as that user and cannot change to another.
+ORDER is a file descriptor from which a JSON object is read: `environment`, which the command gets and the shim does
+not, and `user`. If there is a user, the shim runs as root, and the command runs as that user and cannot change to
+another.
 
-The owner holds the other end of stdin. When it closes, because the owner closed it or died, the command's processes get
-SIGTERM and a few seconds later SIGKILL, and FOLDER, their working directory, is removed. SIGTERM to the shim is passed
-on to them. The shim exits as the command did: with its exit code, or with 128 plus the signal's number. It imports
-nothing of raytide, since it is run as a file and must start quickly.
+The owner holds the other end of stdin. When stdin closes, because the owner closed it or died, the command's processes
+get SIGTERM and a few seconds later SIGKILL, and FOLDER, their working directory, is removed. A SIGTERM to the shim is
+passed on to them. The shim exits as the command did: with its exit code, or with 128 plus the signal's number. The shim
+imports nothing of raytide, since it is run as a file and must start quickly.
 
-The shim is two processes: the owner's child, which Ray kills together with the owner, and a guard below it in a session
-of its own. If either is killed, the other ends the rest.
+The shim is two processes: the owner's child, which Ray kills together with the owner, and that child's own child, a
+guard in a session of its own. If either is killed, the other ends the command's processes.
 """
 
 from __future__ import annotations
@@ -97,14 +98,14 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
 
 
 def remove(folder: str) -> None:
-    """Removes a folder of any depth; shutil.rmtree recurses once for each level."""
+    """Removes a folder of any depth. `rm` does it, because shutil.rmtree recurses once for each level."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
 
 
 def _as_user(user: str) -> dict[str, Any]:
-    """Returns Popen's arguments for a command that runs as this user with the user's groups, and for which no program,
-    setuid or not, gains rights.
+    """Returns Popen's arguments for a command that runs as this user, with the user's groups. Also forbids this process
+    and its children to gain rights, by setuid programs for example.
     """
     if not user:
         return {}
@@ -127,8 +128,8 @@ def _reap(but: int) -> None:
 
 
 def _end_children() -> None:
-    """Kills all children and their orphans, which become children. One that may not be killed, as under sudo,
-    is left.
+    """Kills all children until none is left: orphans of a killed child become children. One that may not be killed, as
+    under sudo, is left.
     """
     while killed := [pid for pid in _children() if _kill(pid, signal.SIGKILL)]:
         for pid in killed:

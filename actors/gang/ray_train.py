@@ -1,4 +1,4 @@
-"""Ray Train inside a lease: any of its trainers, with a `scaling_config` of `raytide.scaling_config`.
+"""Runs any of Ray Train's trainers inside a lease, if its `scaling_config` comes from `raytide.scaling_config`.
 
 `fit()` then waits in raytide's queue, each worker runs in the placement group of one member, and the lease ends with
 `fit()`. Ray Train creates no placement group and requests no nodes. For that, three parts of Ray Train are replaced in
@@ -39,14 +39,14 @@ Hold = Callable[[], Gang]
 
 
 class LeasedScaling(ScalingConfig):
-    """Ray Train's ScalingConfig with the gang that its `fit` waits for."""
+    """Ray Train's ScalingConfig, extended by the gang for which `fit` waits."""
 
     def __init__(self, hold: Hold, client: GangClient, num_workers: int | tuple[int, int], **fields: Any) -> None:
         super().__init__(num_workers=num_workers, **fields)  # type: ignore[arg-type]  # its v2 takes a pair
         self.hold, self.client, self.job_id = hold, client, ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for Ray Train's controller, which holds no lease itself."""
+        """Returns the state without `hold`: the copy in Ray Train's controller holds no lease."""
         return {name: value for name, value in self.__dict__.items() if name != "hold"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class LeasedScaling(ScalingConfig):
 def scaling(
     hold: Hold, client: GangClient, num_workers: int | tuple[int, int], resources: dict[str, float]
 ) -> LeasedScaling:
-    """Returns the `scaling_config`; `resources` are those of each worker, which is a member of the gang."""
+    """Returns the `scaling_config`. `resources` are those of one worker; each worker is a member of the gang."""
     _install()
     use_gpu = resources.get("GPU", 0) > 0
     return LeasedScaling(hold, client, num_workers, use_gpu=use_gpu, resources_per_worker=dict(resources))
@@ -115,8 +115,8 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
-        """Restarts with a member that came back, as often as `elastic_resize_monitor_interval_s` allows. Ray Train
-        restarts by itself when a member leaves.
+        """Restarts with more workers when members have joined, at the earliest `elastic_resize_monitor_interval_s`
+        after the last start. When a member leaves, Ray Train restarts by itself.
         """
         age_s = time.monotonic() - worker_group_state.start_time
         members = self.members(settled_members)
@@ -127,7 +127,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def members(self, choose: Callable[[Any], list[Member]]) -> list[Member]:
-        """Returns members of the present lease. Raises LeaseLostError once it is over."""
+        """Returns the members that `choose` selects from the present lease. Raises LeaseLostError if it is over."""
         assert self._watch is not None, "the controller has started"
         lease = self._watch.latest()
         return [] if lease is None else choose(lease)
@@ -176,7 +176,7 @@ class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
 
 
 class LeasedGroups(_GroupHandle):  # type: ignore[misc]
-    """The members' placement groups for Ray Train; the lease creates and removes them."""
+    """The members' placement groups as Ray Train sees them. The lease, not Ray Train, creates and removes them."""
 
     def __init__(self, groups: Sequence[PlacementGroup], wanted: int) -> None:
         self._groups, self._wanted = groups, wanted
@@ -189,8 +189,8 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return ray.put(self._groups[0])
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """Returns False when a member left since the decision; Ray Train then decides again."""
+        """Returns False if a member has left since Ray Train's decision; Ray Train then decides again."""
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:
-        """Ray Train kills the workers one by one before this."""
+        """Does nothing: Ray Train has killed the workers before, and the lease removes the groups."""

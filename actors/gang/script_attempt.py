@@ -19,7 +19,7 @@ from raytide.core.specs.script import ScriptSpec
 START_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
 SETTLE_S = 1.0
-"""The time to wait for earlier failures: ranks that lose a peer fail as well."""
+"""Seconds to wait after a failure for an earlier one, its cause: ranks that lose a peer fail as well."""
 _REPORT_S = 1.0
 
 MemberKey = tuple[int, int]
@@ -28,8 +28,8 @@ MemberKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The end of an attempt. `lost`: a member's processes vanished, which is not the script's fault if its node died;
-    `moved`: the script has to leave its members.
+    """The end of an attempt and its reason. `lost` means that a member's processes vanished, which is not the script's
+    fault if the member's node died; `moved` means that the script has to start again on other members.
     """
 
     kind: Literal["done", "failed", "lost", "moved"]
@@ -38,7 +38,7 @@ class AttemptResult:
     lost: tuple[MemberKey, ...] = ()
     """The members whose processes vanished."""
     grace_s: float = 0.0
-    """The grace for the remaining processes."""
+    """Seconds that the remaining processes get between SIGTERM and SIGKILL."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,9 @@ class Attempt:
         return frozenset(member_key(member) for member in self.members)
 
     def launch(self, package: object, environment: dict[str, str]) -> AttemptResult | None:
-        """Starts every process. Returns a result when a member cannot. `package`: its bytes or a reference to them."""
+        """Starts every process. Returns None, or the attempt's result if a member cannot start its processes. `package`
+        is the packed working directory's bytes, a Ray reference to them, or None.
+        """
         self._runs = [_MemberRun(member, self.start_actor(member, self.shape)) for member in self.members]
         first = self._runs[0]
         port = self._call_all([first], "free_port", first.member.address)
@@ -87,7 +89,7 @@ class Attempt:
         return started if isinstance(started, AttemptResult) else None
 
     def poll(self) -> AttemptResult | None:
-        """Prints new output. Returns the result once the attempt has ended."""
+        """Prints new output. Returns the result once the attempt is over, until then None."""
         lost = self._collect_reports()
         has_failed = any(exited.code for exited in self._exits.values())
         if len(self._exits) == self.world and not has_failed:
@@ -97,8 +99,8 @@ class Attempt:
         return self._failure_result() if has_failed else None
 
     def stop(self, grace_s: float, lost: Sequence[MemberKey] = ()) -> bool:
-        """Ends all processes and prints their last output; `lost` members are skipped. Returns whether all others
-        confirmed their end; otherwise their shims end them within ORPHAN_GRACE_S.
+        """Ends all processes and prints their last output; `lost` members are skipped. Returns whether every other
+        member confirmed the end of its processes; if not, their shims end them within ORPHAN_GRACE_S.
         """
         for run in self._runs:
             run.is_lost = run.is_lost or member_key(run.member) in lost
@@ -114,7 +116,7 @@ class Attempt:
         return all(stop.done() and stop.exception() is None for stop in stops)
 
     def _launches(self, node_rank: int, environment: dict[str, str]) -> tuple[ProcessLaunch, ...]:
-        """Returns the processes of one member, with torchrun's variables."""
+        """Returns the processes to start on one member, with torchrun's variables."""
         local = self.spec.processes(self.shape)
         common = {
             **({"OMP_NUM_THREADS": "1"} if local > 1 else {}),
@@ -143,7 +145,9 @@ class Attempt:
         each: Callable[[int], object] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> list[Any] | AttemptResult:
-        """Calls a method of all members. Returns their answers, or the result of a lost or failed one."""
+        """Calls a method on all members. Returns their answers or, if a member is lost or its call failed, the
+        attempt's result.
+        """
         more = [() if each is None else (each(number),) for number in range(len(runs))]
         calls = [run.actor.call(method, *args, *own) for run, own in zip(runs, more, strict=True)]
         wait_futures(calls, timeout=timeout_s)
@@ -158,7 +162,7 @@ class Attempt:
         return self._lost_result(lost) if lost else [call.result() for call in calls]
 
     def _collect_reports(self) -> list[tuple[_MemberRun, str]]:
-        """Reads what has been reported. Returns the members found to be lost, and why."""
+        """Reads the reports that have arrived. Returns the members that are lost, each with the reason."""
         lost = []
         for run in self._runs:
             if run.is_lost:

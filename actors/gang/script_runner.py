@@ -22,19 +22,19 @@ from raytide.core.specs.script import ScriptSpec
 
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
-"""The time in which the platform must report the node of vanished processes as lost, or they failed themselves."""
+"""Seconds in which the platform must report the node of vanished processes as lost, else they count as failed."""
 ORPHANS_S = ORPHAN_GRACE_S + 1.0
 """The wait when the last attempt's processes are not confirmed to have ended: the next attempt would share their GPUs.
 """
 GROW_AFTER_S = 60.0
-"""The least age of an attempt that is restarted to use members that came back."""
+"""The least age, in seconds, of an attempt that is restarted to use members that came back."""
 
 
 class ScriptRunner:
     """Runs a script on the lease of a job.
 
-    `package` is its packed working directory, a reference to that, or None; `done` is what an earlier driver of the job
-    reported, which this one continues from; `rights` are those of its processes.
+    `package` is the script's packed working directory, a Ray reference to it, or None. `done` is the progress that an
+    earlier driver of the job reported; this one continues its counts. `rights` are those of the script's processes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ScriptRunner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
-        """Runs until it succeeds. Raises ScriptError when it fails, LeaseLostError when the lease is over."""
+        """Runs the script until it succeeds. Raises ScriptError if it fails, LeaseLostError if the lease is over."""
         try:
             self._run_attempts()
         finally:
@@ -91,14 +91,14 @@ class ScriptRunner:
                 time.sleep(ORPHANS_S)
 
     def _close(self) -> None:
-        """Ends all processes. The driver may have only three seconds left itself."""
+        """Ends all processes, quickly: the driver itself may have only three seconds left."""
         if self._attempt is not None:
             self._attempt.stop(grace_s=2.0)
         self._watch.close()
         self._reporter.close(self._progress, timeout_s=1.0)
 
     def _wait_for_members(self) -> Attempt:
-        """Waits until the lease is active and no further member is on its way."""
+        """Waits until the lease has enough ready members and no other is on its way, and returns an attempt on them."""
         while True:
             lease = self._watch.latest()
             if lease is not None and (members := settled_members(lease)):
@@ -114,7 +114,7 @@ class ScriptRunner:
             time.sleep(TICK_S)
 
     def _move_result(self, attempt: Attempt, lease: Lease) -> AttemptResult | None:
-        """Returns a result when the script has to move: a member is lost or leaving, or more members are ready."""
+        """Returns a result if the script must move: members are lost or leave, or more are ready. Else returns None."""
         usable = {member_key(member): member for member in lease.usable}
         gone = [member for member in attempt.members if member_key(member) not in usable]
         if gone:
@@ -162,6 +162,6 @@ class ScriptRunner:
         return False
 
     def _environment(self) -> dict[str, str]:
-        """Returns torchrun's variables, by which libraries recognize a launched process."""
+        """Returns the script's variables, with those of torchrun by which libraries recognize a launched process."""
         torchrun = {"TORCHELASTIC_RUN_ID": self._job_id, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
         return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **torchrun, **self._spec.env}

@@ -1,1 +1,1 @@
-"""The quality of a model beside its parent: divergence, loss, tasks, and the gate that they must pass."""
+"""The quality of a model compared with its parent: divergence, loss, tasks, and a gate with limits for them."""

@@ -20,7 +20,7 @@ _PIECE_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Token ids. The first `given` are context only; each later one is predicted from those before it."""
+    """A window of token ids. The first `given` are context only; each later one is predicted from those before it."""
 
     tokens: list[int]
     given: int

@@ -1,4 +1,4 @@
-"""Statistics of a model's predictions beside those of its parent, summed window by window.
+"""Statistics of a model's predictions compared with those of its parent, summed window by window.
 
 Shape suffixes: T predicted tokens, V vocabulary.
 """
@@ -14,13 +14,14 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 _ROWS = 128
-"""The rows whose distributions exist at once: each takes 4 bytes times the vocabulary, a few times."""
+"""The number of rows whose distributions exist at once. Each distribution takes 4 bytes per vocabulary entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuality:
-    """The results on one corpus, in nats a token. Fields that need the parent are None without it; those that need
-    whole distributions are None at an endpoint."""
+    """The results on one corpus; likelihoods and divergences are in nats per token. Fields that need the parent are
+    None without one; those that need whole distributions are None for an endpoint.
+    """
 
     tokens: int
     nll: float
@@ -41,14 +42,14 @@ class CorpusQuality:
 
 @dataclass(slots=True)
 class QualitySums:
-    """Adds up windows. Divergences are kept per token (4 bytes), since their percentile needs all of them."""
+    """Adds up the statistics of windows. Divergences are kept per token (4 bytes): a percentile needs all of them."""
 
     tokens: int = 0
     nll: float = 0.0
     parent_nll: float | None = None
     same: int | None = None
     windows: list[tuple[int, float]] = field(default_factory=list)
-    """The tokens of each window, and the sum of their differences to the parent."""
+    """For each window, the number of its tokens and the sum of their likelihoods' differences to the parent."""
     divergences: list[Tensor] = field(default_factory=list)
 
     def add(self, nll_T: Tensor, parent_nll_T: Tensor | None = None) -> None:
@@ -89,12 +90,14 @@ class QualitySums:
 
 
 def negative_log_likelihood(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Returns float32 [T]."""
+    """Returns the negative log likelihood of each target, float32 [T], in nats."""
     return F.cross_entropy(logits_TV, targets_T, reduction="none")
 
 
 def divergence(parent_TV: Tensor, model_TV: Tensor) -> tuple[Tensor, int]:
-    """Returns KL(parent | model) of each row in float32 [T], and the number of rows with the same most likely token."""
+    """Returns KL(parent | model) of each row in float32 [T], in nats, and the number of rows for which model and parent
+    have the same most likely token.
+    """
     parts, same = [], 0
     for at in range(0, len(parent_TV), _ROWS):
         parent, model = parent_TV[at : at + _ROWS], model_TV[at : at + _ROWS]

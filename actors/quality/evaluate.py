@@ -35,8 +35,9 @@ class QualityReport:
     tasks: Mapping[str, TaskQuality] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns numbers by name, as versions are registered with: `code_kl` is the corpus `code`'s divergence, and
-        `kl` the worst of all corpora, which the gate limits."""
+        """Returns the metrics by name, in the form in which model versions are registered: `code_kl` is the divergence
+        on the corpus `code`, and `kl` is the worst of all corpora, which the gate limits.
+        """
         found: dict[str, float] = {}
         worst: dict[str, float] = {}
         for name, values in self._named():
@@ -99,7 +100,7 @@ def evaluate(
 
 
 def model_directory(path: str) -> Path:
-    """Returns a model directory, or the one that a run exported."""
+    """Returns `path` if it is a model directory, or the model directory that the run at `path` exported."""
     for folder in (Path(path), Path(path) / "model"):
         if (folder / "config.json").is_file():
             return folder

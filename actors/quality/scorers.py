@@ -77,7 +77,7 @@ class DirectoryScorer:
 class EndpointScorer:
     """A model behind an OpenAI-compatible endpoint, which answers completions with echo and logprobs.
 
-    It tells the likelihood of given tokens, not whole distributions.
+    An endpoint returns the likelihoods of given tokens, but no whole distributions.
     """
 
     def __init__(self, base_url: str, model: str, api_key: str = "") -> None:

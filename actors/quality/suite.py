@@ -27,7 +27,7 @@ class HeldOutText(Config):
 
 
 class TaskSuite(Config):
-    """Tasks of lm-evaluation-harness that need no hub: those of the folder, or installed ones with local data."""
+    """Tasks of lm-evaluation-harness that need no hub: those in `folder`, or installed ones with local data."""
 
     names: tuple[bounds.Name, ...] = Field(min_length=1, max_length=64)
     folder: bounds.Location = ""
@@ -37,7 +37,7 @@ class TaskSuite(Config):
 
 
 class QualityGate(Config):
-    """The limits that every corpus must keep. Limits that are left out do not exist."""
+    """The limits that every corpus and task must keep. A limit that is None is not checked."""
 
     max_kl: float | None = Field(default=None, ge=0)
     """The largest mean divergence KL(parent | model), in nats a token."""
@@ -96,7 +96,7 @@ class QualitySuite(Config):
 
 
 def check_gate(suite: QualitySuite) -> None:
-    """Raises ConfigError for a limit on what the suite does not measure."""
+    """Raises ConfigError if the gate limits a metric that the suite does not measure."""
     gate, has_tasks = suite.gate, suite.tasks is not None
     compared = suite.parent and suite.corpora
     for name, limit, is_measured, needs in (
@@ -113,7 +113,7 @@ def check_gate(suite: QualitySuite) -> None:
 
 
 def broken_limits(gate: QualityGate, metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the limits that metrics do not keep, as sentences; empty if the gate is passed.
+    """Returns a sentence for each limit that the metrics exceed; empty if they pass the gate.
 
     A metric that is missing, or not a number, breaks its limit.
     """

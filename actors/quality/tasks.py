@@ -24,7 +24,8 @@ _PREFERRED = ("acc_norm", "acc", "exact_match")
 @dataclass(frozen=True, slots=True)
 class TaskQuality:
     """The results of one task. `flips` is the share of samples that only one of model and parent answers correctly:
-    it moves while the accuracy stands."""
+    flips in both directions cancel out in the accuracy.
+    """
 
     samples: int
     accuracy: float | None = None
@@ -108,7 +109,9 @@ def _task_run(rows: Iterable[Mapping[str, Any]], results: Mapping[str, Any]) -> 
 
 
 def _language_model(scorer: DirectoryScorer, window: int) -> Any:
-    """Returns an object of lm_eval's interface. Its base class exists only where lm_eval is installed."""
+    """Returns the scorer as a model of lm_eval. The class is made here, because its base class exists only where
+    lm_eval is installed.
+    """
     from lm_eval.api.model import LM
 
     tokenizer = scorer.tokenizer()
@@ -138,7 +141,7 @@ class _Likelihoods:
         self._start = tokenizer.encode("")
 
     def continuation(self, context: str, answer: str) -> tuple[float, bool]:
-        """Returns the log likelihood of the answer's tokens, and whether each of them is the most likely one.
+        """Returns the log likelihood of the answer's tokens, and whether every one of them is the most likely token.
 
         A context that is too long loses its beginning.
         """
@@ -154,7 +157,7 @@ class _Likelihoods:
         return float(likelihood), bool((logits_TV.argmax(-1) == targets_T).all())
 
     def text(self, text: str) -> float:
-        """Returns the log likelihood of a text, piece by piece."""
+        """Returns the log likelihood of a text, which is scored window by window."""
         tokens, size = self._encode(text), self._window - max(1, len(self._start))
         total, before = 0.0, self._start or tokens[:1]
         tokens = tokens if self._start else tokens[1:]

@@ -1,4 +1,5 @@
 """Serving: the OpenAI-compatible HTTP front of an engine, and its Ray Serve deployment. `docs/serving.md` is the map.
 
-`wire`, `app` and what they use need neither Ray nor torch; `deployment` and `control` need Ray, `policy` nothing.
+`openai_api/wire`, `http/app` and the modules that they use need neither Ray nor torch; `ray_serve/deployment` and
+`ray_serve/control` need Ray, and `ray_serve/policy` needs nothing.
 """

@@ -1,4 +1,4 @@
-"""Starts a replica's engine process and owns it: the process ends with its owner, whoever ends that."""
+"""Starts a replica's engine process and owns it: the process ends when its owner ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class EngineChild:
-    """A running engine process. `engine` is a connection to it; others may open more with `port` and `secret`.
+    """A running engine process. `engine` is a connection to it; other processes can connect with `port` and `secret`.
     `metrics` is the address of its metrics page.
     """
 
@@ -42,9 +42,11 @@ class EngineChild:
         bring_members: Callable[[Invitation], Awaitable[None]] | None = None,
         install: Callable[[Sequence[str]], Awaitable[str]] | None = None,
     ) -> EngineChild:
-        """Starts the process and waits until its engine is ready; `on_phase` is told what it does, `bring_members`
-        starts those of other nodes, `install` returns the Python that has the spec's packages. Raises the error that
-        the engine's start or theirs raised, or EngineError when the process ended without one.
+        """Starts the process and returns once its engine is ready.
+
+        `on_phase` is called with each phase of the start, `bring_members` starts the members on other nodes, and
+        `install` returns the path of a Python with the spec's packages. Raises the error with which the engine or a
+        member failed to start, or EngineError if the process ended without one.
         """
         secret = secrets.token_hex(32)
         if spec.pip:
@@ -95,7 +97,7 @@ class EngineChild:
             return str(error)
 
     def load(self) -> dict[str, float]:
-        """Returns the engine's load counters and how old they are: it may hang."""
+        """Returns the engine's load counters and, as `age_s`, the seconds since the engine sent them: it may hang."""
         status = self.engine.status
         return {**status.load, "age_s": time.monotonic() - status.at_s}
 
@@ -118,7 +120,7 @@ async def _answer(
     on_phase: Callable[[str], None],
     bring_members: Callable[[Invitation], Awaitable[None]] | None,
 ) -> dict[str, Any]:
-    """Reads the phases of the start and returns what follows them; nothing if the other side closed the pipe."""
+    """Passes on the phases of the start and returns the message that ends them; empty if the pipe was closed."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
@@ -140,7 +142,7 @@ async def _answer(
 
 
 async def _read_line(reader: asyncio.StreamReader, bringing: set[asyncio.Future[None]]) -> bytes:
-    """Returns the next line. Raises the error of members that cannot come: the engine would wait for them."""
+    """Returns the next line. Raises the error of a member that failed to start: the engine would wait for it."""
     reading = asyncio.ensure_future(reader.readline())
     try:
         while not reading.done():

@@ -1,9 +1,9 @@
 """A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
 
-The engine's thread shares its interpreter with nothing but the server of its connections: HTTP is spoken elsewhere. The
-order arrives as a line of JSON on stdin, so that the secret is in no argument list; the phases of the start, the
-invitation of members on other nodes and the answer are written to REPORT_FD, a line each.
-The process ends when stdin is closed, with its parent, and when its engine is broken.
+The engine's thread shares its interpreter only with the server of its connections; HTTP is handled in other processes.
+The order arrives as a line of JSON on stdin, so that no argument list contains the secret. The process writes to
+REPORT_FD, as one line each, the phases of its start, the invitation for members on other nodes, and the answer. The
+process ends when stdin is closed, when its parent ends, and when its engine is broken.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _log = logging.getLogger(__name__)
 
 _PROBLEM_PERIOD_S = 0.5
 _LAST_WORDS_S = 1.0
-"""The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
+"""Seconds from the detection of a broken engine to the end of its process. Open requests get their errors meanwhile."""
 
 
 async def run(order: dict[str, Any], report: BinaryIO) -> None:
-    """Serves the ordered engine until stdin ends or the engine is broken."""
+    """Starts the engine of `order` and serves it until stdin ends or the engine is broken."""
     spec = ServeSpec.parse(order["spec"], where="endpoint")
     try:
         _write(report, {"phase": "load"})
@@ -80,7 +80,9 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
 
 
 def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | None:
-    """Returns what starts this node's members and lets the replica start those of the other nodes; None without."""
+    """Returns the object that starts this node's members and asks the replica for those of other nodes; None if one
+    member computes alone.
+    """
     if spec.members == 1 or choose_engine(spec).kind != "native":
         return None
     local_size = num_processes(spec) // spec.members
@@ -95,13 +97,13 @@ def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | No
 
 
 async def _page(engine: Engine, application: str, replica: str, query: Query) -> Iterable[Sample]:
-    """Returns the metrics of the engine, with `?names=vllm` also by the names of vLLM's own server."""
+    """Returns the engine's metrics; with `?names=vllm` in the query, also under the names of vLLM's own server."""
     samples = engine_samples(await engine.stats(), endpoint_of(application), revision_of(application), replica)
     return with_vllm_names(samples, query)
 
 
 class _Health:
-    """Finds why an engine is broken. A broken one fails requests at once, looks idle, and would attract more."""
+    """Detects a broken engine. It would fail requests at once, look idle, and so attract more requests."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -116,7 +118,7 @@ class _Health:
 
 
 async def _warm_up(engine: Engine) -> None:
-    """Generates a token, for which engines compile what they need: else the first client would wait for that."""
+    """Generates one token, so that the engine compiles its kernels now: else the first client would wait for that."""
     request = GenRequest(request_id="warm-up", prompt=[0], sampling=SamplingParams(max_tokens=1))
     async for _ in engine.generate(request):
         pass

@@ -1,4 +1,4 @@
-"""The engines of replicas, by the `kind` in `ServeSpec.engine`; the other keys are the engine's own options."""
+"""The engines of replicas. `kind` in `ServeSpec.engine` chooses one; the other keys are that engine's own options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 _VLLM_UTILIZATION = 0.92
-"""vLLM's own default, of a whole GPU."""
+"""vLLM's own default for the share of a whole GPU's memory."""
 
 
 def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: LocalMembers | None) -> Engine:
@@ -75,10 +75,11 @@ class EngineChoice:
 
 
 def choose_engine(spec: ServeSpec) -> EngineChoice:
-    """Returns the engine of the spec's replicas: the `kind` that it names or, for `auto`, the one that fits its device.
+    """Returns the engine of the spec's replicas: the `kind` that the spec names or, for `auto`, the one that fits the
+    device.
 
-    ConfigError for a kind that does not exist, for replicas of several members on an engine that computes on one, and
-    for options that do not fit them.
+    Raises ConfigError for an unknown kind, for replicas of several members on an engine that runs on one member only,
+    and for options that do not fit the members.
     """
     asked = str(spec.engine.get("kind", "auto"))
     if asked == "auto":
@@ -121,16 +122,19 @@ UNMEASURED = (
 
 
 def num_processes(spec: ServeSpec) -> int:
-    """Returns the processes that compute one replica of engine native: one on each member, unless its options say more.
+    """Returns the number of processes that compute one replica of the native engine: one per member, unless the
+    engine's options ask for more.
 
-    Raises ConfigError unless all members have equally many."""
+    Raises ConfigError unless all members have the same number of processes.
+    """
     tensor, stages = _processes(spec)
     return tensor * stages
 
 
 def _processes(spec: ServeSpec) -> tuple[int, int]:
-    """Returns how many processes share each layer, and how many stages the layers have. Without options for it the
-    members of a replica share each layer."""
+    """Returns the number of processes that share each layer, and the number of pipeline stages. By default there is one
+    stage, and all members of a replica share each layer.
+    """
     stages = spec.engine.get("pipeline_parallel", 1)
     by_stage = spec.members // stages if isinstance(stages, int) and stages > 0 else 1
     tensor = spec.engine.get("tensor_parallel", max(1, by_stage))
@@ -146,8 +150,9 @@ def _processes(spec: ServeSpec) -> tuple[int, int]:
 
 
 def check_members(spec: ServeSpec) -> None:
-    """Raises ConfigError for a model, if it can be read here, whose heads or layers the processes of a replica cannot
-    share."""
+    """Raises ConfigError if the processes of a replica cannot divide the model's heads or layers evenly. Does nothing
+    for a model that cannot be read on this node.
+    """
     from raytide.actors.engine.model.parallel.shard import check_divides
     from raytide.actors.models.families import read_architecture
 
@@ -156,8 +161,9 @@ def check_members(spec: ServeSpec) -> None:
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:
-    """Returns vLLM on a GPU and raytide's own engine on a CPU and for GGUF files; options such as `device: cpu` do not
-    change that."""
+    """Returns vLLM if replicas have GPUs, and the native engine on CPUs and for GGUF files. Engine options such as
+    `device: cpu` do not change that.
+    """
     if is_gguf(spec.model) or spec.model in PACKAGED_MODELS:
         why = "its model is a GGUF file, which it reads."
         return EngineChoice("native", f"{why} {UNMEASURED}" if spec.resources.get("GPU") else why)
@@ -167,11 +173,11 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
 
 
 def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalMembers | None = None) -> Engine:
-    """Returns the spec's engine, not started yet. `model_dir` is the copy of a model in an object store, `launcher`
-    brings the other members of a replica.
+    """Returns the spec's engine, not started yet. `model_dir` is the local copy of a model from an object store;
+    `launcher` starts the other members of a replica.
 
-    ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node;
-    DeniedError for paths that are private or outside the data roots, as they are on this node.
+    Raises ConfigError if the options make no sense, or if the chosen engine is not installed on this node, and
+    DeniedError for paths that, with links resolved on this node, are private or outside the data roots.
     """
     check_named({"model": spec.model, "engine": spec.engine}, f"endpoint {spec.name}", links=True)
     choice = choose_engine(spec)

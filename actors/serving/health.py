@@ -1,4 +1,4 @@
-"""Health by progress: an engine that has work must take steps. An open port proves nothing."""
+"""Checks health by progress: an engine that has work must take steps. An open port alone proves nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProgressWatch:
         self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Returns why to replace the replica, or None. The limit must exceed the longest step (a long prefill)."""
+        """Returns a reason to replace the replica, or None. The limit must exceed the longest step (a long prefill)."""
         is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
         stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
         if stalled_s > self._limit_s:
@@ -30,7 +30,7 @@ class ProgressWatch:
 
 
 class _Counter:
-    """Measures the time since a counter moved, or was idle."""
+    """Measures the seconds since a counter last changed or had no reason to change."""
 
     def __init__(self) -> None:
         self._count = -1

@@ -19,7 +19,7 @@ queue was full; `error`: the server's fault."""
 _MOST_NATS = 700.0
 """The largest power of e that a float holds."""
 _NO_FIRST_TOKEN = ("embeddings", "rerank", "score", "shadow", "probe")
-"""APIs whose requests promise no first token, or promise it to no user."""
+"""APIs without a time to first token, or whose first token no user waits for."""
 
 
 class ServingMetrics:
@@ -57,29 +57,29 @@ class ServingMetrics:
         self._outcomes.add(api, outcome, code)
 
     def count_reuse(self, how: str) -> None:
-        """Counts a request that shared a stream (`in_flight`) or got a kept answer (`cache`)."""
+        """Counts a request that shared another's stream (`in_flight`) or was answered from the cache (`cache`)."""
         self._reused.add(how)
 
     def count_slo(self, *, met: bool) -> None:
         self._slo.add("true" if met else "false")
 
     def count_finish(self, reason: str) -> None:
-        """Counts a choice of an answer that has ended."""
+        """Counts a finished choice of an answer, by the reason why it finished."""
         self._finished.add(reason)
 
     def count_resumed(self) -> None:
-        """Counts a stream that goes on from another replica."""
+        """Counts a stream that continues on another replica."""
         self._resumed.add()
 
     def observe_phases(self, timing: Timing) -> None:
-        """Records the times of a request in its engine."""
+        """Records the time that a request spent in each phase of its engine."""
         inference_s = timing.prefill_s + timing.decode_s
         times_s = (timing.queue_s, timing.prefill_s, timing.decode_s, inference_s)
         for phase, seconds in zip(self._phases, times_s, strict=True):
             phase.observe(seconds)
 
     def observe_sizes(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Records the tokens of an answered request."""
+        """Records the number of prompt tokens and of generated tokens of an answered request."""
         for size, tokens in zip(self._sizes, (prompt_tokens, generated_tokens), strict=True):
             size.observe(tokens)
 
@@ -97,7 +97,7 @@ class ServingMetrics:
 
 
 class RequestTracker:
-    """The times of one HTTP request: call `tokens` as they are sent, and `finish` once (later calls change nothing)."""
+    """Times one HTTP request: call `tokens` as tokens are sent, and `finish` once (later calls change nothing)."""
 
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
         self._metrics = metrics
@@ -121,7 +121,7 @@ class RequestTracker:
         self._last_s = now_s
 
     def first_token(self) -> None:
-        """Records the first token of an answer whose tokens are not known; later calls change nothing."""
+        """Records the first token of an answer whose token counts are not known; later calls change nothing."""
         if not self._seen:
             self._count_first(time.perf_counter())
             self._seen.add(0)
@@ -133,7 +133,7 @@ class RequestTracker:
             self._metrics.count_slo(met=waited_s <= self._slo_s)
 
     def ended(self, reasons: Iterable[str], timings: Iterable[Timing], prompt_tokens: int, generated: int) -> None:
-        """Records why each choice has ended, the times of each prompt in the engine, and the tokens."""
+        """Records each choice's finish reason, each prompt's times in the engine, and the numbers of tokens."""
         self._metrics.observe_sizes(prompt_tokens, generated)
         for reason in reasons:
             self._metrics.count_finish(reason)
@@ -154,7 +154,7 @@ class RequestTracker:
 
 
 def engine_samples(stats: EngineStats, endpoint: str, revision: str = "", replica: str = "") -> Iterator[Sample]:
-    """Yields an engine's counters and present values."""
+    """Yields an engine's counters and its current gauges as samples."""
     labels = (endpoint, revision, replica)
     for metric, value in (
         (model.RUNNING, stats.running),

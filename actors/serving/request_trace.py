@@ -1,4 +1,4 @@
-"""A traced request: the routes say what became of it; its spans follow OpenTelemetry's conventions for GenAI."""
+"""The trace of one request. Routes record the request's result; spans follow OpenTelemetry's conventions for GenAI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.actors.engine.types import Timing, TokenUsage
 from raytide.core.telemetry.tracing import Attributes, SpanId, Tracer
 
 _TRACE = "raytide.trace"
-"""The key of the ASGI scope."""
+"""The key of the ASGI scope under which a request's trace is."""
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -44,7 +44,7 @@ class RequestTrace:
         return trace
 
     def ended(self, usage: TokenUsage, reasons: Sequence[str], replica: str, timings: Sequence[Timing]) -> None:
-        """Notes the end of the generation: its tokens, and the times of each prompt that its engine has finished."""
+        """Records the end of the generation: its tokens, and the times of each prompt that the engine has finished."""
         self._ended_s, self._timings = time.time(), timings
         self.attributes |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -55,7 +55,7 @@ class RequestTrace:
         }
 
     def export(self, tracer: Tracer, path: str, status: int, ended_s: float) -> None:
-        """Exports the request's span with one for each phase in the engine. A `status` of 0 is a client that left."""
+        """Exports the request's span and one for each phase in the engine. `status` is 0 if the client left."""
         operation = _OPERATIONS.get(path, "request")
         attributes: Attributes = {
             "gen_ai.operation.name": operation,

@@ -1,7 +1,7 @@
 """The training loop. A step runs all microbatches, clips once and updates once, and is logged only afterwards.
 
-A Trainer lives as long as its process group: when the gang changes, a new one is built and loads the latest state. The
-data and the update of a step depend only on (spec, step); the group decides which rank computes which part.
+A Trainer lives as long as its process group: when the gang changes, a new Trainer is built and loads the latest state.
+The data and the update of a step depend only on (spec, step); the group determines which rank computes which part.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Trainer:
         self.state = TrainState(self.model_parts, self.optimizer, self.stateful)
 
     def _build_outer(self) -> OuterOptimizer | None:
-        """Returns the optimizer of replicas that train apart, whose state is then part of the run's."""
+        """Returns the outer optimizer, whose state becomes part of the run's; None unless replicas train apart."""
         if self.spec.optim.outer is None:
             return None
         outer = OuterOptimizer(self.optimizer, self.spec.optim.outer, self.group.replicas, self.all_reduce)
@@ -128,7 +128,7 @@ class Trainer:
         return outer
 
     def restore(self) -> list[CheckpointError]:
-        """Load the newest state from the members' memory or from storage. Returns why checkpoints were rejected."""
+        """Load the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
         if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
@@ -154,8 +154,9 @@ class Trainer:
             self.saved_step = self.steps_done
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight. A failed one (full disk, unreachable bucket) does not stop the run: the previous
-        checkpoint is intact and the next interval tries again. All ranks see the same outcome."""
+        """Wait for the save in flight. If it failed (full disk, unreachable bucket), the run continues: the previous
+        checkpoint is intact, and the next interval tries again. All ranks see the same outcome.
+        """
         try:
             if self.checkpoints.wait():
                 self._unsaved.end()
@@ -170,8 +171,7 @@ class Trainer:
             self.snapshot_step = self.steps_done
 
     def flush(self, *, save: bool = True) -> None:
-        """Save the state and wait for it: into peers' memory, and to storage too if `save` is set or there is no
-        peer."""
+        """Copy the state to peers' memory and wait; with `save`, or without a peer, also save it to storage."""
         alone = self.snapshots is None or self.group.world == 1
         self.take_snapshot()
         if self.snapshots is not None:
@@ -185,7 +185,7 @@ class Trainer:
             self.wait_for_save()  # peers hold the state
 
     def close(self) -> None:
-        """Abandon saves in flight. Local to this rank and quick, because the generation may be broken."""
+        """Abandon saves in flight. Quick, without communication, because the generation may be broken."""
         self.checkpoints.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -202,7 +202,7 @@ class Trainer:
         """Trains to the end and saves as the spec requires. Returns False if a rank requested a pause; the state is
         then saved.
 
-        TrainError when the guard stops the run: the weights are then still those of the step before.
+        TrainError if the guard stops the run; the weights are then still those before the rejected step.
         """
         try:
             return self._run(on_step, paused)
@@ -231,10 +231,12 @@ class Trainer:
         return True
 
     def step(self, *, pause: StopRequest = StopRequest.NO) -> StepResult | None:
-        """Run one optimiser step over the global batch. Returns None, with nothing done, if any rank asks to stop.
+        """Run one optimiser step over the global batch. Returns its result, or None, with nothing done, if any rank
+        asks to stop.
 
-        A batch that the guard rejects is not applied; the result gives the reason. In a gang torch.OutOfMemoryError is
-        raised, and the gang forms again with smaller microbatches; a single process retries here.
+        A batch that the guard rejects is not applied; the result gives the reason. If memory runs out, a single process
+        retries with smaller microbatches; in a gang torch.OutOfMemoryError is raised, and the gang forms again with
+        smaller ones.
         """
         while True:
             try:
@@ -252,13 +254,13 @@ class Trainer:
         return result
 
     def _compare_replicas(self) -> None:
-        """Compare replicas, unless disabled or already done at this step."""
+        """Compare the weights of replicas, unless that is disabled or already done at this step."""
         if self.spec.replica_check_every and self._compared_step != self.steps_done:
             self._compared_step = self.steps_done
             replica_check.check(self._weights, self.group, self.spec.name, self.steps_done)
 
     def _before_update(self) -> None:
-        """Wait for copies of the weights that are still under way."""
+        """Wait for copies of the weights that are still being made."""
         self.checkpoints.before_update()
         if self.snapshots is not None:
             self.snapshots.before_update()
@@ -351,7 +353,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> float | None:
-        """Returns the held-out loss if it is due after this step. It is no part of the step's duration."""
+        """Returns the held-out loss if an evaluation is due, else None. The step's duration does not include it."""
         if self._evaluator is None or not self._evaluator.is_due(self.steps_done):
             return None
         loss = self._evaluator.loss(self.compute, self.micro_batch)
@@ -360,7 +362,7 @@ class Trainer:
         return loss
 
     def _reduce(self) -> None:
-        """Unscale the gradients, and average them over replicas that compress them."""
+        """Unscale the gradients and, if replicas exchange them compressed, average them over the replicas."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
         grads = [(name, local_shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
         self.loss_scale.unscale([grad for _, grad in grads])
@@ -368,7 +370,7 @@ class Trainer:
             self.all_reduce(grads)
 
     def _judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """Returns the guard's verdict. An fp16 overflow is no anomaly: the loss scale handles it."""
+        """Returns the guard's verdict. An fp16 overflow is no anomaly: it skips the step and halves the loss scale."""
         if not self.loss_scale.overflowed(loss, grad_norm):
             return self.guard.judge(loss, grad_norm)
         why = f"gradients overflowed in fp16 at a loss scale of {self.loss_scale.value:g}"
@@ -385,7 +387,7 @@ class Trainer:
         self._applying = False
 
     def _meet(self) -> None:
-        """Ends the time in which replicas train apart, unless they are together."""
+        """Average the replicas' weights with the outer optimizer, unless that is already done at this step."""
         if self.outer is not None and self._met_step != self.steps_done:
             self._before_update()
             self.outer.meet()

@@ -54,7 +54,7 @@ class StepResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of the whole gang, without checkpoint time."""
+        """Tokens per second of the whole gang, not counting the time of checkpoints."""
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
     def metrics_line(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class RunResult:
 
 
 class StopRequest(IntEnum):
-    """A request to stop a generation before its next step. Ranks exchange the maximum."""
+    """A request to stop a generation before its next step. If ranks request different values, the largest one holds."""
 
     NO = 0
     STOP = 1  # keep the state in memory only: the notice is too short for a checkpoint
@@ -147,7 +147,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The result of a generation for one rank."""
+    """The result of one generation on one rank."""
 
     kind: Literal["done", "paused", "broken", "oom", "failed"]
     """broken: a collective failed, so a peer is gone. failed: the run itself cannot continue."""
@@ -161,15 +161,15 @@ class WorkerExit:
 GROW_AFTER = 200
 """Steps after which a halved microbatch is doubled again."""
 PATIENCE = 4
-"""Each time that it was too much, it takes this many times as many steps."""
+"""After each further failure, the wait before the next doubling is this many times as long."""
 
 
 class MicroBatchLimit:
-    """The bound of the microbatch after running out of memory: halved each time, and raised again later."""
+    """The microbatch's limit after memory ran out: halved each time, and raised again later."""
 
     def __init__(self, name: str) -> None:
         self.size: int | None = None
-        """None without a bound."""
+        """The limit in sequences; None without a limit."""
         self._name = name
         self._ranks = 0
         self._steps_left, self._wait = 0, GROW_AFTER
@@ -178,7 +178,9 @@ class MicroBatchLimit:
         return wanted if self.size is None else min(wanted, self.size)
 
     def halve(self, size: int, ranks: int) -> int:
-        """Returns half of what was too much, rounded up: the same global batch in half the memory. TrainError for 1."""
+        """Sets the limit to half of `size`, rounded up, and returns it, because memory ran out with `size` sequences.
+        The global batch stays the same. TrainError if `size` is 1.
+        """
         if size == 1:
             raise TrainError(
                 f"{self._name} runs out of memory even with a microbatch of one sequence.",
@@ -190,11 +192,11 @@ class MicroBatchLimit:
         return self.size
 
     def record_steps(self, steps: int) -> None:
-        """Record steps that fitted in memory."""
+        """Record steps that did not run out of memory."""
         self._steps_left -= steps
 
     def grow(self, wanted: int, ranks: int) -> bool:
-        """Raises the bound if it is time, or if there are more ranks. Returns whether the microbatch is larger now."""
+        """Raises the limit after enough steps, or for a larger gang. Returns whether the microbatch is larger now."""
         before = self.bound(wanted)
         if self.size is not None and ranks > self._ranks:
             self.size, self._wait = None, GROW_AFTER

@@ -1,7 +1,7 @@
 """The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`; SPEC is a ServeSpec as JSON.
 
-It runs the rows on an engine of its own. Beside OUT is its folder `OUT.progress`; a job that was preempted or killed
-goes on there, on any node that reads the same storage.
+The job runs the rows on an engine of its own. It records progress in the folder `OUT.progress`; after a preemption or a
+crash the job continues from there, on any node that reads the same storage.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _DONE = "done.json"
 def run_batch_job(
     source: Path, out: Path, spec: ServeSpec, *, holder: str = "", say: Callable[[str], object] = print
 ) -> None:
-    """Answers the rows of `source` into `out`, in their order, and into `out.errors` those that failed.
+    """Answers the rows of `source`, in their order: answers go to `out`, failed rows to `out.errors`.
 
-    The model is that of `spec`, whatever the rows name. Raises DataError for an input with a wrong line and for the
-    progress of another batch, ConflictError while another process works on it. `holder` is the job's id.
+    The model is that of `spec`, whatever the rows name. `holder` is the job's id. Raises DataError if a line of the
+    input is wrong or the progress is another batch's, and ConflictError while another process runs this batch.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")

@@ -16,14 +16,14 @@ from raytide.actors.serving.openai_api.errors import ApiError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_ROWS = 50_000
 MAX_ERRORS = 100
-"""The errors that are reported of one input."""
+"""The most errors that are reported for one input."""
 _MAX_ID_CHARS = 512
 _MODELS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class InputError:
-    """An error in a line, counted from 1; None stands for the whole file."""
+    """An error in line number `line`, counted from 1, or in the whole file if `line` is None."""
 
     code: str
     message: str
@@ -40,7 +40,7 @@ class InputRow:
 
 @dataclass(slots=True)
 class BatchInput:
-    """The rows of a file by their offsets in it, or the errors for which it is refused."""
+    """The rows of a file by their offsets (bytes) in it, or the errors for which the file is refused."""
 
     path: Path
     offsets: array[int] = field(default_factory=lambda: array("Q"))
@@ -54,7 +54,7 @@ class BatchInput:
         return len(self.offsets)
 
     def row(self, place: int) -> InputRow:
-        """Returns a row of a checked input, from 0."""
+        """Returns the row number `place`, counted from 0, of an input without errors."""
         with self.path.open("rb") as file:
             file.seek(self.offsets[place])
             found = _parsed(file.readline())
@@ -67,7 +67,9 @@ class BatchInput:
 
 
 def check_input(path: Path, url: str | None) -> BatchInput:
-    """Reads the whole file. `url` is the only one that its rows may name; None allows each of `URLS`."""
+    """Reads the whole file and returns its rows, or its errors. `url` is the only URL that rows may name; None allows
+    all of `URLS`.
+    """
     found, digest, known = BatchInput(path), hashlib.sha256(), set[bytes]()
     with path.open("rb") as file:
         for number, offset, line in _lines(file):
@@ -96,7 +98,9 @@ def check_input(path: Path, url: str | None) -> BatchInput:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (number from 1, offset, line); a line that is too long comes cut, as the last."""
+    """Yields (line number from 1, offset in bytes, line). A line of more than MAX_BODY_BYTES comes cut, and is the last
+    that a caller can use.
+    """
     offset, number = 0, 1
     while line := file.readline(MAX_BODY_BYTES + 1):
         yield number, offset, line
@@ -104,7 +108,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _problem(line: bytes, number: int, url: str | None, known: set[bytes], models: set[str]) -> InputError | None:
-    """Returns the first problem of a line. Adds its id and its model to those that are known."""
+    """Returns the first problem of a line, or None. Adds the line's id to `known` and its model to `models`."""
     try:
         row = _parsed(line)
     except ApiError as error:

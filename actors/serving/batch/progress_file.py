@@ -32,7 +32,7 @@ class RowUsage:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The end of a row: its line of the output file, or with `is_ok` false of the error file."""
+    """The result of a row: its line for the output file or, if `is_ok` is false, for the error file."""
 
     place: int
     is_ok: bool
@@ -44,7 +44,7 @@ class ProgressFile:
     """One batch's results so far. Only one process at a time may open it; the caller holds a lock."""
 
     def __init__(self, path: Path, header: Mapping[str, object]) -> None:
-        """Opens or creates the file. Raises DataError if it belongs to another batch, that is, has another header."""
+        """Opens or creates the file. Raises DataError if it has another header, and so belongs to another batch."""
         self.completed = self.failed = 0
         self.usage = RowUsage()
         self._offsets: dict[int, int] = {}
@@ -65,7 +65,7 @@ class ProgressFile:
         return len(self._offsets)
 
     def append(self, results: Sequence[RowResult]) -> None:
-        """Records the results durably. An OSError leaves the file as it was."""
+        """Writes the results to the disk before it returns. After an OSError the file is as it was before."""
         lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
         offset = self._size
         self._append(b"".join(lines))
@@ -74,7 +74,7 @@ class ProgressFile:
             offset += len(line)
 
     def result(self, place: int) -> RowResult:
-        """Returns a recorded row."""
+        """Returns the recorded result of a row."""
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(self._offsets[place])
             return _parsed(file.readline())
@@ -95,7 +95,7 @@ class ProgressFile:
         self._size += len(text)
 
     def _read(self, header: Mapping[str, object], path: Path) -> int:
-        """Reads what is there and returns the size of its whole lines."""
+        """Counts the recorded results and returns the size in bytes of the file's whole lines."""
         size = 0
         with open(self._fd, "rb", closefd=False) as file:
             for line in file:

@@ -18,13 +18,13 @@ from raytide.actors.serving.openai_api.errors import ApiError
 _RETRIED = frozenset({429, 503, 504})
 """Statuses of requests for which there was no room: they are sent again until the batch ends."""
 _MAX_ERRORS = 3
-"""The attempts at a row that fails in the server, or whose replica dies."""
+"""The most attempts at a row that fails in the server or whose replica dies."""
 _BACKOFF_S = (0.1, 15.0)
 
 
 async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[], Mapping[str, Any]]) -> RowResult:
-    """Returns the row's result. `scope()` gives entries of the ASGI scope, such as the caller, for each attempt;
-    an ApiError of it is an answer.
+    """Returns the row's result, after further attempts if the server fails. `scope()` is called for each attempt and
+    returns entries of the ASGI scope, such as the caller; an ApiError that it raises becomes the row's answer.
     """
     pause_s, errors = _BACKOFF_S[0], 0
     while True:
@@ -109,7 +109,7 @@ def _code(body: object) -> object:
 
 
 def _usage(body: object) -> RowUsage:
-    """Returns the tokens of an answer of any of the APIs."""
+    """Returns the token counts in the body of an answer, whatever API the answer belongs to."""
     usage = body.get("usage") if isinstance(body, Mapping) else None
     if not isinstance(usage, Mapping):
         return RowUsage()

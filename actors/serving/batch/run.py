@@ -1,4 +1,4 @@
-"""Runs the rows of a batch that have no result yet, some at a time, and records each."""
+"""Runs the rows of a batch that have no result yet, several at a time, and records each result."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ async def run_rows(
     *,
     at_once: int,
 ) -> None:
-    """Runs until every row has a result. Cancelled, it ends the rows in flight; their results are not recorded.
+    """Runs until every row has a result. If cancelled, drops the rows in flight without recording them.
 
-    A worker goes on with its next row once its last one is recorded, so that no more than `at_once` can be lost.
+    Each of the `at_once` workers takes its next row only after its last one is recorded, so a crash loses at most
+    `at_once` results.
     """
     pending = iter([place for place in range(len(rows)) if place not in progress])
     recorder = _Recorder(progress)
@@ -57,7 +58,9 @@ async def _work(
 
 
 class _Recorder:
-    """Appends what has arrived since the last group as the next one. A full disk delays it and loses nothing."""
+    """Appends results in groups: those that arrive while one group is written are the next. A full disk delays them,
+    but none is lost.
+    """
 
     def __init__(self, progress: ProgressFile) -> None:
         self._progress = progress
@@ -67,7 +70,7 @@ class _Recorder:
         self._is_idle.set()
 
     async def record(self, result: RowResult) -> None:
-        """Returns once the result is on the disk."""
+        """Hands over a result and returns once it is on the disk."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((result, done))
         self._news.set()
@@ -110,7 +113,9 @@ class _Recorder:
 
 
 def write_results(progress: ProgressFile, rows: int, output: Path, errors: Path) -> None:
-    """Writes the results in the order of the input to two files, durably. Raises StorageError."""
+    """Writes the results to two files, in the order of the input, and syncs both to the disk. Raises StorageError if
+    the disk is full.
+    """
     with full_disk_is_an_error("the results of a batch"), output.open("wb") as good, errors.open("wb") as bad:
         for place in range(rows):
             if place in progress:

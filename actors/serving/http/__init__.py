@@ -1,1 +1,1 @@
-"""The ASGI application of a server and what it does with every request, whatever the route."""
+"""The ASGI application of a server, and the handling that every request gets, whatever its route."""

@@ -52,7 +52,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream
 
 
 class _Name(StringConvertor):
-    """A name with slashes in a path."""
+    """A model's name in a path; it may contain slashes."""
 
     regex = ".+"
 
@@ -65,8 +65,8 @@ class Version(BaseModel):
 
 
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
-    """Returns the ASGI app of one model. With `owns_server` the app starts and stops the server with its own lifespan;
-    else the caller does.
+    """Returns the ASGI app of one model. With `owns_server` the app starts and stops the server in its own lifespan;
+    else the caller does so.
     """
 
     @asynccontextmanager
@@ -99,8 +99,8 @@ def openai_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """Returns an app with OpenAI's routes and errors for these models. `responses` keeps them; by default
-    this process does.
+    """Returns an app with OpenAI's routes and errors for these models. `responses` stores the Responses API's objects,
+    by default in this process.
     """
     app = FastAPI(
         title="raytide",
@@ -191,7 +191,7 @@ def _add_error_handlers(app: FastAPI, models: Models) -> None:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Returns the methods of all routes with this path; Starlette names those of the first one alone."""
+    """Returns the methods of all routes that match this path; Starlette has only those of the first one."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
     found = {
         each for route in routes if route.matches(request.scope)[0] is not Match.NONE for each in route.methods or ()
@@ -200,12 +200,12 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def api_of(path: str) -> str:
-    """Returns the API that a path names, such as `chat`; empty if it names none."""
+    """Returns the API that a path belongs to, such as `chat`; empty for other paths."""
     found = _API.search(path)
     return found[1] if found is not None else ""
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """Returns an error in the shape of the API that the request is of."""
+    """Returns the error as OpenAI's or Anthropic's API writes it, depending on which of them the request used."""
     body = error_body(error, scope.get(REQUEST_ID, "")) if is_anthropic(scope) else error.body.model_dump()
     return JSONResponse(body, status_code=error.status, headers=error.headers)

@@ -32,8 +32,8 @@ _PIECE_BYTES = 1 << 16
 
 
 class Outline:
-    """Counts the values of a JSON text and their depth, piece by piece as it arrives. Raises ApiError as soon as there
-    are too many, before the parser runs.
+    """Counts the values of a JSON text and their depth, piece by piece as the text arrives. Raises ApiError as soon as
+    a limit is exceeded, before the parser runs.
     """
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Outline:
 
 
 def parse_json(raw: bytes) -> object:
-    """Parses JSON in UTF-8. Raises ApiError (400) for anything else, for NaN and infinity, for too long numbers and for
-    half a surrogate pair. The last value of a repeated key counts, and `5.0` is an integer, as JSON Schema has it.
+    """Parses JSON in UTF-8. Raises ApiError (400) for invalid JSON, NaN, infinity, too long numbers and half a
+    surrogate pair. Of a repeated key the last value counts, and `5.0` is an integer, as in JSON Schema.
     """
     try:
         parsed: object = json.loads(raw.decode("utf-8-sig"), parse_float=_number, parse_constant=_no_constant)
@@ -104,11 +104,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class JsonBody(Request):
-    """A request whose body `load` reads and parses."""
+    """A request with a JSON body, which `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
-        """Reads and parses the body. Raises ApiError: 413 too large, 408 too slow, 415 compressed or of another
-        type, 400 no JSON.
+        """Reads and parses the body. Raises ApiError: 413 if the body is too large, 408 if it is too slow, 415 if it is
+        compressed or has another content type, 400 if it is not JSON.
         """
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)

@@ -60,4 +60,4 @@ class ResponseHeaders:
 
 
 class _ClientStalledError(Exception):
-    """The client stopped reading: the rest of its answer would stay in memory and its request would stay open."""
+    """The client stopped reading. Waiting longer would keep the rest of its answer in memory and its request open."""

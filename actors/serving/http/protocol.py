@@ -1,6 +1,6 @@
-"""The HTTP/1.1 protocol of the gateway, with heads that are bounded in size and time.
+"""The HTTP/1.1 protocol of the gateway, with limits on the size and the arrival time of a request's head.
 
-uvicorn bounds heads by h11, which is slower with streams, and not by httptools: 64 MiB of headers took 900 MiB.
+uvicorn limits heads with h11, which is slower with streams, but not with httptools: 64 MiB of headers took 900 MiB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEAD_S = 10.0
 
 
 class _UntilClose(int):
-    """The length of a body that ends with its connection."""
+    """The content length of a body that ends when its connection is closed."""
 
     def __lt__(self, other: object) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""The caller of a request and what it may use: the interface to whoever keeps keys, limits and budgets."""
+"""The caller of a request and its rights: the interface to the component that keeps keys, limits and budgets."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ HEADERS = "raytide.headers"
 
 
 class Grant(Protocol):
-    """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
+    """An admitted request. Either `settle` or `release` ends the grant, once; later calls do nothing."""
 
     id: str
-    """Names the request in the usage; empty where none is kept."""
+    """The request's id in usage records; empty where no usage is recorded."""
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
-        """Bills the tokens so far, with the HTTP status of the response (499 if the client left)."""
+        """Bills the tokens so far (none for None) and records the response's HTTP status (499 if the client left)."""
 
     def release(self) -> None:
         """Ends a request that had no response."""
 
     def headers(self) -> dict[str, str]:
-        """Returns headers for the response: limits, and after `settle` the cost."""
+        """Returns headers for the response: the limits and, after `settle`, the cost."""
 
 
 class RequestCaller(Protocol):
@@ -37,36 +37,36 @@ class RequestCaller(Protocol):
 
     @property
     def account(self) -> str:
-        """The account of its key; empty without a key."""
+        """The account of the caller's key; empty without a key."""
 
     @property
     def weight(self) -> float:
-        """The team's weight in the fair share."""
+        """The weight of the caller's team in the fair share."""
 
     @property
     def is_known(self) -> bool:
-        """True for the holder of a key."""
+        """True if the caller holds a key."""
 
     @property
     def priority(self) -> int:
-        """The priority of its requests, and the most urgent one that it may ask for; lower is more urgent."""
+        """The default priority of the caller's requests, and the most urgent one allowed; lower is more urgent."""
 
     @property
     def keeps_answers(self) -> bool:
-        """True if its answers may be kept, and kept ones be its answers, where the endpoint does that."""
+        """True if endpoints with an answer cache may store the caller's answers and serve cached ones to it."""
 
     def may_use(self, model: str) -> bool: ...
 
     async def admit(
         self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
     ) -> Grant:
-        """Admits a request with the most tokens that it can have, at the endpoint's price unless another one is given.
-        Raises ApiError.
+        """Admits a request that may generate up to `most_completion_tokens`, at `price` or, by default, the endpoint's
+        price. Raises ApiError if the caller has no right or budget left for it.
         """
 
 
 class Anybody:
-    """The caller where no keys are kept."""
+    """Any caller of a server that keeps no keys."""
 
     team = "default"
     account = ""
@@ -96,6 +96,6 @@ class _Free:
 
 
 def caller_of(scope: Any) -> RequestCaller:
-    """Returns the caller that a middleware has found, else anybody."""
+    """Returns the caller that a middleware has put into the scope, or Anybody."""
     caller: RequestCaller = scope.get(CALLER) or Anybody()
     return caller

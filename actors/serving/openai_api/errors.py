@@ -1,6 +1,7 @@
 """Failures as OpenAI's clients expect them: an HTTP status, and a body with message, type, param and code.
 
-The official client retries 408, 409, 429 and 500 upwards by itself: a status also says whether to try again.
+The official client retries 408, 409, 429 and every status from 500 on by itself, so a status also decides whether the
+client tries again.
 """
 
 from __future__ import annotations
@@ -50,35 +51,35 @@ class ApiError(Exception):
         self.status = status
         self.headers = headers or {}
         self.is_counted = False
-        """True once metrics have counted it."""
+        """True once metrics have counted this error."""
         self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
 
 
 def invalid(message: str, *, param: str | None, code: str | None = None, status: int = 400) -> ApiError:
-    """Returns the error of an invalid request, which a retry cannot help."""
+    """Returns the error of an invalid request. A retry would not help."""
     return ApiError(status, message, type=_INVALID, param=param, code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """Returns the error of a full queue (429), with a time to retry."""
+    """Returns the error of a full queue (429), with the seconds after which to retry."""
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )
 
 
 def client_gone() -> ApiError:
-    """The end of a request that nobody waits for any more; its status is nginx's."""
+    """Returns the error of a request whose client has closed the connection. The status is nginx's 499."""
     return ApiError(499, "The client has closed the connection.", type="invalid_request_error", code="client_gone")
 
 
 def timed_out() -> ApiError:
-    """Returns the error of a request that reached its own deadline; sending it again would take as long."""
+    """Returns the error of a request that reached its own deadline. It forbids a retry, which would take as long."""
     message = "The request did not end within its timeout."
     return ApiError(504, message, type="server_error", code="timeout", headers={"x-should-retry": "false"})
 
 
 def _printable(text: str) -> str:
-    """Returns a client's text in bounded length and valid UTF-8."""
+    """Returns a client's text as valid UTF-8, cut to a maximum length."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
 
@@ -105,7 +106,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
-    """Returns FastAPI's validation errors as one 400, as at OpenAI, that names the first bad field."""
+    """Returns FastAPI's validation errors as one 400 that names the first bad field, as OpenAI does."""
     first = errors[0]
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)

@@ -1,6 +1,6 @@
-"""The choices of one HTTP request, generated side by side and merged into batches in order of arrival.
+"""The choices of one HTTP request, generated in parallel and merged into batches in order of arrival.
 
-A task for each prompt drains the engine, so that `cancel()` needs no await: it works inside a cancelled request too.
+One task per prompt reads the engine's output, so `cancel()` needs no await: it also works inside a cancelled request.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raytide.core.errors import EngineError
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """New text of one choice; deltas that arrive while the client is slow are joined. `usage` comes with the last
-    choice of a prompt and covers all of them.
+    """New text of one choice. Deltas that arrive while the client is slow are joined. `usage` comes with the last
+    choice of a prompt and covers all choices of that prompt.
     """
 
     index: int
@@ -34,15 +34,15 @@ class ChoiceDelta:
     usage: TokenUsage | None = None
     logprobs: list[ScoredToken] = field(default_factory=list)
     prompt_logprobs: list[ScoredToken] = field(default_factory=list)
-    """Those of a prompt that is not echoed."""
+    """The prompt's log probabilities, if the prompt is not echoed."""
 
 
 class GenerationStream:
     """The merged streams of a request's prompts. Choice i of prompt p is number p * n + i, as OpenAI counts them.
-    `echoes` are the texts that each prompt's choices begin with; `tool_use` is how their output is to be read.
-    The reader settles `grant`.
+    `echoes` has, for each prompt, the text with which its choices begin; `tool_use` says how to parse their output. The
+    reader of the stream must settle `grant`.
 
-    Output waits in bounded memory: a client that reads too slowly loses its generation.
+    Unread output is limited: the generation of a client that reads too slowly fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GenerationStream:
         self.prompt_tokens = sum(map(len, self.prompts))
         self.sampling = requests[0].sampling
         self.replica = ""
-        """The replica that answers, as far as a router has named it."""
+        """The replica that answers; empty until a router has named it."""
         self.timings: list[Timing] = []
         """The times in the engine of the prompts that have ended."""
         self._requests = requests
@@ -78,11 +78,10 @@ class GenerationStream:
         self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
 
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Yields what arrived since the last batch, one delta for each choice that moved, until every choice has
-        finished.
+        """Yields batches until every choice has finished. A batch has one delta for each choice with new output.
 
-        Raises the engine's error; a choice that the engine ended (drain, failure) is an EngineError. Text before a
-        failure still reaches the client.
+        Raises the engine's error, or EngineError for a choice that the engine ended (drain, failure). Text that arrived
+        before a failure is yielded first.
         """
         while self._open or self._deltas or self._failure:
             await self._news.wait()
@@ -95,7 +94,7 @@ class GenerationStream:
                 raise failure
 
     def cancel(self) -> None:
-        """Aborts what still runs. The engine frees its blocks as the iterators close."""
+        """Aborts the choices that still run. The engine frees their blocks when its iterators are closed."""
         for task in self._tasks:
             task.cancel()
 

@@ -46,7 +46,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""vLLM's form of a prompt's log probabilities: of each token and of the most likely ones in its place, by their ids."""
+"""A prompt's log probabilities as in vLLM: at each place those of its token and of the most likely ones, by id."""
 
 
 def prompt_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> PromptLogprobs:
@@ -66,7 +66,7 @@ def prompt_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> Prom
 
 
 def token_names(token: int) -> bytes:
-    """Returns a token's id in place of its text, as vLLM names those that are no valid text on their own."""
+    """Returns `token_id:N` in place of a token's text, as vLLM does for tokens that are not valid text on their own."""
     return f"token_id:{token}".encode()
 
 
@@ -88,7 +88,7 @@ def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLo
 
 
 def text_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes, offset: int = 0) -> TextLogprobs:
-    """Returns the log probabilities of a text. `offset` is the first token's position in it, in characters."""
+    """Returns the log probabilities of a text. `offset` is the position of its first token, in characters."""
     found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, figures in scored:
         text = _text(bytes_of(token))

@@ -56,14 +56,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Known fields of OpenAI and vLLM that this server does not implement, with their neutral values."""
 
 _FIELD_OF: dict[Feature, str] = {"stop_strings": "stop"}
-"""The request field of a feature that has another name."""
+"""The request field of each feature whose field has another name than the feature."""
 _LEAST_TOP_P = 1e-9
-"""In place of 0, which OpenAI accepts: the most likely token is left."""
+"""Replaces a top_p of 0, which OpenAI accepts: only the most likely token is left."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
-    """Returns the sampling parameters. `forced` is the constraint of a tool call that the request requires."""
+    """Returns the sampling parameters of a request. `forced` is the constraint of a tool call that it requires."""
     refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -125,7 +125,7 @@ def _constraint(request: GenerationRequest, forced: Structured | None) -> Struct
 
 
 def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:
-    """Raises ApiError (400), with the name of the field in `body`, for a feature that the engine lacks."""
+    """Raises ApiError (400) if the request needs a feature that the engine lacks, and names the field of `body`."""
     for feature in required_features(request):
         if feature not in features:
             field = _field_of(feature, body, request.sampling)
@@ -159,7 +159,7 @@ def _max_tokens(request: GenerationRequest) -> int | None:
 
 
 def refuse_unknown(request: BaseModel) -> None:
-    """Raises ApiError (400) for a field that the request's model does not have and that would change the answer."""
+    """Raises ApiError (400) for a field that the request's class does not have, unless the answer stays the same."""
     for name, value in (request.model_extra or {}).items():
         if value is None or name in NO_EFFECT:
             continue
@@ -170,8 +170,8 @@ def refuse_unknown(request: BaseModel) -> None:
 
 
 def messages_of(messages: Sequence[ChatMessage], *, sees_images: bool = False) -> list[Message]:
-    """Joins text parts, and refuses other parts by name: images too, unless the model `sees_images`. "developer" is
-    OpenAI's newer name for "system".
+    """Returns the messages, the text parts of each joined. Refuses other parts by name, including images unless the
+    model `sees_images`. "developer" is OpenAI's newer name for "system".
     """
     return [
         Message(
@@ -207,7 +207,7 @@ def _text(message: ChatMessage, index: int, *, sees_images: bool) -> str:
 
 
 def _parts(message: ChatMessage) -> tuple[str | None, ...]:
-    """Returns a message's texts and for each image None; nothing if it has no image."""
+    """Returns a message's parts in order: texts, and None for each image. Empty for a message without images."""
     if not isinstance(message.content, list) or all(part.type == "text" for part in message.content):
         return ()
     return tuple(None if part.type == "image_url" else part.text for part in message.content)

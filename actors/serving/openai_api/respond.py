@@ -36,14 +36,14 @@ TIMEOUT = "x-raytide-timeout-s"
 PROBE = "x-raytide-probe"
 """The header of probes, which are counted apart from users' requests."""
 SESSION = "x-session-id"
-"""The header whose requests go to one replica where that is sensible."""
+"""The header that names a session. Requests of one session go to the same replica if that is sensible."""
 _BEGAN = "raytide.began_s"
 """The key of the ASGI scope with the time of the first try, from which a timeout counts when another server answers."""
 _TIMED_OUT = 504
 KEPT = "cache"
-"""The replica's name in answers that a router has kept."""
+"""The replica's name in answers that come from a router's cache."""
 _MANY_ENTRIES = 1000
-"""Log probabilities that take milliseconds to format: more are formatted in a thread."""
+"""The number of log probabilities above which they are formatted in a thread, since that takes milliseconds."""
 
 
 async def respond(
@@ -54,8 +54,8 @@ async def respond(
     writer_of: Callable[[GenerationStream], ResponseWriter],
     keep: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Returns the answer to `body`, as `writer_of` its generation writes it. Metrics count it for `api`. `keep` is
-    called when the answer is complete, before its client knows.
+    """Returns the HTTP response to `body`. `writer_of` makes the writer of the answer from the generation, metrics
+    count the request under `api`, and `keep` is called when the answer is complete, before the client gets its end.
     """
     track = server.metrics.track("probe" if PROBE in request.headers else api)
     if (trace := RequestTrace.of(request.scope)) is not None:
@@ -109,8 +109,9 @@ async def respond(
 
 
 def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
-    """Returns the moment, in the event loop's time, at which the request gives up. The body's `timeout_s` goes before
-    the header."""
+    """Returns the moment, on the event loop's clock, at which the request gives up; None for no limit. The body's
+    timeout (seconds) takes precedence over the header.
+    """
     if timeout_s is None and (text := request.headers.get(TIMEOUT)) is not None:
         try:
             timeout_s = float(text)
@@ -123,14 +124,14 @@ def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
 
 
 def session_of(body: BaseModel, headers: Mapping[str, str]) -> str:
-    """Returns the session that a request names, in a header or in one of OpenAI's fields; "" for none."""
+    """Returns the session that a request names in a header or in one of OpenAI's fields; empty if it names none."""
     fields = body.model_extra or {}
     named = (headers.get(SESSION), *(fields.get(name) for name in ("prompt_cache_key", "session_id", "user")))
     return next((each[:MAX_NAME_CHARS] for each in named if isinstance(each, str) and each), "")
 
 
 def _leave_headers(request: Request, generation: GenerationStream) -> None:
-    """Leaves headers for the middleware that writes them."""
+    """Stores the response's headers in the scope, from which a middleware writes them."""
     headers = {} if generation.grant is None else generation.grant.headers()
     if generation.replica:
         headers["x-raytide-replica"] = generation.replica
@@ -140,7 +141,7 @@ def _leave_headers(request: Request, generation: GenerationStream) -> None:
 
 
 class _Reading:
-    """Reads a generation and collects its choices."""
+    """Reads a generation, collects its choices, and reports the end to metrics, trace and billing."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class _Reading:
         self.settle(status)
 
     def settle(self, status: int) -> None:
-        """Bills the tokens so far; none of a request that the server has failed."""
+        """Bills the tokens so far. A request that the server has failed costs nothing."""
         cached = sum(choice.usage.cached_tokens for choice in self.choices if choice.usage is not None)
         usage = TokenUsage(self._generation.prompt_tokens, self._tokens, cached)
         if self._trace is not None:
@@ -194,7 +195,7 @@ class _Reading:
             self._generation.grant.settle(usage if is_billed else None, status, version=self._version)
 
     async def to_the_end(self) -> None:
-        """Reads to the end. Raises ApiError when the answer gets too large to be sent in one piece."""
+        """Reads the whole generation. Raises ApiError if the answer becomes too large to be sent in one piece."""
         while batch := await self.next():
             self.entries += sum(map(_entries, batch))
             if self.entries > MAX_LOGPROB_ENTRIES:
@@ -204,7 +205,7 @@ class _Reading:
                 )
 
     def close(self) -> None:
-        """Cancels the generation; an unfinished stream has lost its client."""
+        """Cancels the generation. If it has not finished, its client has left, and it counts as aborted."""
         self._generation.cancel()
         self.finish("aborted", 499)
 
@@ -221,7 +222,7 @@ async def _events(
     texts: TextPool,
     keep: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[bytes]:
-    """Yields the body of a stream: the writer's events for each engine step, and its end or an error."""
+    """Yields the body of a stream: the writer's events for each batch of deltas, then its end or an error."""
     try:
         batch, head = first, writer.opening(len(reading.choices))
         while batch:
@@ -251,7 +252,7 @@ class _EventStream(Response):
     """A streaming response of server-sent events.
 
     Calls `on_close` however the stream ends, also when the client disconnects before the first byte. Starlette's own
-    streaming response takes twice as long for a stream, since it makes a group of tasks.
+    streaming response takes twice as long per stream, since it creates a task group for each.
     """
 
     media_type = "text/event-stream"
@@ -306,8 +307,9 @@ async def _in_time(deadline_s: float | None, work: Coroutine[None, None, _T]) ->
 
 
 async def in_request(request: Request, body: BaseModel | None, work: Coroutine[None, None, _T]) -> _T:
-    """Returns the result of `work`, which comes before the response. Raises ApiError at the request's deadline, and as
-    soon as the client closes its connection."""
+    """Returns the result of `work`, which must end before the response begins. Raises ApiError at the request's
+    deadline, or as soon as the client closes its connection.
+    """
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
         timeout_s = getattr(body, "timeout", None)
@@ -335,7 +337,9 @@ def failed(error: Exception, track: RequestTracker) -> ApiError:
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """Returns how metrics count a failure. Requests over a limit of their key are told from those of a full queue."""
+    """Returns the outcome under which metrics count a failure: `limited` if the caller's key exceeds a limit,
+    `rejected` if the queue is full.
+    """
     status = to_api_error(error).status
     if isinstance(error, OverloadedError):
         return "rejected"

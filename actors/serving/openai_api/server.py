@@ -30,13 +30,13 @@ from raytide.actors.serving.openai_api.params import messages_of, refuse_missing
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 _TAIL_TOKENS = 16
-"""More than the tokens of an opening reasoning tag at a prompt's end."""
+"""Tokens at a prompt's end that are searched for an opening reasoning tag, which has fewer."""
 _OPENING, _CLOSING = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a chat: its tokens, its images' files, and how the tools of the request are used."""
+    """The prompt of a chat: its tokens, the files of its images, and the use of its tools."""
 
     tokens: list[int]
     images: tuple[bytes, ...]
@@ -44,9 +44,7 @@ class ChatPrompt:
 
 
 class Server:
-    """One model's server. Priorities below `min_priority`, which are more urgent, are raised to it, since callers are
-    not known here.
-    """
+    """One model's server. Callers without a key get no priority more urgent (lower) than `min_priority`."""
 
     def __init__(self, engine: Engine, *, model: str, drain_s: float = 30.0, min_priority: int = 0) -> None:
         self.engine = engine
@@ -71,13 +69,13 @@ class Server:
         await self.engine.shutdown()
 
     def with_adapter(self, model: str, lora: str) -> Server:
-        """Returns a server of the same engine, with an adapter of it, by a name of its own."""
+        """Returns a server, named `model`, of the same engine, whose answers use the engine's adapter `lora`."""
         adapted = copy(self)
         adapted.model, adapted.lora = model, lora
         return adapted
 
     def describe(self, info: EngineInfo) -> None:
-        """Sets the engine's description, where others start the engine and its replicas may change."""
+        """Sets the engine's description. Called where the engine runs elsewhere and its replicas may change."""
         self._info = info
 
     @property
@@ -90,7 +88,7 @@ class Server:
         return self._info
 
     async def problem(self) -> str | None:
-        """Returns why this replica is unhealthy, or None."""
+        """Returns the reason why this replica is unhealthy, or None."""
         try:
             stats = await self.engine.stats()
         except Exception as error:
@@ -103,7 +101,7 @@ class Server:
         return Model(id=self.model, created=self._created, max_model_len=length)
 
     def check_name(self, name: str) -> None:
-        """Raises ApiError for another model's name."""
+        """Raises ApiError (404) unless `name` is this model's name."""
         if name != self.model:
             raise invalid(
                 f"The model {name!r} does not exist here; this endpoint serves {self.model!r}.",
@@ -113,16 +111,14 @@ class Server:
             )
 
     def require(self, feature: Feature, *, param: str) -> None:
-        """Raises ApiError for a feature that the engine lacks."""
+        """Raises ApiError, naming the field `param`, if the engine lacks the feature."""
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     async def generate(
         self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None, session: str = ""
     ) -> GenerationStream:
-        """Starts a generation. The request is validated completely, and its caller admitted, before the engine sees
-        any of it.
-        """
+        """Starts a generation, after the whole request is validated and its caller admitted."""
         caller = caller or Anybody()
         self.check_name(request.model)
         if self.info.num_labels:
@@ -163,8 +159,8 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat, of any length up to a little more than the context. `use` is that of its tools,
-        where the caller has looked at them.
+        """Returns the prompt of a chat. It may exceed the context: engines cut a longer prompt to a little more than
+        that. `use` is the use of the chat's tools, if the caller has computed it already.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)
@@ -183,7 +179,7 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns OpenAI's four forms of a prompt as token lists that fit into the context, cut by `cut`."""
+        """Returns a prompt in any of OpenAI's four forms as token lists, cut by `cut`. They fit into the context."""
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
         texts = [item for item in items if not isinstance(item, int)]
@@ -204,7 +200,7 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of two that are read together; they fit into the context."""
+        """Returns the token ids of a text, or of two read together. Raises ApiError if they exceed the context."""
         tokenize = partial(self.engine.tokenize, special=special)
         if cut is None:
             tokens = await tokenize(text, pair)
@@ -217,7 +213,9 @@ class Server:
         return tokens
 
     def _cut_chat(self, chat: ChatPrompt, cut: Truncation | None) -> list[int]:
-        """Returns the tokens of a chat's prompt that fit into the context. The end of a longer one is not known."""
+        """Returns the tokens of a chat's prompt, cut by `cut`. Raises ApiError if they do not fit into the context: of
+        a prompt that is longer, the engine tokenizes only the beginning, so it cannot be cut on the left.
+        """
         tokens = chat.tokens
         if cut is not None and len(tokens) > cut.length:
             if chat.images:
@@ -228,17 +226,17 @@ class Server:
         return tokens
 
     def _priority(self, asked: int | None, caller: RequestCaller) -> int:
-        """Returns the request's priority, which is at most as urgent as the caller or the endpoint allows."""
+        """Returns the request's priority. It is at most as urgent as the caller or the endpoint allows."""
         most_urgent = caller.priority if caller.is_known else self.min_priority
         return max(most_urgent, caller.priority if asked is None else asked)
 
     def _most_tokens(self, sampling: SamplingParams, prompts: list[list[int]]) -> int:
-        """Returns the most tokens that all choices together can have."""
+        """Returns the maximum number of tokens that all choices together can have."""
         room = [self.info.max_model_len - len(prompt) for prompt in prompts]
         return sampling.num_samples * sum(min(each, sampling.max_tokens or each) for each in room)
 
     async def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
-        """Returns the prompts as texts, unchanged where they were given as texts."""
+        """Returns the prompts as texts: the given texts, or decoded tokens."""
         texts = [given] if isinstance(given, str) else [item for item in given if isinstance(item, str)]
         return texts or await self.engine.decode(prompts)
 
@@ -248,7 +246,9 @@ class Server:
         self.check_fits(prompt, field, answer=1)
 
     def check_fits(self, prompt: Sequence[int], field: str, *, answer: int = 0) -> None:
-        """Refuses a prompt beyond the context, where engines cut texts before they count their tokens."""
+        """Raises ApiError for a prompt that, with `answer` more tokens, exceeds the context. Its length is a lower
+        bound, because engines cut very long texts before they tokenize them.
+        """
         limit = self.info.max_model_len
         if len(prompt) + answer > limit:
             raise invalid(
@@ -261,8 +261,8 @@ class Server:
 
 
 def _salt(asked: str | None, caller: RequestCaller) -> str:
-    """Returns the salt of the prefix cache. Teams share no prefixes, since a hit would tell one what another sent;
-    whatever salts they ask for, those of two teams differ, and from those of callers that are not known.
+    """Returns the salt of the prefix cache. It differs between any two teams, and between a team and unknown callers,
+    whatever salts they ask for: a shared prefix would tell one team what another one sent.
     """
     if caller.is_known:
         return f"{len(caller.team)}:{caller.team}{asked or ''}"
@@ -289,7 +289,7 @@ def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
 
 
 def prompt_options(request: ChatRequest) -> PromptOptions:
-    """Returns the options of a request. Raises ApiError (400) for fields that exclude each other, as vLLM does."""
+    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as in vLLM."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -305,8 +305,10 @@ def prompt_options(request: ChatRequest) -> PromptOptions:
 async def reasoning_after(
     engine: Engine, prompt: Sequence[int], last: Message, options: PromptOptions
 ) -> Literal["", "tagged", "open"]:
-    """Returns how the answer to this prompt may begin: the format that an engine states holds for plain prompts only.
-    A template may open or close the reasoning itself, as its variables tell it; a continued message has begun."""
+    """Returns the reasoning format in which the answer to this prompt begins. The format that the engine states holds
+    for plain prompts only: a template may open or close the reasoning itself, depending on its variables, and a
+    continued message has already begun.
+    """
     if options.ending == "open":
         return "open" if last.content.count(_OPENING) > last.content.count(_CLOSING) else ""
     (tail,) = await engine.decode([prompt[-_TAIL_TOKENS:]])

@@ -52,8 +52,8 @@ Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _form(value: object) -> str:
-    """Returns which of OpenAI's four forms a prompt has, by its first item: trying all four would take time and report
-    an error for each item of a long list.
+    """Returns which of OpenAI's four forms a prompt has, judged by its first item only. Trying all four would take time
+    and report an error for each item of a long list.
     """
     if not isinstance(value, list):
         return "str"
@@ -62,7 +62,7 @@ def _form(value: object) -> str:
 
 
 def _prompts(most: int) -> object:
-    """Returns the type of a prompt or an input; clients never see the tags."""
+    """Returns the type of a prompt or an input, a union whose tags clients never see."""
     return Annotated[
         Annotated[str, Tag("str")]
         | Annotated[list[str], Field(fail_fast=True, max_length=most), Tag("list[str]")]
@@ -81,8 +81,8 @@ else:
 
 
 def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
-    """Returns what makes a request's schema say that it has no other fields than its own and the ignored ones, unless
-    they are null, as `params.refuse_unknown` refuses them.
+    """Returns a function that changes a request's JSON schema, so that the schema allows only the request's own and the
+    ignored fields; others must be null. This is the rule of `params.refuse_unknown`.
     """
 
     def change(schema: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class StreamOptions(_Request):
 
 
 def _not_too_many(bias: object) -> object:
-    """Counts the entries before they are parsed."""
+    """Raises ValueError if there are too many entries, before they are parsed."""
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are taken")
     return bias
@@ -150,7 +150,7 @@ LogitBias = Annotated[
 
 
 class GenerationRequest(_Request, Constraints, TruncationFields):
-    """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
+    """The fields that chats and plain completions share. Those from `top_k` on are extensions, as in vLLM."""
 
     model_config = ConfigDict(json_schema_extra=only_these(NO_EFFECT))
 
@@ -188,7 +188,7 @@ class GenerationRequest(_Request, Constraints, TruncationFields):
 
     @property
     def includes_usage_always(self) -> bool:
-        """True if each piece of a stream has the usage so far."""
+        """True if each event of a stream must contain the usage so far."""
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
@@ -231,7 +231,7 @@ class NamedToolChoice(_Request):
 
 
 class AllowedToolsChoice(_Request):
-    """Some of the tools, with a mode."""
+    """A choice that allows only some of the tools. `mode` says whether the model must call one of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

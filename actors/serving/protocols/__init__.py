@@ -1,1 +1,1 @@
-"""The APIs beside OpenAI's completions and chat, each translated into a chat request: Responses, Messages, tokens."""
+"""The APIs other than OpenAI's completions and chat: Responses, Messages, tokens. Each is translated into chats."""

@@ -23,7 +23,7 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """One such API. Errors of a chat get the names that its fields have there by `renamed`."""
+    """An API whose requests become chats. `renamed` replaces a chat's field names in an error by the API's own."""
 
     name: str
     chat_request: Callable[[B], ChatRequest]
@@ -38,7 +38,7 @@ class ChatApi(Generic[B]):
         writer_of: Callable[[GenerationStream], ResponseWriter],
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
-        """Returns the answer to a request, as `writer_of` its generation writes it; see `respond`."""
+        """Returns the response to a request. `writer_of` and `keep` are those of `respond`."""
         await models.server(model, request)  # an unknown model is the first problem to name
         chat = self._chat_of(body)
 
@@ -51,7 +51,7 @@ class ChatApi(Generic[B]):
         return await models.answer(model, request, chat, answered)
 
     async def count_tokens(self, models: Models, api: str, model: str, body: B, request: Request) -> int:
-        """Returns the number of a prompt's tokens; metrics count the request for `api`."""
+        """Returns the number of tokens of a request's prompt. Metrics count the request under `api`."""
         await models.server(model, request)
 
         async def counted(server: Server, chat: ChatRequest, _: RequestCaller) -> int:

@@ -1,4 +1,4 @@
-"""The models that an app serves, as its routes ask for them."""
+"""The interface through which routes find the models that an app serves."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Models(Protocol):
     """The models that an app serves: one engine's, or all endpoints of a cluster."""
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. Raises ApiError for one that is unknown or that this caller may not use."""
+        """Returns the server of a model. Raises ApiError if the model is unknown or this caller may not use it."""
 
     async def answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns what a server of the model responds; another one may be asked when the first one fails."""
+        """Returns the result of `respond` on a server of the model. If that server fails, another may be tried."""
 
     def cards(self, request: Request) -> list[Model]:
         """Returns the models that this caller may use."""
 
     def count_refused_body(self, api: str) -> None:
-        """Counts a request that was refused before its model was known."""
+        """Counts a request whose body was refused before its model was known."""
 
 
 class SingleModel:
-    """One server, in the process of its engine."""
+    """The model of one server, which runs in the process of its engine."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -65,7 +65,7 @@ async def tracked(
     request: Request,
     work: Callable[[Server, B, RequestCaller], Awaitable[T]],
 ) -> T:
-    """Returns the result of `work` with a server of the model, counted for `api`."""
+    """Returns the result of `work` on a server of the model. Metrics count the request under `api`."""
 
     async def answer(server: Server) -> T:
         track = server.metrics.track(api)

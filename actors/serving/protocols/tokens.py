@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them: the tokens of a text or of a chat, and the text of tokens."""
+"""The routes `/tokenize` and `/detokenize`, as in vLLM: the tokens of a text or a chat, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_token_routes(app: FastAPI, models: Models) -> None:
 
 
 def _model(models: Models, body: _Request, request: Request) -> str:
-    """Returns the model that a request names; without a name the only one that there is."""
+    """Returns the model that a request names, or else the only one. Raises ApiError unless there is exactly one."""
     if body.model is not None:
         return body.model
     cards = models.cards(request)
@@ -76,7 +76,7 @@ def _model(models: Models, body: _Request, request: Request) -> str:
 
 
 async def tokenized(server: Server, body: TokenizeRequest, _: RequestCaller) -> TokenizedText:
-    """Returns the tokens of a text or a chat. Raises ApiError for one that is longer than the context."""
+    """Returns the tokens of a text or a chat. Raises ApiError if they exceed the context."""
     refuse_unknown(body)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages.", param="prompt")

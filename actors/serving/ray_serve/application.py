@@ -1,4 +1,4 @@
-"""An endpoint's state in Ray Serve: its replicas, and whether its deployment failed."""
+"""An endpoint's state in Ray Serve: its replicas, and the error if its deployment failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 DEPLOYMENT = "replica"
 """The name of the one deployment in each endpoint's Serve application."""
 SPANNING = "spanning-replica"
-"""Its name when replicas have several members: Serve's details do not show their placement groups otherwise."""
+"""The deployment's name if replicas have several members. Nothing else in Serve's details shows that they do."""
 
 _STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
 _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
@@ -17,7 +17,7 @@ _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """The specification of an endpoint's Serve application.
+    """The state of an endpoint's Serve application, as Serve last reported it.
 
     Plain data, without calls to Serve.
     """
@@ -36,9 +36,9 @@ class Application:
     ordered_at_s: Mapping[str, float] = field(default_factory=dict)
     """The time at which Serve ordered each replica that does not stop."""
     stopping_ids: frozenset[str] = frozenset()
-    """Those that take no more requests."""
+    """The replicas that take no more requests."""
     failure: str = ""
-    """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which it repairs."""
+    """Serve's message if the deployment failed, else empty. UNHEALTHY is no failure, because Serve repairs it."""
 
     @classmethod
     def of(
@@ -49,8 +49,9 @@ class Application:
     ) -> Application:
         """Reads one entry of `get_serve_instance_details()["applications"]`.
 
-        `node_of` finds an actor's node by the actor's name, since Serve does not report a replica's node until it is
-        up. `nodes_of_group` finds those of its placement group, which has the same name.
+        `node_of` returns the node of an actor by the actor's name, since Serve does not report a replica's node until
+        the replica is up. `nodes_of_group` returns the nodes of a replica's placement group, which has the same name as
+        its actor.
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []

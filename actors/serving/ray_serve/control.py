@@ -1,7 +1,7 @@
 """Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts, reads their loads.
 
-Calls block, each with a timeout. Nothing here owns anything: Serve's controller is a detached actor, so endpoints
-answer while raytide's controller is down, and a new controller makes the same calls again.
+Calls block, each with a timeout. No state is kept here: Serve's controller is a detached actor, so endpoints answer
+while raytide's controller is down, and a new controller makes the same calls again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from raytide.core.specs.rollout import endpoint_of
 
 _REPORTS = (b"/queue/", b"/startup/", b"/live/", b"/replica/", b"/log/")
 _QUEUE_REPORT_S = 5.0
-"""An older report on waiting requests is of a gateway that has ended."""
+"""Seconds after which a report on waiting requests is ignored: its gateway has ended."""
 LOOK_TIMEOUT_S = 4.0
-"""The timeout of one look at Serve, however many endpoints there are. A tick waits for it."""
+"""The timeout, in seconds, of one look at the loads of all endpoints. A tick waits for it."""
 LIST_TIMEOUT_S = 60.0
 """The timeout of a list of Serve's applications, for which no tick waits. A busy Serve takes seconds for it, and where
 it fails nothing is deployed or deleted."""
@@ -51,14 +51,15 @@ CALL_TIMEOUT_S, START_TIMEOUT_S = 10.0, 90.0
 class ServeControl:
     """Reads and sets the state of Ray Serve: deployments, replica counts, loads.
 
-    Its methods need a process that is connected to the cluster (`ray.init`) whenever a method is called."""
+    Its methods need a process that is connected to the cluster (`ray.init`).
+    """
 
     def __init__(self, *, look_timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._look_timeout_s = look_timeout_s
 
     def start(self) -> None:
-        """Starts Serve's controller, which takes no CPU. Does nothing when it runs. Requests come through raytide's
-        gateway: Serve's own proxy would serve them without keys.
+        """Starts Serve's controller, which takes no CPU, unless it runs already. Serve's own proxy stays off, because
+        it would serve requests without keys; they come through raytide's gateway instead.
         """
 
         def call() -> None:
@@ -71,8 +72,8 @@ class ServeControl:
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Deploys an endpoint; its replicas start in the background. An unchanged endpoint is not deployed again.
 
-        `is_there`: Serve has an application of that name, according to `applications`. Returns whether Serve was
-        called: not where only fields have changed that replicas follow while they run.
+        `is_there` is true if `applications` lists an application of that name. Returns whether Serve was called. It is
+        not if only fields have changed that running replicas follow by themselves.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
         deployed = self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name), b"") if is_there else b""
@@ -110,7 +111,7 @@ class ServeControl:
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """Returns the loads of the endpoints that Serve has reported on, in one look."""
+        """Returns the loads of the endpoints that Serve reports on, and deletes records of replicas that are gone."""
         wanted = tuple(names)
 
         def call() -> dict[str, EndpointLoad]:
@@ -131,12 +132,12 @@ class ServeControl:
         return call_with_timeout(self._look_timeout_s, "Ray Serve to report its load", call)
 
     def applications(self) -> dict[str, Application]:
-        """Returns Serve's applications, also those whose replicas still finish their requests."""
+        """Returns Serve's applications by name, including deleted ones whose replicas still finish their requests."""
         what = "Ray Serve's controller to answer"
         return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
 
     def delete(self, name: str, *, is_there: bool) -> None:
-        """Deletes an endpoint, also from Serve if it is there; its replicas finish their requests."""
+        """Deletes an endpoint's records and, if `is_there`, its Serve application. Replicas finish their requests."""
 
         def call() -> None:
             from ray import serve
@@ -149,8 +150,9 @@ class ServeControl:
         call_with_timeout(START_TIMEOUT_S, f"Ray Serve to delete endpoint {name}", call)
 
     def restart_replica(self, name: str, replica: str) -> bool:
-        """Kills a replica, whose place Serve fills at once; its requests go on elsewhere. Returns whether it was there:
-        an id is never used again, so a second call does nothing."""
+        """Kills a replica. Serve starts another in its place at once, and its requests continue elsewhere. Returns
+        whether the replica was there: no id is used twice, so a second call does nothing.
+        """
         return call_with_timeout(
             CALL_TIMEOUT_S,
             f"Ray to end replica {replica} of {name}",
@@ -158,7 +160,7 @@ class ServeControl:
         )
 
     def _forget_replicas(self, name: str, application: Application, keys: Iterable[bytes]) -> None:
-        """Deletes the addresses and starts of replicas that have ended without doing so themselves."""
+        """Deletes the addresses, starts and live fields of replicas that have ended without deleting them."""
         for prefix in (replica_prefix(name), startup_prefix(name), live_prefix(name)):
             for key in keys:
                 if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
@@ -180,13 +182,13 @@ class ServeControl:
         gcs.internal_kv_put(key, value, overwrite, KV_NAMESPACE, timeout=CALL_TIMEOUT_S)
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Returns the values of the keys that exist, in one call."""
+        """Returns the values of those keys that exist, with one call to the GCS."""
         gcs = ray_internals.connected_gcs()
         return dict(gcs.internal_kv_multi_get(list(keys), KV_NAMESPACE, timeout=self._look_timeout_s))
 
 
 def _applications(timeout_s: float) -> dict[str, Application]:
-    """Returns Serve's applications; none when Serve does not run."""
+    """Returns Serve's applications by name; empty if Serve does not run."""
     import ray
 
     try:
@@ -217,14 +219,14 @@ def _kill_replica(name: str, replica: str, timeout_s: float) -> bool:
 
 
 def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
-    """Returns what a replica is started with, of the value of `spec_key`."""
+    """Returns what takes effect only when a replica starts: the creation time, and all fields but the live ones."""
     created_at_s, _, spec = deployed.decode().partition(" ")
     fields = json.loads(spec) if spec else {}
     return created_at_s, {name: value for name, value in fields.items() if name not in LIVE_FIELDS}
 
 
 def _queued(name: str, published: Mapping[bytes, bytes]) -> float:
-    """Returns the requests that wait in gateways for a replica, by reports that are not old."""
+    """Returns the number of requests that wait in gateways for a replica, summed over recent reports."""
     reports = [json.loads(value) for key, value in published.items() if key.startswith(queue_prefix(name))]
     return sum(float(report["queued"]) for report in reports if time.time() - report["at_s"] < _QUEUE_REPORT_S)
 

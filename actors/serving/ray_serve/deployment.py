@@ -1,4 +1,4 @@
-"""A Serve deployment whose replicas own an engine process each. Serve places, counts and checks them, no more."""
+"""A Serve deployment whose replicas own one engine process each. Serve only places, counts and checks the replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
 """The time that a stopping replica may take to finish its requests."""
 END_S = 15.0
-"""The time after it for the end of the engine's process."""
+"""Seconds after DRAIN_S in which the engine's process must end."""
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ _START_TIMEOUT_S = 600.0
 
 
 class EngineReplica:
-    """Starts the engine in a process of its own and keeps it; requests reach that process without passing here."""
+    """Starts an engine process and owns it. Requests go to that process directly, not through this replica."""
 
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc] # Serve awaits it
         parsed = ServeSpec.parse(spec, where="endpoint")
@@ -77,7 +77,9 @@ class EngineReplica:
         self._following = asyncio.create_task(live.follow())
 
     async def check_health(self) -> None:
-        """Serve replaces the replica after three failures in a row, or as soon as its process has ended."""
+        """Raises EngineError if the engine is broken. Serve replaces the replica after three failures in a row, or as
+        soon as the replica's process has ended.
+        """
         if problem := self._child.problem():
             raise EngineError(f"replica {self._name}: {problem}.")
 
@@ -86,7 +88,7 @@ class EngineReplica:
         return self._child.load()
 
     async def __del__(self) -> None:
-        """Serve calls this once when the replica stops. Its requests end first, or go on elsewhere."""
+        """Stops the engine, when Serve stops the replica. Running requests end first, or continue elsewhere."""
         if hasattr(self, "_following"):
             self._following.cancel()
         if hasattr(self, "_child"):  # not when the engine's options were refused
@@ -96,7 +98,7 @@ class EngineReplica:
 
 
 def _began_at_s() -> float:
-    """Returns the time at which this process began."""
+    """Returns the Unix time at which this process began, in seconds."""
     process = Process.of(os.getpid())
     assert process is not None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time / os.sysconf("SC_CLK_TCK")
@@ -119,8 +121,8 @@ def application(endpoint: Endpoint) -> serve.Application:
 
 
 def _placing(spec: ServeSpec) -> dict[str, Any]:
-    """Returns the options that place one replica: an actor, or the first member of a placement group with a bundle for
-    each member. The label selector marks its owner.
+    """Returns the options that place one replica: as an actor or, for several members, as the first bundle of a
+    placement group with one bundle per member. The label selector marks the replica's owner.
     """
     selector = replica_selector(spec)
     if spec.members == 1:
@@ -135,7 +137,7 @@ def _placing(spec: ServeSpec) -> dict[str, Any]:
 
 
 def actor_options(spec: ServeSpec) -> dict[str, Any]:
-    """Returns Ray's options for one member."""
+    """Returns Ray's options for the actor of one member."""
     resources = dict(spec.resources)
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
     if memory := resources.pop("memory", 0.0):
@@ -164,13 +166,13 @@ def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
 
 
 def _limit_threads(cpus: float) -> None:
-    """Limits this process to its replica's CPUs; must run before torch is imported."""
+    """Limits the threads of this process to its replica's CPUs. Must run before torch is imported."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(max(1, int(cpus)))
 
 
 class MemberHost:
-    """Starts one node's members."""
+    """An actor that starts and owns the members of a replica on one node."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -190,15 +192,16 @@ class MemberHost:
 
 
 class MemberHosts:
-    """The other members of a replica that spans nodes: an actor in each other bundle of its placement group owns the
-    processes that compute there. They end with the replica."""
+    """The other members of a replica that spans nodes. In each other bundle of its placement group, an actor owns the
+    processes that compute there; they end with the replica.
+    """
 
     def __init__(self, spec: ServeSpec, options: dict[str, Any]) -> None:
         self._spec, self._options = spec, options
         self._actors: list[Any] = []
 
     async def bring(self, invitation: Invitation) -> None:
-        """Starts the members of all other bundles. Raises EngineError when one cannot start."""
+        """Starts the members in all other bundles. Raises EngineError if one cannot start."""
         group = ray.util.get_current_placement_group()
         if group is None:
             raise EngineError("a replica of several members has no placement group.", hint="Deploy the endpoint again.")

@@ -1,9 +1,10 @@
-"""Installs the packages of a replica, and keeps what pip says in the GCS, where the controller and other replicas read
+"""Installs the packages of a replica, and stores pip's error in the GCS, where the controller and other replicas read
 it.
 
-A failure that may pass is tried again by the same replica, after longer and longer waits. Packages that can never be
-installed are not tried again on that node before the endpoint is deployed anew. Serve gives an endpoint up if none of
-its replicas has become ready. Otherwise it would start another replica at once, for ever: this one waits for its end.
+After a failure that may pass, the same replica tries again, with growing waits. Packages that can never be installed
+are not tried again on that node until the endpoint is deployed anew: if no replica has become ready yet, this one fails
+and Serve gives the endpoint up; otherwise Serve would start replacements for ever, so this one waits until Serve ends
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ async def wait_for_end() -> None:
 
 
 class KeyValues(Protocol):
-    """Values by key that all replicas share."""
+    """A key-value store that all replicas share."""
 
     def get(self, key: bytes) -> bytes | None: ...
 
@@ -42,7 +43,7 @@ class KeyValues(Protocol):
 
 
 class GcsKeyValues:
-    """Those in the GCS."""
+    """The key-value store in the GCS."""
 
     def get(self, key: bytes) -> bytes | None:
         gcs = ray_internals.connected_gcs()
@@ -57,7 +58,7 @@ class GcsKeyValues:
 
 
 class Installation:
-    """The packages of one replica, on the node with this id of Ray."""
+    """Installs the packages of one replica on the node with the Ray id `node`."""
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class Installation:
         self._node, self._records, self._install, self._sleep = node, records, install, sleep
 
     async def python(self, requirements: Sequence[str]) -> str:
-        """Returns the Python that has these packages. Raises what `interpreter_with` raises."""
+        """Returns the path of a Python that has these packages, after as many tries as needed. Raises the last error of
+        `interpreter_with`; where Serve would restart the replica in vain, waits for its end instead.
+        """
         waits = iter(WAITS_S)
         while True:
             try:
@@ -90,7 +93,7 @@ class Installation:
                 return python
 
     def begun(self) -> None:
-        """Notes that a replica of what is deployed has become ready."""
+        """Records that a replica of the present deployment has become ready."""
         self._records.put(self._begun_key, b"1")
 
     def _try(self, requirements: Sequence[str]) -> str:

@@ -1,6 +1,8 @@
-"""The keys in the GCS's internal key-value store by which the controller, Serve's policy, replicas and gateways meet.
+"""The keys in the GCS's internal key-value store through which controller, Serve's policy, replicas and gateways
+communicate.
 
-Serve pickles `policy.py` by value, which imports nothing of raytide, so the keys that it uses are defined there.
+Serve pickles `policy.py` by value, and that module imports nothing of raytide, so the keys that it uses are defined
+there.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from raytide.actors.serving.ray_serve.policy import target_key as target_key
 from raytide.core.objects.endpoint_load import InstallFailure
 
 ROUTES = b"~route/"
-"""The begin of the keys of routes. No application's name begins with it."""
+"""The prefix of the keys of routes. No application's name begins with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """The place of a replica's engine process, and the secret that its connections need."""
+    """The address of a replica's engine process, and the secret that connections to it need."""
 
     host: str
     port: int
@@ -36,14 +38,14 @@ class ReplicaAddress:
 
 
 def spec_key(endpoint: str) -> bytes:
-    """Returns the key of the last deployed spec: its creation time, which distinguishes a recreated endpoint, a space
-    and the spec as JSON.
+    """Returns the key of an endpoint's last deployed spec. The value is the endpoint's creation time, a space, and the
+    spec as JSON. The time distinguishes an endpoint that was deleted and created again.
     """
     return f"{endpoint}/spec".encode()
 
 
 def replica_key(endpoint: str, replica: str) -> bytes:
-    """Returns the key of a replica's address. A killed replica leaves it behind; the controller deletes it."""
+    """Returns the key of a replica's address. The controller deletes the key of a replica that was killed."""
     return replica_prefix(endpoint) + replica.encode()
 
 
@@ -52,31 +54,31 @@ def replica_prefix(endpoint: str) -> bytes:
 
 
 def live_prefix(endpoint: str) -> bytes:
-    """Returns the beginning of the keys of what its replicas have made of the spec's live fields: JSON of ReplicaLive
-    without its id. They end with a replica's id.
+    """Returns the prefix of the keys under which an endpoint's replicas report the state of the spec's live fields.
+    Each key ends with a replica's id; the value is JSON of ReplicaLive without the id.
     """
     return f"{endpoint}/live/".encode()
 
 
 def log_prefix(endpoint: str) -> bytes:
-    """Returns the beginning of the keys of its replicas' logs: JSON of ReplicaLog without the replica, whose id ends
-    the key. The newest outlive their replicas.
+    """Returns the prefix of the keys of an endpoint's replica logs. Each key ends with a replica's id; the value is
+    JSON of ReplicaLog without the replica. The newest ones are kept after their replicas have ended.
     """
     return f"{endpoint}/log/".encode()
 
 
 def startup_prefix(endpoint: str) -> bytes:
-    """Returns the beginning of the keys of its replicas' starts, which end with a replica's id."""
+    """Returns the prefix of the keys of an endpoint's replica starts. Each key ends with a replica's id."""
     return f"{endpoint}/startup/".encode()
 
 
 def route_key(endpoint: str) -> bytes:
-    """Returns the key of an endpoint's route, which outlives the applications that it names: JSON of EndpointRoute."""
+    """Returns the key of an endpoint's route (JSON of EndpointRoute), which outlives the applications that it names."""
     return ROUTES + endpoint.encode()
 
 
 def install_key(endpoint: str) -> bytes:
-    """Returns the key of the last failure to install its packages: JSON of InstallFailure."""
+    """Returns the key of the last failure to install an endpoint's packages: JSON of InstallFailure."""
     return f"{endpoint}/install".encode()
 
 
@@ -85,17 +87,17 @@ def install_record(failure: InstallFailure) -> bytes:
 
 
 def failure_of(record: bytes | None) -> InstallFailure | None:
-    """Returns the failure that is under `install_key`."""
+    """Returns the failure in a value of `install_key`; None without a value."""
     return None if record is None else InstallFailure(**json.loads(record))
 
 
 def begun_key(endpoint: str) -> bytes:
-    """Returns the key that is there once a replica of what is deployed has become ready."""
+    """Returns the key that exists once a replica of the present deployment has become ready."""
     return f"{endpoint}/begun".encode()
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:
-    """Returns the key of the requests that wait in a gateway for a replica: JSON with at_s and queued."""
+    """Returns the key of the number of requests that wait in a gateway for a replica: JSON with `at_s` and `queued`."""
     return queue_prefix(endpoint) + gateway.encode()
 
 

@@ -1,4 +1,4 @@
-"""Follows the fields of an endpoint's spec that its running replicas take over: adapters and weights."""
+"""Applies the spec's live fields, adapters and weights, which running replicas take over without a restart."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ UNLOAD_AFTER_S = 3.0
 
 
 class AdapterSync:
-    """Loads and unloads adapters of one engine. A load that fails leaves the others, and the base model, as they
-    are.
-    """
+    """Loads and unloads the adapters of one engine. A failed load changes neither the base model nor other adapters."""
 
     def __init__(
         self,
@@ -47,12 +45,12 @@ class AdapterSync:
         self._wanted: dict[str, str] = {}
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each wanted adapter by its name: "" if it is loaded, `loading`, or the error."""
+        """Returns the state of each wanted adapter by name: empty if it is loaded, `loading`, or the error."""
         return {name: self._state(adapter_id(name, at)) for name, at in sorted(self._wanted.items())}
 
     async def sync(self, wanted: Mapping[str, str]) -> None:
-        """Loads what is missing, and unloads what is not wanted once no request uses it. `wanted` has the location of
-        each adapter by name.
+        """Loads the wanted adapters that are missing, and unloads the others once no request uses them. `wanted` has
+        each adapter's location by name.
         """
         self._wanted = dict(wanted)
         ids = {adapter_id(name, location): location for name, location in wanted.items()}
@@ -95,16 +93,16 @@ class AdapterSync:
 
 
 def is_its_turn(replica: str, wanted: str, serving: Mapping[str, str], replicas: Collection[str]) -> bool:
-    """Returns whether a replica may swap: all `replicas` before it, by their ids, serve the wanted weights.
+    """Returns whether a replica may swap its weights: all `replicas` with smaller ids serve the wanted weights.
 
-    So they swap one after the other, and after a failure no further one does. `serving` has the location of the weights
-    of each replica that has reported some.
+    Replicas therefore swap one after the other, and after a failure no further replica swaps. `serving` has, for each
+    replica that has reported, the location of its weights.
     """
     return all(serving.get(other) == wanted for other in replicas if other < replica)
 
 
 class WeightsSync:
-    """Swaps the weights of one engine. A swap that fails leaves those that it had."""
+    """Swaps the weights of one engine. After a failed swap the engine keeps its weights."""
 
     def __init__(
         self,
@@ -114,19 +112,21 @@ class WeightsSync:
         stage: Callable[[str], StagedModel] = staged_model,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`model_dir` is the directory of the spec's model, with which the engine has started."""
+        """`model_dir` is the local directory of the spec's model, with which the engine has started."""
         self._engine, self._model_dir, self._stage, self._now_s = engine, model_dir, stage, now_s
         self._staged = StagedModel(model_dir)
         self._failed_s = -RETRY_S
         self.location = ""
-        """The location of the weights that it serves; "" for those of the spec's model."""
+        """The location of the weights that the engine serves; "" for those of the spec's model."""
         self.asked = ""
-        """The location of those that were wanted last."""
+        """The location of the weights that were wanted last."""
         self.error = ""
-        """The error of their swap."""
+        """The error of the swap to the weights that were wanted last; "" without one."""
 
     async def sync(self, wanted: str) -> None:
-        """Swaps to the weights at a location, unless that has just failed. Requests that run continue with them."""
+        """Swaps to the weights at the location `wanted`, unless that swap has just failed. Running requests continue
+        with the new weights.
+        """
         if wanted != self.asked:
             self.asked, self.error, self._failed_s = wanted, "", -RETRY_S
         if wanted == self.location or self._now_s() - self._failed_s < RETRY_S:
@@ -148,7 +148,7 @@ class WeightsSync:
 
 
 class LiveFields:
-    """Applies them to one replica, which reports its state to the GCS, for the controller and the other replicas."""
+    """Applies the live fields to one replica, and reports its state to the GCS for controller and other replicas."""
 
     def __init__(self, application: str, replica: str, engine: Engine, model_dir: str) -> None:
         self._application, self._replica = application, replica
@@ -156,11 +156,11 @@ class LiveFields:
         self._reported: bytes = b""
 
     async def start(self) -> None:
-        """Takes over the fields before the replica gets requests."""
+        """Applies the live fields before the replica gets requests."""
         await self._follow_once(is_alone=True)
 
     async def follow(self) -> None:
-        """Takes over every change until it is cancelled."""
+        """Applies every change of the live fields, until it is cancelled."""
         while True:
             await asyncio.sleep(_PERIOD_S)
             try:
@@ -202,7 +202,7 @@ def put(key: bytes, value: bytes) -> None:
 
 
 def _spec(application: str) -> dict[str, Any] | None:
-    """Returns the fields of the spec that was deployed last; None before the first one is there."""
+    """Returns the fields of the last deployed spec; None if none is stored yet."""
     key = spec_key(application)
     deployed = ray_internals.connected_gcs().internal_kv_get(key, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
     if deployed is None:

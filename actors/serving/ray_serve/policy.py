@@ -1,7 +1,7 @@
-"""Serve's autoscaling policy for raytide's endpoints: returns the count that raytide's controller published, and writes
-down the load that Serve sees.
+"""Serve's autoscaling policy for raytide's endpoints: returns the replica count that raytide's controller published,
+and publishes the load that Serve sees.
 
-Serve pickles this module by value and runs it in its own controller: it imports nothing of raytide, and works while
+Serve pickles this module by value and runs it in its own controller. So it imports nothing of raytide, and works while
 raytide's controller and API are down.
 """
 
@@ -22,19 +22,21 @@ EXCHANGE_PERIOD_S = 0.5
 
 
 def target_key(endpoint: str) -> bytes:
-    """Returns the key of an endpoint's replica count, a decimal number."""
+    """Returns the key of an endpoint's replica count; the value is a decimal number."""
     return f"{endpoint}/target".encode()
 
 
 def load_key(endpoint: str) -> bytes:
-    """Returns the key of the load that Serve last saw: JSON with at_s, running
-    replicas, and each replica's own statistics with their time.
+    """Returns the key of the load that Serve last saw. The value is JSON with `at_s`, the number of running replicas,
+    and each replica's own statistics with their time.
     """
     return f"{endpoint}/load".encode()
 
 
 def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Returns the published replica count; the present target without one, or when the GCS does not answer."""
+    """Returns the published replica count and the policy's state. Without a published count, or if the GCS never
+    answered, returns the present target.
+    """
     state = dict(ctx.policy_state)
     now_s = float(ctx.current_time or 0.0)
     if now_s >= state.get("raytide_due_s", 0.0):
@@ -62,7 +64,7 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
 
 
 def _replica_stats(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
-    """Returns each replica's last statistics. Serve keeps those of a silent replica: `at_s` shows their age."""
+    """Returns each replica's last statistics and their time, `at_s`: Serve also keeps those of silent replicas."""
     stats: dict[str, dict[str, float]] = {}
     for name, by_replica in (ctx.raw_metrics or {}).items():
         for replica, series in by_replica.items():

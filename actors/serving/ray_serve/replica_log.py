@@ -1,6 +1,6 @@
-"""The files with a replica's output: the replica publishes their names in the GCS, and the controller reads them.
+"""The files with a replica's output: the replica publishes their names in the GCS, and the controller reads the names.
 
-They are those of Ray's worker process, which the engine's process inherits.
+The files are those of Ray's worker process; the engine's process inherits its output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_LOGS = 16
 
 
 def own_log(began_at_s: float) -> bytes:
-    """Returns the record of this process's log."""
+    """Returns the record of this process's log, as JSON: start time, node, address of Ray's agent, and files."""
     import ray
 
     agent, files = ray_internals.agent_address(), ray_internals.output_files()
@@ -26,7 +26,7 @@ def own_log(began_at_s: float) -> bytes:
 
 
 def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog, ...]:
-    """Returns the logs of an endpoint's replicas, newest first, of the values by their keys."""
+    """Returns the logs of an endpoint's replicas, newest first. `published` has values of the GCS by key."""
     prefix, found = log_prefix(endpoint), []
     for key, value in published.items():
         if key.startswith(prefix):
@@ -38,5 +38,5 @@ def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog
 
 
 def forgotten(endpoint: str, logs: Iterable[ReplicaLog]) -> list[bytes]:
-    """Returns the keys of the logs, newest first, that are too many."""
+    """Returns the keys of the logs beyond the newest MOST_LOGS. `logs` must be sorted, newest first."""
     return [log_prefix(endpoint) + log.replica.encode() for log in tuple(logs)[MOST_LOGS:]]

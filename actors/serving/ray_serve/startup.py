@@ -1,7 +1,7 @@
-"""The start of a replica, phase by phase: the replica publishes it in the GCS, and the controller reads it.
+"""The start of a replica, phase by phase: the replica publishes the phases in the GCS, and the controller reads them.
 
-`node` ends with a worker process on a node, `process` when that runs raytide's code (environment, image), `stage` when
-the model is on the node, `load` and `warm-up` in the engine's process.
+The phase `node` ends when a node runs a worker process for the replica, `process` (environment, image) when that worker
+runs raytide's code, and `stage` when the model is on the node. `load` and `warm-up` happen in the engine's process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class StartupLog:
         self._told_s = 0.0
 
     def begin(self, phase: str) -> None:
-        """Ends the phase before this one."""
+        """Records that `phase` begins, and so that the previous one has ended."""
         self._phases.append((phase, time.time()))
         self._publish()
 
     def progress(self, done: int, total: int) -> None:
-        """Reports the copied bytes, at most once a second."""
+        """Publishes how many bytes of the model have been copied, at most once a second."""
         if time.monotonic() - self._told_s > _PROGRESS_S:
             self._told_s = time.monotonic()
             self._detail = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
             self._publish()
 
     def staged(self, copied: int) -> None:
-        """Reports the bytes that were copied in all."""
+        """Records the number of bytes that were copied in all; the next phase publishes it."""
         self._detail = f"{copied / 1e9:.2f} GB copied" if copied else ""
 
     def _publish(self) -> None:
@@ -46,7 +46,9 @@ class StartupLog:
 
 
 def startup_of(replica: str, ordered_at_s: float, published: bytes | None, now_s: float) -> ReplicaStartup:
-    """Returns the start of a replica that Serve ordered at a time; without a report it still waits for a node."""
+    """Returns the start of a replica that Serve ordered at `ordered_at_s`. A replica that has published nothing is in
+    the phase `node`.
+    """
     report: Mapping[str, object] = json.loads(published) if published else {}
     phases = report.get("phases")
     begun = [("node", ordered_at_s), *(phases if isinstance(phases, list) else [])]

@@ -1,1 +1,1 @@
-"""Tool calls: how models write them, the calls in a model's output, and the constraint that makes every call parse."""
+"""Tool calls: models' syntaxes for them, a parser of calls in outputs, and the constraint that makes calls parse."""

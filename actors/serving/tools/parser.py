@@ -1,7 +1,7 @@
 """Splits a model's output into reasoning, text and tool calls while it is generated.
 
-Nothing is sent that might still turn out to be something else: text that may begin a marker is held back until it is
-clear. A call whose JSON is broken is returned as text, as the model wrote it.
+Text is sent only once its kind is certain: text that may begin a marker is held back. A call whose JSON is broken is
+returned as text, as the model wrote it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _THINK, _END_THINK = "<think>", "</think>"
 class ToolSyntax:
     """The syntax in which a model writes calls: `begin`, the call, `end`.
 
-    The call is an object with name and arguments (`object`), an array of those (`array`), a name, `separator` and the
-    arguments (`named`), or the arguments alone of the tool `name` (`arguments`). `starts` are texts that begin a call
-    at the start of an output where `begin` is missing: a marker that is a special token does not appear in the text.
+    The call is one of: an object with name and arguments (`object`), an array of such objects (`array`), a name,
+    `separator` and the arguments (`named`), or only the arguments of the tool `name` (`arguments`). `starts` are texts
+    that begin a call at the start of an output without `begin`: a marker that is a special token does not appear in the
+    text.
     """
 
     body: Literal["object", "array", "named", "arguments"]
@@ -37,7 +38,7 @@ class ToolSyntax:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Texts after a call that belong to it."""
+        """The texts that may follow a call and are part of its syntax."""
         fence = ("```", *_GROUP_MARKERS) if self.body == "named" else ()
         return (*((self.end,) if self.end else ()), *fence)
 
@@ -57,13 +58,13 @@ _GROUP_MARKERS = tuple(
 
 
 def syntax_of(chat_format: str) -> ToolSyntax:
-    """Returns how models with such a chat template write calls; Hermes's way for those that have none of their own."""
+    """Returns the call syntax of models with such a chat template; Hermes's if they have none of their own."""
     return _SYNTAXES.get(chat_format, _SYNTAXES["hermes"])
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A part of call number `index`: its first piece has `id` and `name`, later ones more of its arguments."""
+    """A piece of call number `index`. The first piece has `id` and `name`; later ones have more of the arguments."""
 
     index: int
     id: str = ""
@@ -83,7 +84,9 @@ _NOTHING = Piece()
 
 @dataclass(slots=True)
 class OutputParser:
-    """One output. `feed` takes its text as it comes and `finish` its end; both return the pieces that are certain."""
+    """Parses one output. `feed` takes its text as it arrives, `finish` marks the end; both return the pieces that have
+    become certain.
+    """
 
     tools: ToolSyntax | None = None
     """None where no tool may be called."""
@@ -96,7 +99,7 @@ class OutputParser:
     _scanner: JsonScanner | None = None
     _rest: JsonScanner | None = None
     _raw: str = ""
-    """The text of the call so far, for the case that it is no call."""
+    """The text of the call so far, which is returned as text if it turns out not to be a call."""
     _in_array: bool = False
     _has_thought: bool = False
 
@@ -182,7 +185,7 @@ class OutputParser:
             yield Piece(text=text)
 
     def _may_say_more(self) -> bool:
-        """Returns whether more text may follow. After the last allowed call, it would belong to dropped calls."""
+        """Returns whether more text may be sent. Text after the last allowed call belongs to dropped calls."""
         return self.max_calls is None or self.calls < self.max_calls or self._state != "text"
 
     def _begin_call(self) -> None:
@@ -229,7 +232,7 @@ class OutputParser:
         return self.max_calls is None or self.calls <= self.max_calls
 
     def _arguments(self, at_end: bool) -> Iterator[Piece]:
-        """Yields the arguments as they arrive, without the text that closes the call."""
+        """Yields the call's arguments as they arrive, without the text that closes the call."""
         assert self.tools is not None
         assert self._scanner is not None
         taken = self._scanner.feed(self._buffer)
@@ -246,7 +249,7 @@ class OutputParser:
             self._after_call()
 
     def _drop_rest(self) -> None:
-        """Drops the fields of an object after its arguments."""
+        """Drops the fields that follow the arguments in a call's object."""
         assert self._rest is not None
         self._buffer = self._buffer[self._rest.feed(self._buffer) :]
         if self._rest.is_complete:
@@ -296,7 +299,7 @@ class OutputParser:
         self._after_call()
 
     def _give_up(self) -> Iterator[Piece]:
-        """Yields the incomplete call as text."""
+        """Yields the incomplete call as text and continues after it."""
         assert self.tools is not None
         begin = self.tools.begin if self.calls or not self.tools.starts else ""
         text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""
@@ -306,7 +309,7 @@ class OutputParser:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest end of the text that begins the marker."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -320,10 +323,10 @@ def _without_noise(text: str) -> str:
 
 
 class JsonScanner:
-    """Finds the end of a JSON value while its text arrives.
+    """Finds the end of one JSON value while its text arrives.
 
-    Follows the text of one JSON value. An object, an array or a string ends at its last character; any other value
-    ends before the first character that cannot belong to it.
+    An object, an array or a string ends at its last character; any other value ends before the first character that
+    cannot belong to it.
     """
 
     def __init__(self) -> None:
@@ -334,13 +337,13 @@ class JsonScanner:
 
     @classmethod
     def inside(cls) -> JsonScanner:
-        """Returns a scanner of what is left of an object that has begun."""
+        """Returns a scanner for the rest of an object whose beginning was already read."""
         scanner = cls()
         scanner._depth, scanner._kind = 1, "nested"
         return scanner
 
     def feed(self, text: str) -> int:
-        """Returns how many characters of the text belong to the value; fewer than all once it is complete."""
+        """Returns how many of the text's characters belong to the value: all, unless the value ends in this text."""
         for at, char in enumerate(text):
             if self.is_complete:
                 return at

@@ -1,7 +1,7 @@
 """Writes checkpoints on a background thread: plan, write, hash, commit, prune.
 
-The thread may outlive its generation for a moment, so it holds no process group but its own: a held group stays open,
-and peers waiting for this rank would not notice that it has left.
+The thread may outlive its generation for a moment, so it holds no process group but its own. A group stays open while
+any thread holds it, and peers that wait for this rank would then not notice that it has left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
 Commit = Callable[[], AbstractContextManager[None]]
-"""A context in which this run may publish; ConflictError if another run has claimed its folders."""
+"""Makes a context in which this run may publish. ConflictError if another run has claimed its folders."""
 
 
 class AsyncSaver:
@@ -100,7 +100,7 @@ class AsyncSaver:
 
 
 class BackgroundTask:
-    """Runs one job at a time on a thread: the write of a checkpoint, the exchange of a snapshot."""
+    """Runs one job at a time on a thread: writing a checkpoint, or exchanging a snapshot."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,7 +141,7 @@ class BackgroundTask:
 
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
-    """Returns the result or the RaytideError of work that one rank does while the others wait."""
+    """Runs `work`, which one rank does while others wait. Returns its result, or the RaytideError that it raised."""
     try:
         return work(), None
     except RaytideError as error:

@@ -1,7 +1,7 @@
 """Saves and loads checkpoints with torch's distributed checkpoint (DCP), for any number of ranks.
 
-A save blocks training only for one copy in memory. A thread writes that copy on its own process group, because two
-threads must not share a gloo group. At most one save is in flight; `wait` raises its error on all ranks.
+A save blocks training only while the state is copied in memory. A thread writes the copy, on its own process group,
+because two threads must not share a gloo group. At most one save is in flight; `wait` raises its error on all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Listing:
 
 
 class UnsavedNotice:
-    """The reason why the last checkpoint could not be written. It is shown until a later one is, and at least once."""
+    """The reason why the last checkpoint was not written. It is shown until a later one is complete, at least once."""
 
     def __init__(self) -> None:
         self._why, self._is_shown, self._is_over = "", True, True
@@ -55,7 +55,7 @@ class UnsavedNotice:
         self._why, self._is_shown, self._is_over = why, False, False
 
     def end(self) -> None:
-        """A later checkpoint is complete."""
+        """Record that a later checkpoint is complete."""
         self._is_over = True
 
     def show(self) -> str:
@@ -81,7 +81,7 @@ class CheckpointManager:
 
     @property
     def save_s(self) -> float:
-        """Duration of the last save, from the copy to the manifest; 0.0 before the first."""
+        """The seconds that the last save took, from the copy to the manifest; 0.0 before the first save."""
         return self._saver.last_save_s
 
     @property
@@ -124,12 +124,11 @@ class CheckpointManager:
         return in_flight
 
     def close(self) -> None:
-        """Abandon a save in flight, which stays an unfinished write. Local to this rank and quick."""
+        """Abandon a save in flight, whose folder stays an unfinished write. Quick, without communication."""
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """Returns the checkpoints that can be loaded. Removes what interrupted writes left: no rank writes there any
-        more."""
+        """Returns the committed checkpoints. Removes unfinished writes, to which no rank writes any more."""
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)
         )
@@ -140,11 +139,10 @@ class CheckpointManager:
         return listing
 
     def select(self, listing: Listing) -> Checkpoint | None:
-        """Returns the newest intact checkpoint, after all ranks together have read every byte of it; None if there are
-        no checkpoints.
+        """Returns the newest intact checkpoint, which all ranks together have read completely; None if there are none.
 
-        Appends the reason for each rejected one to `listing.rejected`. CheckpointError if all are bad, because silently
-        starting over would lose work, or if another run wrote it.
+        Appends the reason for each rejected checkpoint to `listing.rejected`. CheckpointError if all are bad, because
+        silently starting over would lose work, or if another run wrote the checkpoint.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)
@@ -189,7 +187,7 @@ class CheckpointManager:
         return listing
 
     def _find_problems(self, checkpoint: Checkpoint) -> list[str]:
-        """Returns the checkpoint's problems; each rank reads a share of its files."""
+        """Returns the checkpoint's problems, as found by all ranks: each reads a share of the files."""
         files = sorted(checkpoint.manifest.files)[self.group.rank :: self.group.world]
         found = self.group.gather(capture_error(lambda: manifest.find_problems(self.store, checkpoint, files)))
         for _, failed in found:

@@ -1,7 +1,7 @@
 """Checkpoint folders: `step-00000050-5f3a9c01` holds files and, written last, a manifest with their hashes.
 
 A folder without a manifest is an unfinished write and is never loaded; the hashes detect later damage. Each save has
-its own folder, so a straggler of a broken generation cannot touch another's. No torch here.
+its own folder, so a rank that still saves for a broken generation cannot touch another's files. No torch here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Manifest(Config):
     digests: dict[str, str]
     """Digests of what a resumed run must match, by name."""
     world: int = Field(ge=1, lt=1 << 31)
-    """Ranks that wrote it. Any number of ranks may read it."""
+    """The number of ranks that wrote the checkpoint. Any number of ranks may read it."""
     files: dict[str, FileRecord]
     """Files by their name in the folder."""
 
@@ -115,7 +115,7 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
 
 
 def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
-    """Returns the problems of these files (all if None), after reading every byte."""
+    """Returns the problems of these files (all files if None), after reading every byte of them."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
         path, expected = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
@@ -138,8 +138,9 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
 
 
 def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[str]:
-    """Returns the problem of a metadata file that was crafted: its writer also wrote the hashes. See
-    `safe_unpickler`."""
+    """Returns the problem of a metadata file that was crafted, if it was. Its hash does not show that, because its
+    author could write the manifest too. See `safe_unpickler`.
+    """
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
             safe_unpickler.read(stream.read(min(size, safe_unpickler.MAX_BYTES + 1)), f"{store.url}/{path}")
@@ -173,10 +174,10 @@ def unfinished_folders(store: CheckpointStorage) -> list[str]:
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Remove checkpoints older than the newest `keep` steps up to the committed one, and older bad ones.
+    """Keep the intact checkpoints of the newest `keep` steps up to the committed one; remove all others up to it.
 
-    Newer folders belong to another generation and are neither counted nor removed. Unfinished ones may still be written
-    to; only a restart can show it.
+    Folders newer than the committed one belong to another generation: they are neither counted nor removed. Unfinished
+    folders stay too, because until a restart a rank may still be writing to them.
     """
     kept_steps: set[int] = set()
     for name in folders_newest_first(store):
@@ -207,7 +208,7 @@ def _looks_whole(store: CheckpointStorage, name: str, sizes: dict[str, int]) -> 
 
 
 def sizes_of(store: CheckpointStorage, name: str) -> dict[str, int]:
-    """Returns the sizes of a folder's files by name. StorageError if it cannot be reached."""
+    """Returns the sizes of a folder's files in bytes, by name. StorageError if the storage cannot be reached."""
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)
 

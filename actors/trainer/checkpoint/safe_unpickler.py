@@ -1,7 +1,7 @@
 """Reads the pickle in a checkpoint's `.metadata` as data: nothing in it is imported or called. No torch here.
 
-Torch's distributed checkpoint (DCP) writes that file with pickle, and unpickling a foreign file runs whatever it names.
-This reader accepts only the names of DCP's metadata and returns each object as its arguments and state, which
+Torch's distributed checkpoint (DCP) writes that file with pickle, and unpickling an untrusted file runs any code that
+it names. This reader accepts only the names of DCP's metadata. It returns each object as its arguments and state, which
 `dcp/metadata.py` converts to DCP's classes.
 """
 
@@ -51,7 +51,7 @@ class GlobalName:
 
 
 class PickledObject:
-    """An object of the pickle: `name` called with `args`, then given `state`."""
+    """An object in the pickle: the result of calling `name` with `args` and then setting `state`."""
 
     __slots__ = ("args", "name", "state")
 
@@ -61,8 +61,9 @@ class PickledObject:
 
 
 def read(body: bytes, where: str) -> object:
-    """Returns the tree of plain values, GlobalNames and PickledObjects. CheckpointError for anything but DCP's
-    metadata."""
+    """Returns the pickle as a tree of plain values, GlobalNames and PickledObjects. CheckpointError for anything but
+    DCP's metadata.
+    """
     if len(body) > MAX_BYTES:
         raise CheckpointError(f"{where} has {len(body)} bytes, above the limit of {MAX_BYTES}.", hint=_HINT)
     try:
@@ -133,8 +134,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _operations() -> dict[int, Callable[..., Any]]:
-    """Returns the opcode table: the library's operations for plain values, and replacements for those that make
-    objects."""
+    """Returns the opcode table: the library's operations for plain values, others for those that make objects."""
     library: dict[int, Callable[..., Any]] = pickle._Unpickler.dispatch
     found = {getattr(pickle, name)[0]: library[getattr(pickle, name)[0]] for name in _PLAIN.split()}
     found |= {pickle.REDUCE[0]: _Reader.make, pickle.NEWOBJ[0]: _Reader.make, pickle.BUILD[0]: _Reader.build}

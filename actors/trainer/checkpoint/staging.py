@@ -47,7 +47,7 @@ class StagingBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes in use at the start of the block."""
+        """The bytes in use, from the start of the block."""
         return self.entries[-1].end if self.entries else 0
 
     @property
@@ -70,7 +70,7 @@ class StagingBuffer:
         self.allocate(_entries(shards), pinned=any(shard.local.is_cuda for shard in shards))
 
     def copy_from(self, shards: Sequence[TensorShard]) -> None:
-        """Copy the shards' values. From a GPU the copy is asynchronous, see `before_update` and `wait`."""
+        """Copy the shards' values. The copy from a GPU is asynchronous: call `before_update` and `wait`."""
         self.prepare(shards)
         if not any(shard.local.is_cuda for shard in shards):
             self._copy(shards)
@@ -111,7 +111,7 @@ def _entries(shards: Sequence[TensorShard]) -> list[BufferEntry]:
 
 
 def _view(memory: object, entry: BufferEntry) -> Tensor:
-    """Returns a tensor whose storage has exactly its size, because torch.save writes whole storages."""
+    """Returns a tensor whose storage is exactly as large as the tensor, because torch.save writes whole storages."""
     if entry.numel == 0:
         return torch.empty(entry.sizes, dtype=entry.dtype)
     flat = torch.frombuffer(memory, dtype=entry.dtype, count=entry.numel, offset=entry.start)

@@ -1,7 +1,7 @@
 """The training state as named tensor shards, independent of the layout, for checkpoints and snapshots.
 
-Names are those of the model alone: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A shard
-knows its offsets in the whole tensor, so any layout reads what any other wrote.
+Names contain nothing of the layout: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A shard
+knows its offsets in the whole tensor, so any layout can read what any other layout wrote.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class TensorShard:
     """Offsets of `local` in the whole tensor."""
     local: Tensor
     optional: bool = False
-    """Keeps its value if a checkpoint does not have it."""
+    """True if a tensor that is missing in a checkpoint keeps its value."""
 
 
 class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the state by `<parameter>.<key>`, as DTensors where parameters are. It exists before the first
-        step."""
+        """Returns the state by `<parameter>.<key>`, as DTensors where parameters are, also before the first step."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Apply values that were written into the tensors returned by `tensors()`."""
+        """Apply the values that were written into the tensors of `tensors()`."""
 
 
 class Stateful(Protocol):
-    """State besides the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks or named
-    by rank."""
+    """An object with state other than weights (a loss scale, a guard's window). Its tensors have fixed shapes, and are
+    equal on all ranks or have the rank in their names.
+    """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -49,8 +49,9 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """The state of a model, an optimizer and other stateful objects. Build it before the first step: FSDP may show
-    other tensors under the same names later."""
+    """The state of a model, an optimizer and other stateful objects. Build it before the first step: later, FSDP may
+    have other tensors under the same names.
+    """
 
     def __init__(
         self, parts: Sequence[nn.Module], optimizer: OptimizerState, extras: Mapping[str, Stateful] | None = None
@@ -60,11 +61,11 @@ class TrainState:
         self._offsets: dict[str, tuple[int, ...]] = {}
 
     def shards(self) -> list[TensorShard]:
-        """Returns a shard of every tensor that this rank holds a part of, sharing its memory."""
+        """Returns this rank's shard of every tensor of which it has a part, without a copy."""
         return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
-        """Load the state: `fill` writes every shard in place."""
+        """Load the state. `fill` must write the values of every shard in place."""
         moments = self.optimizer.tensors()
         extras = self._extras()
         fill(self._shards(moments, extras))
@@ -94,7 +95,9 @@ class TrainState:
 
 
 def _saved_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that training changes. Frozen weights are loaded from the model; tied weights count once."""
+    """Yields the tensors that training changes, tied weights once. Frozen weights are not saved: they are loaded with
+    the initial model.
+    """
     seen: set[int] = set()
     for prefix, module in part.named_modules():
         buffers = [

@@ -25,9 +25,9 @@ class VerifyResult:
 
 
 def verify(target: str) -> list[VerifyResult]:
-    """Verify a checkpoint, or all of a run or a folder (a path or an fsspec URL), newest first.
+    """Verify a checkpoint, or all checkpoints of a run or a folder (a path or an fsspec URL), newest first.
 
-    NotFoundError if there are none; StorageError if they cannot be reached.
+    NotFoundError if there are none; StorageError if the storage cannot be reached.
     """
     target = target.rstrip("/")
     parent, _, name = target.rpartition("/")

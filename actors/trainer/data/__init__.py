@@ -1,1 +1,1 @@
-"""The tokens of step k, as a function of the seed and of k alone."""
+"""The training data: the tokens of step k are a function of the seed and of k alone."""

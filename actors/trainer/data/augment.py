@@ -1,6 +1,7 @@
-"""Changes samples as they are read, by (seed, step, sample id) alone, so no rank, resize or resume changes them.
+"""Changes samples as they are read, depending only on (seed, step, sample id), so that ranks, resizes and resumes do
+not matter.
 
-Random numbers are counters hashed by splitmix64: no library's generator, whose streams change between releases.
+Random numbers are counters hashed by splitmix64, because the random streams of libraries change between releases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Augmentation:
         self._spec, self._seed = spec, seed
 
     def __call__(self, rows: Rows, step: int, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns the inputs and targets of the changed rows; lengths and documents stay as they are."""
+        """Returns the inputs and targets of the rows after augmentation; lengths and documents stay as they are."""
         if self._spec.fill_in_the_middle is not None:
             tokens = rows.tokens.copy()
             for row, index in enumerate(ids.tolist()):
@@ -50,9 +51,10 @@ def uniform(keys: npt.NDArray[np.uint64], count: int) -> Floats:
 
 def fill_in_the_middle(document: Ids, spec: FillInTheMiddle, chances: Floats) -> Ids:
     """Returns the document in the order prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM, in the variant
-    that starts with both sentinels), at its own length: the suffix gives up three tokens to the sentinels.
+    that starts with both sentinels). The length stays the same: the suffix loses three tokens to the sentinels.
 
-    `document` has no end token; `chances` are four numbers in [0, 1). A document whose suffix is too short stays whole.
+    `document` has no end token; `chances` are four random numbers in [0, 1). A document whose suffix is too short is
+    returned unchanged.
     """
     length = len(document)
     first, last = sorted(int(chance * (length + 1)) for chance in chances[1:3])
@@ -66,7 +68,7 @@ def fill_in_the_middle(document: Ids, spec: FillInTheMiddle, chances: Floats) ->
 
 
 def _rearrange_row(tokens: Ids, rows: Rows, row: int, spec: FillInTheMiddle, key: int) -> None:
-    """Rearranges each document of a row in place. An end token stays where it is, and padding too."""
+    """Rearranges each document of a row in place. End tokens and padding stay where they are."""
     documents, learnt = rows.documents[row], rows.learnt[row]
     bounds = np.concatenate(([0], np.flatnonzero(np.diff(documents)) + 1, [len(documents)])).tolist()
     chances = uniform(np.asarray([key], np.uint64), 4 * (len(bounds) - 1))[0].reshape(-1, 4)
@@ -76,7 +78,9 @@ def _rearrange_row(tokens: Ids, rows: Rows, row: int, spec: FillInTheMiddle, key
 
 
 def _masked(inputs_BT: Ids, rows: Rows, keys_B: npt.NDArray[np.uint64], spec: MaskedInputs) -> Ids:
-    """Returns the inputs with spans replaced. The last token of a document, which may be its end token, stays."""
+    """Returns the inputs with random spans replaced by `spec.token`. The last token of each document stays, since it
+    may be the end token.
+    """
     starts = uniform(keys_B, inputs_BT.shape[1]) < spec.start_rate
     hit = starts.copy()
     for back in range(1, min(spec.span, inputs_BT.shape[1])):

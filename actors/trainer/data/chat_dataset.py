@@ -160,7 +160,7 @@ def _version(about: os.stat_result) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=2)
 def _index(file: Path, version: tuple[int, int, int], name: str) -> _Lines:
-    """Returns the index of the file's lines, cached because a gang that forms again opens the same file."""
+    """Returns the index of the file's lines. It is cached, because a gang that forms again opens the same file."""
     return _Lines(file, name)
 
 

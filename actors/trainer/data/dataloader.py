@@ -29,17 +29,17 @@ class RankBatch(NamedTuple):
     """A rank's part of a step's batch."""
 
     ids: Ids
-    """Its sequences."""
+    """The ids of its sequences."""
     micros: list[Micro]
-    """Equally many on all ranks, or their collectives would not match."""
+    """The microbatches. All ranks have the same number of them, or their collectives would not match."""
     counted: int
-    """The targets that count."""
+    """The number of targets that count."""
     pairs: int
-    """The sum of the squared lengths of what attention sees as one: documents, or whole sequences."""
+    """The sum of the squared lengths of the documents or, without document masks, of the whole sequences."""
 
 
 class _Read(NamedTuple):
-    """The sequences of one step that a rank has; one padding sequence if it has none."""
+    """The sequences of one step that a rank computes; one padding sequence if there are none."""
 
     ids: Ids
     inputs: Ids
@@ -57,13 +57,14 @@ class DataLoader:
         self._augmentation = None if spec.augment is None else Augmentation(spec.augment, spec.seed)
         _check_tokens(spec, data.vocab_size)
         self._fetched = 0
-        """The step before which all shards are here, or on their way."""
+        """The shards of all steps before this one are fetched, or being fetched."""
         self._rows = Prefetch(self._read, spec.steps)
 
     def next_batch(self, step: int, size: int) -> RankBatch:
-        """Returns this rank's part of a step, in microbatches of `size`.
+        """Returns this rank's part of a step, in microbatches of up to `size` sequences.
 
-        A rank with fewer sequences is padded with ignored ones. In a pipeline all microbatches have the same shape.
+        A rank with fewer sequences than others gets padding that is ignored. In a pipeline all microbatches have the
+        same shape.
         """
         read = self._rows.get(step)
         ids, inputs, targets, documents = read
@@ -100,7 +101,7 @@ class DataLoader:
         return _Read(ids, inputs, targets, documents)
 
     def _fetch_ahead(self, step: int) -> None:
-        """Starts fetching the shards of `step` and of those after it."""
+        """Starts fetching the shards of `step` and of the steps after it."""
         if self._spec.stream is not None:
             until = min(step + 1 + self._spec.stream.ahead, self._spec.steps)
             for later in range(max(step, min(self._fetched, until)), until):
@@ -143,7 +144,7 @@ class Prefetch(Generic[T]):
 
 
 def _check_tokens(spec: TrainSpec, vocab_size: int) -> None:
-    """Raises ConfigError if augmentation puts in tokens that the vocabulary does not have."""
+    """Raises ConfigError if augmentation inserts a token that is not in the vocabulary."""
     wrong = [token for token in (spec.augment.tokens if spec.augment else ()) if token >= vocab_size]
     if wrong:
         raise ConfigError(

@@ -14,11 +14,11 @@ from raytide.core.io.token_dataset import CONFIG, END_BYTES, ITEM_BYTES, MANIFES
 
 
 def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
-    """Returns the dataset's local directory; a remote one is copied once per machine and user, keyed by its manifest's
-    hash.
+    """Returns the dataset's local directory. A remote dataset is copied once per machine, user and hash of its
+    manifest.
 
-    Only the files that the manifest names are copied, without shards only manifest and tokenizer. StorageError if they
-    do not fit; a partial copy is removed.
+    Only the files that the manifest names are copied; without `shards`, only manifest and tokenizer. StorageError if
+    they do not fit on the disk; a partial copy is removed.
     """
     if "://" not in dataset:
         return Path(dataset)
@@ -54,8 +54,9 @@ def local_file_copy(url: str, version: str, suffix: str) -> Path:
 
 
 def _files(dataset: str, manifest: TokenManifest) -> dict[str, int]:
-    """Returns the files to copy with their bytes (0 if unknown). Names come from the manifest, because a listed name
-    could lead out of the folder."""
+    """Returns the files to copy and their sizes in bytes (0 if unknown). Names come from the manifest and not from a
+    listing, whose names could lead out of the folder.
+    """
     fs, path = open_url(dataset)
     beside = [name for name in (manifest.tokenizer, CONFIG) if fs.exists(join(path, name))]
     shards = {shard.file: shard.tokens * ITEM_BYTES[manifest.dtype] for shard in manifest.shards}

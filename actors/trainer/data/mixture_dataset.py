@@ -1,6 +1,6 @@
-"""Opens what a spec trains and evaluates on: one token dataset or a mixture, chopped or packed.
+"""Opens the data that a spec trains and evaluates on: one token dataset or a mixture, in chopped or packed rows.
 
-A mixture's sequences are numbered through its sources, so every reader sees one dataset.
+The sequences of a mixture's sources are numbered one source after the other, so a reader sees one dataset.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raytide.core.specs.train import TrainSpec
 
 
 class JoinedData:
-    """A RowData of the sequences of several, one dataset after the other."""
+    """Joins several datasets into one RowData, in which the sequences of one follow those of the one before."""
 
     def __init__(self, parts: Sequence[RowData], order: object = None) -> None:
-        """`order` is further content of the digest: what decides which sequence is drawn when."""
+        """`order` describes the order in which sequences are drawn; it becomes part of the digest."""
         _check_tokenizers(parts)
         first = parts[0]
         self._parts = parts
@@ -66,7 +66,7 @@ class JoinedData:
             part.prefetch(own)
 
     def _split(self, ids: Ids) -> list[tuple[RowData, np.ndarray[tuple[int], np.dtype[np.bool_]], Ids]]:
-        """Returns the parts that have some of `ids`, which ones, and their numbers there."""
+        """Returns each dataset that has some of `ids`, with a mask of those ids and their numbers in the dataset."""
         part_of = np.searchsorted(self._ends, ids, side="right")
         out = []
         for index in np.unique(part_of):
@@ -76,7 +76,7 @@ class JoinedData:
 
 
 class MixtureData(JoinedData):
-    """The sources of a mixture and the phases in which they are drawn. Its digest covers both."""
+    """The sources of a mixture, and the phases with the shares in which they are drawn. The digest covers both."""
 
     def __init__(self, parts: Sequence[RowData], mixture: MixtureSpec, spec: TrainSpec) -> None:
         names = [source.label for source in mixture.sources]
@@ -98,7 +98,7 @@ def open_tokens(spec: TrainSpec) -> TokenDataset:
 
 
 def open_evaluation(spec: TrainSpec, training: TokenDataset) -> RowData:
-    """Opens the held-out sequences of `spec.eval`. DataError if they are made with another tokenizer."""
+    """Opens the held-out sequences of `spec.eval`. DataError if their tokenizer is not that of the training data."""
     assert spec.eval is not None  # the caller evaluates
     if spec.eval.dataset is None:
         urls, held_out = spec.datasets, spec.eval.fraction or 0.0
@@ -122,7 +122,7 @@ def _open(url: str, spec: TrainSpec, held_out: float, *, of_held_out: bool = Fal
 
 
 def _check_tokenizers(parts: Sequence[TokenDataset]) -> None:
-    """Raises DataError if ids mean different tokens in different parts."""
+    """Raises DataError if the same token id means different tokens in different parts."""
     first = parts[0]
     for other in parts[1:]:
         same = other.eos_id == first.eos_id and other.vocab_size == first.vocab_size

@@ -1,4 +1,4 @@
-"""Sequences of whole documents: rows of a packing plan, padded with end tokens, for training and for evaluation."""
+"""Sequences of whole documents: rows of a packing plan, padded with end tokens, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _POSITION = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PackedData:
-    """A RowData of best-fit rows over a token dataset.
+    """A RowData whose rows are documents of a token dataset, packed by best fit.
 
-    `held_out` is the share of documents kept from training, and `of_held_out` selects these in place of the others.
+    `held_out` is the share of documents kept from training; with `of_held_out` the rows have these documents instead of
+    the others.
     """
 
     def __init__(self, data: TokenData, held_out: float = 0.0, *, of_held_out: bool = False) -> None:
@@ -85,13 +86,13 @@ class PackedData:
 
 
 def is_held_out(hashes: Hashes, fraction: float) -> npt.NDArray[np.bool_]:
-    """Returns which documents are held out. The same document is on one side in every dataset and build."""
+    """Returns a mask of the held-out documents. The same document is on the same side in every dataset and build."""
     out: npt.NDArray[np.bool_] = mix(hashes) < np.uint64(int(fraction * 2**64))
     return out
 
 
 def pairs_of(documents_BT: Ids) -> Ids:
-    """Returns each row's sum of squared document lengths."""
+    """Returns, for each row, the sum of the squared lengths of its documents."""
     rows, length = documents_BT.shape
     counts = np.bincount((documents_BT + np.arange(rows)[:, None] * length).ravel(), minlength=rows * length)
     out: Ids = (counts.reshape(rows, length) ** 2).sum(axis=1)
@@ -99,7 +100,7 @@ def pairs_of(documents_BT: Ids) -> Ids:
 
 
 def document_ends(data: TokenData) -> Ids:
-    """Returns the end of each document; tokens behind the last end token are a document too."""
+    """Returns the index of the token after each document. Tokens behind the last end token count as a document."""
 
     def find() -> Ids:
         ends = token_dataset.document_ends(data.location, data.manifest)
@@ -109,7 +110,7 @@ def document_ends(data: TokenData) -> Ids:
 
 
 def document_hashes(data: TokenData, ends: Ids) -> Hashes:
-    """Returns a 64-bit hash of each document's tokens; equal documents have equal ones, wherever they stand."""
+    """Returns a 64-bit hash of each document's tokens. Equal documents have equal hashes, wherever they are."""
 
     def find() -> Hashes:
         hashes = np.zeros(len(ends), np.uint64)
@@ -136,8 +137,9 @@ def _chunks(data: TokenData) -> Iterator[tuple[int, Ids]]:
 
 
 def _cached(name: str, find: Callable[[], Array]) -> Array:
-    """Returns the array in this user's cache file of that name, which one process of the machine makes, once. Ends come
-    from the dataset's index; hashes need one pass over the tokens."""
+    """Returns the array in the file `name` of this user's cache. If there is none, one process of the machine makes it
+    with `find`: ends come from the dataset's index, hashes need one pass over the tokens.
+    """
     file = private_folder("documents") / f"{name}.npy"
     if (array := _load(file)) is not None:
         return array

@@ -1,8 +1,9 @@
 """Best-fit packing: whole documents in rows of `seq_len` tokens (Ding et al., 2404.10830).
 
-Long documents are first cut into full rows. What is left goes, longest first, each into the fullest row that has room,
-the earliest opened of equals. Sorting is stable and rows are first in, first out, so a plan depends on the documents'
-lengths alone, on any machine. Runs of equal lengths are placed at once, which is what makes it fast.
+Long documents are first cut into full rows. The remaining pieces are placed longest first, each into the fullest row
+with enough room; of equally full rows, the one opened first gets it. Sorting is stable and rows are first in, first
+out, so a plan depends only on the documents' lengths, on any machine. Pieces of equal length are placed all at once,
+which makes it fast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from raytide.actors.trainer.data.order.shuffle import Ids
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """The pieces of each row, by row; pieces of one row in the order in which they were placed."""
+    """The pieces of each row. They are sorted by row, and within a row by the order in which they were placed."""
 
     seq_len: int
     starts: Ids
@@ -44,14 +45,14 @@ class PackingPlan:
         return self.starts[here], self.lengths[here]
 
     def attention_pairs(self, rows: Ids) -> Ids:
-        """Returns the sum of the squared lengths of each row's pieces: twice its causal query-key pairs."""
+        """Returns, for each row, the sum of the squared lengths of its pieces: twice its causal query-key pairs."""
         sums = np.concatenate(([0], np.cumsum(self.lengths**2)))
         out: Ids = sums[self.first[rows + 1]] - sums[self.first[rows]]
         return out
 
 
 def best_fit(starts: Ids, lengths: Ids, seq_len: int) -> PackingPlan:
-    """Returns the plan for documents, given by their first tokens and numbers of tokens, in dataset order."""
+    """Returns the plan for documents, each given by its first token and its number of tokens, in dataset order."""
     full = lengths // seq_len
     documents = np.repeat(np.arange(len(lengths)), full)
     ordinal = np.arange(len(documents)) - np.repeat(np.cumsum(full) - full, full)
@@ -71,7 +72,7 @@ def best_fit(starts: Ids, lengths: Ids, seq_len: int) -> PackingPlan:
 
 
 def _place(sizes: Ids, seq_len: int) -> Ids:
-    """Returns the row of each piece; `sizes` are in descending order, none above `seq_len`."""
+    """Returns the row of each piece. `sizes` must be in descending order, none above `seq_len`."""
     rows = np.empty(len(sizes), np.int64)
     by_room = _RowsByRoom(seq_len)
     ends = np.append(np.flatnonzero(np.diff(sizes)) + 1, len(sizes)) if len(sizes) else np.empty(0, np.int64)
@@ -93,7 +94,7 @@ def _place(sizes: Ids, seq_len: int) -> Ids:
 
 
 class _RowsByRoom:
-    """Open rows by the room that they have left, first in, first out. New rows have `seq_len` left."""
+    """Open rows, by the tokens of room left in them, first in, first out. A new row has room for `seq_len` tokens."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len, self._opened = seq_len, 0
@@ -101,13 +102,13 @@ class _RowsByRoom:
         self._some = np.zeros(seq_len, np.bool_)
 
     def least(self, size: int) -> int:
-        """Returns the least room of at least `size` that a row has."""
+        """Returns the smallest room that some row has and that is at least `size` tokens."""
         some = self._some[size:]
         at = int(some.argmax()) if len(some) else 0
         return size + at if len(some) and some[at] else self._seq_len
 
     def take(self, room: int, most: int) -> Ids:
-        """Removes and returns up to `most` rows with that room, and at least one."""
+        """Removes and returns between one and `most` rows with exactly that room."""
         if room == self._seq_len:
             self._opened += most
             return np.arange(self._opened - most, self._opened)

@@ -1,8 +1,9 @@
-"""Remote shards, fetched as steps need them into this user's cache folder, from which the oldest used go first.
+"""Fetches remote shards, as steps need them, into this user's cache folder, from which the least recently used are
+deleted.
 
-A shard is hashed while it arrives and takes its name only if it is whole, so what is there can be read at once.
-Processes of a machine share the folder: one fetches, the others wait for it. A file that another process evicts while
-it is read stays readable, and one that is evicted before it is opened is fetched again.
+A shard is hashed while it arrives and gets its final name only if it is whole, so any file with such a name can be read
+at once. Processes of a machine share the folder: one fetches a shard, the others wait for it. A file that another
+process evicts while it is read stays readable; one that is evicted before it is opened is fetched again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHUNK_BYTES = 4 << 20
 THREADS = 4
 """Shards fetched at once."""
 ATTEMPTS = 5
-"""Fetches of one shard that other processes evict at once."""
+"""The most fetches of one shard, if other processes evict it each time before it is opened."""
 
 
 class ShardCache:
@@ -67,7 +68,7 @@ class ShardCache:
         )
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Starts fetching shards that are not here. Their errors are raised by `read_shard`."""
+        """Starts fetching those shards that are not in the cache. Errors are raised later, by `read_shard`."""
         for index in indices:
             with self._guard:
                 if index not in self._coming and not self._file(index).exists():
@@ -94,7 +95,7 @@ class ShardCache:
                     part.unlink(missing_ok=True)
 
     def _copy(self, shard: Shard, part: Path) -> None:
-        """Copies a shard. Raises DataError unless it is the one that the manifest names."""
+        """Copies a shard into the cache. Raises DataError unless its content is what the manifest names."""
         fs, path = open_url(join(self._url, shard.file))
         digest, size = hashlib.sha256(), 0
         require_free_space(self._folder, self._bytes(shard), f"{shard.file} of {self._url}")
@@ -116,7 +117,7 @@ class ShardCache:
             )
 
     def _make_room(self, needed: int) -> None:
-        """Deletes shards, the longest unused first, until `needed` bytes more are within the budget."""
+        """Deletes shards, the least recently used first, until `needed` more bytes fit into the budget."""
         with lock(self._folder / "evict.lock"):
             found = []
             for file in self._folder.glob("*.bin"):

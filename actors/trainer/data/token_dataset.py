@@ -27,7 +27,7 @@ class TokenDataset(Protocol):
 
     @property
     def name(self) -> str:
-        """The dataset's origin, for error messages."""
+        """The place that the dataset comes from, for error messages."""
 
     @property
     def digest(self) -> str:
@@ -54,11 +54,11 @@ class TokenDataset(Protocol):
         """The chat template that the data was rendered with, if it is not the model's own."""
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns inputs and targets [len(ids), seq_len]; ignored targets are IGNORE."""
+        """Returns inputs and targets, each [len(ids), seq_len]. Targets that do not count are IGNORE."""
 
 
 class Rows(NamedTuple):
-    """Sequences before they are cut into inputs and targets, which is where augmentation changes them."""
+    """Whole sequences, not yet split into inputs and targets. Augmentation changes them in this form."""
 
     tokens: Ids
     """[rows, seq_len + 1]."""
@@ -76,22 +76,22 @@ class RowData(TokenDataset, Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """The tokens in all sequences."""
+        """The number of tokens in all sequences."""
 
     def rows(self, ids: Ids) -> Rows: ...
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
-        """Returns each row's sum of squared document lengths, without reading it; None if that is not known."""
+        """Returns each row's sum of squared document lengths, without reading tokens; None if that is not known."""
 
     def prefetch(self, ids: Ids) -> None:
-        """Starts fetching what these rows need, if it is remote."""
+        """Starts fetching the remote data that these rows need, if any."""
 
 
 class TokenData:
     """Sequences of `seq_len` + 1 tokens (inputs and targets) from memory-mapped shards.
 
-    A remote dataset is copied to this machine first, or with `stream` shard by shard as it is read. DataError for a
-    damaged shard: on opening or fetching, or, for a large dataset, at a later call of `examples`.
+    A remote dataset is copied to this machine first or, with `stream`, shard by shard as it is read. DataError for a
+    damaged shard: raised when it is opened or fetched or, in a large dataset, by a later call of `examples`.
     """
 
     def __init__(self, dataset: str, seq_len: int, stream: StreamSpec | None = None) -> None:
@@ -132,14 +132,14 @@ class TokenData:
         return tokens[:, :-1], tokens[:, 1:]
 
     def rows(self, ids: Ids) -> Rows:
-        """Returns rows with all targets, also across documents; a document ends with its end token."""
+        """Returns rows in which every token is a target, also across documents. A document ends with its end token."""
         self.check()
         tokens = self.batch(ids)
         ends = tokens[:, :-1] == self.eos_id
         return Rows(tokens, np.ones(ends.shape, np.bool_), np.cumsum(ends, axis=1) - ends)
 
     def check(self) -> None:
-        """Raises the error of a damaged shard, once it is known."""
+        """Raises the error of a damaged shard, if one was found so far."""
         self._check.check()
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
@@ -149,7 +149,9 @@ class TokenData:
         self.prefetch_tokens(ids * self.seq_len, ids * self.seq_len + self.seq_len)
 
     def prefetch_tokens(self, firsts: Ids, lasts: Ids) -> None:
-        """Starts fetching the shards of tokens from each of `firsts` to the one of `lasts`, both included."""
+        """Starts fetching shards. For each pair from `firsts` and `lasts`, fetches those with the tokens of that range,
+        both ends included.
+        """
         if self._cache is not None:
             pairs = zip(*(np.searchsorted(self._ends, each, side="right") for each in (firsts, lasts)), strict=True)
             last_shard = len(self._ends) - 1

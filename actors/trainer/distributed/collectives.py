@@ -14,26 +14,26 @@ from raytide.actors.trainer.distributed import torch_compat
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' parts of `dim`. Gradients of all ranks are summed, so all must use the result."""
+    """Returns all ranks' parts, joined along `dim`. Gradients are summed over the ranks, so all must use the result."""
     out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part of `dim` of the sum over ranks; the inverse of `gather`."""
+    """Returns the sum of `x` over the ranks, cut along `dim` to this rank's part. Its backward pass is `gather`."""
     out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns a rank's shard of a parameter on the tensor axis. A replicated parameter's gradient is a partial sum."""
+    """Returns this rank's shard of a parameter on the tensor axis. A replicated one's gradient is a partial sum."""
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
     return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns `dim` gathered from all ranks, like `gather` but without gradients."""
+    """Returns the result of `gather`, without gradients."""
     world = dist.get_world_size(group)
     parts = x.new_empty(world * x.shape[0], *x.shape[1:])
     torch_compat.all_gather(parts, x.contiguous(), group=group)

@@ -1,7 +1,8 @@
-"""Local shards of parameters: access, reductions over the ranks that hold the rest, and cutting from the whole.
+"""Local shards of parameters: access to them, reductions over the ranks with the other shards, and cutting shards from
+a whole.
 
-Optimizers compute on these plain tensors. That is exact for every layout and avoids DTensor's limits: failing in-place
-powers, fused kernels without a sharding rule, lists over two meshes.
+Optimizers compute on these plain tensors. The result is exact for every layout, and avoids DTensor's limits: failing
+in-place powers, fused kernels without a sharding rule, lists over two meshes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's values, sharing their memory."""
+    """Returns this rank's part of the tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -25,7 +26,9 @@ def shard_dim(placement: Placement) -> int | None:
 
 
 def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
-    """Reduce `value`, a sum over this rank's part of `dims` of the parameter, to the sum over the whole."""
+    """Add up `value` in place over the ranks that share the parameter's dimensions `dims`, and return it. Each rank's
+    `value` is a sum over its own part of these dimensions.
+    """
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):
             if shard_dim(placement) in dims and parameter.device_mesh.size(mesh_dim) > 1:
@@ -34,12 +37,14 @@ def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def square_sum(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the squared norm of `value`, sharded like the parameter, over all ranks."""
+    """Returns the squared norm, over all ranks, of a tensor that is sharded like the parameter and of which `value` is
+    this rank's shard.
+    """
     return sum_over(value.square().sum(), parameter, range(parameter.ndim))
 
 
 def whole(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the whole tensor of which this rank has `value`, sharded like the parameter."""
+    """Returns the whole of a tensor that is sharded like the parameter and of which `value` is this rank's shard."""
     if not isinstance(parameter, DTensor):
         return value
     placed = like(value, parameter)
@@ -49,7 +54,7 @@ def whole(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part(full: Tensor, parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of `full`, sharded like the parameter, without communication."""
+    """Returns the part of `full` that this rank holds if it is sharded like the parameter. Needs no communication."""
     if not isinstance(parameter, DTensor):
         return full
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -80,8 +85,8 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Returns the result of `like` for the parameter reduced over `dim`, which is replicated along that dimension's
-    ranks.
+    """Returns `value` as a DTensor with the layout of the parameter after a reduction over `dim`. Ranks that shard
+    `dim` hold copies of it.
     """
     if not isinstance(parameter, DTensor):
         return value

@@ -1,7 +1,7 @@
-"""The process group of one generation of ranks, and the collectives that the loop needs.
+"""The process group of one generation of ranks, and the collectives that the training loop needs.
 
-A group is left and joined again in the same process when the gang changes: starting a process costs 10 s of imports,
-joining a group less than one second.
+When the gang changes, a process leaves its group and joins the next one without a restart: starting a process costs 10
+s of imports, joining a group less than one second.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ProcessGroup:
 
     @property
     def data_rank(self) -> int:
-        """This rank's part of the global batch."""
+        """The index of this rank's part of the global batch."""
         shard = self.mesh.get_local_rank("shard") // self.sizes.context
         return self.mesh.get_local_rank("replicate") * self.sizes.shard + shard
 
@@ -80,12 +80,12 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to get their sum."""
+        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to get the sums."""
         return self.sizes.data * self.sizes.context
 
     @property
     def is_data_first(self) -> bool:
-        """True on the rank that reports for its part of the global batch."""
+        """True on the one rank that reports for its part of the global batch."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -96,20 +96,21 @@ class ProcessGroup:
         return summed
 
     def from_first(self, value: T) -> T:
-        """Returns rank 0's value on every rank, with the long timeout, since rank 0 may be busy with files."""
+        """Returns rank 0's value on every rank. The timeout is the long one, since rank 0 may be busy with files."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.io)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's value, by rank."""
+        """Returns a list of every rank's value, in the order of ranks."""
         values = [value] * self.world
         dist.all_gather_object(values, value, group=self.io)
         return values
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work` on this rank once all ranks are done, with the long timeout. A RaytideError of
-        one rank is raised on all."""
+        """Runs `work`, and returns this rank's result once all ranks are done; the timeout is the long one. If `work`
+        raises a RaytideError on one rank, all ranks raise it.
+        """
         done, failed = None, None
         try:
             done = work()
@@ -128,7 +129,7 @@ class ProcessGroup:
 
 
 def create_store(address: str, world: int) -> TCPStore:
-    """Open a rendezvous store for `world` ranks on a free port. It lives as long as the object."""
+    """Open a rendezvous store for `world` ranks on a free port. The store lives as long as the returned object."""
     return TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
@@ -139,7 +140,7 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 def join(
     store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
-    """Join the other ranks at `store`. `address` is this rank's own: loopback nodes must not resolve a host name."""
+    """Join the other ranks at `store`. `address` is this rank's own: nodes on loopback must not resolve host names."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
@@ -150,8 +151,7 @@ def join(
 
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
-    """Returns the group for a process group that other code made and will destroy, such as Ray Train. It has no
-    spares."""
+    """Returns a ProcessGroup, without spares, for a group that other code such as Ray Train made and will destroy."""
     world = dist.get_world_size()
     sizes = layout.sizes(world)
     if sizes.world != world:
@@ -180,7 +180,7 @@ def _joined(sizes: Sizes, timeout_s: float, generation: int) -> ProcessGroup:
 
 
 def _context(sizes: Sizes) -> dist.ProcessGroup | None:
-    """Create the context groups; torch requires every rank to create all of them."""
+    """Create the groups of context ranks and return this rank's; torch requires every rank to create all groups."""
     if sizes.context == 1:
         return None
     ranks = torch.arange(sizes.world).view(sizes.shape).movedim(AXES.index("context"), -1)

@@ -20,16 +20,17 @@ _with_groups: list[DeviceMesh] = []
 def tell_meshes_apart() -> None:
     """Make meshes created from now on unequal to all earlier ones.
 
-    Torch treats two meshes of the same ranks as one and reuses what it cached for the first: after a rank changed its
-    number, its shards would be those of the old number (torch 2.13: checkpoints with half of every tensor twice).
+    Torch treats two meshes of the same ranks as one, and reuses what it cached for the first. A rank whose number has
+    changed would then get the shards of its old number (torch 2.13: checkpoints with half of every tensor twice).
     """
     global _forming
     _forming += 1
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, which keep every mesh and with it the groups' sockets open, so that peers waiting for
-    this rank would not wake."""
+    """Clear DTensor's caches. They keep every mesh alive, and with it the sockets of its groups, so that peers that
+    wait for this rank would not wake.
+    """
     for mesh in _with_groups:
         mesh._pg_registry.clear()
     _with_groups.clear()

@@ -34,8 +34,8 @@ def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start:
     """Train `spec` on the lease of `job_id` to its end, while members are lost, leave and return.
 
     Needs a process connected to Ray, unless `start` makes other workers. Resumes from the latest checkpoint in
-    `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError, TrainError,
-    or ConflictError while another run writes there.
+    `spec.out`. Raises the error that ended the run early: LeaseLostError, DataError, CheckpointError, StorageError,
+    TrainError, or ConflictError while another run writes to `spec.out`.
     """
     claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
     try:
@@ -51,7 +51,7 @@ def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start:
 
 
 def _is_over(client: LeaseClient, holder: str) -> bool:
-    """Returns whether the job that holds a claim has ended. `holder` comes from a file and is untrusted."""
+    """Returns whether the job `holder`, which holds a claim, has ended. `holder` comes from a file and is untrusted."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", holder):
         return False
     try:
@@ -116,8 +116,10 @@ class _Driver:
         self.reporter.close(self._progress(0))
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
-        """Wait until enough workers are ready. Before the first generation also waits for workers that are starting;
-        later, survivors continue at once and others join when ready."""
+        """Wait until enough workers are ready, and return those of the next generation. The first generation also waits
+        for workers that are starting; later ones continue with the survivors at once, and others join when they are
+        ready.
+        """
         while True:
             self.claim.check()
             lease = self.watch.latest()
@@ -200,7 +202,7 @@ class _Driver:
         self.record.event("oom", generation=self.generation, why=why, micro_batch=half, was=before)
 
     def _grow_micro_batch(self) -> None:
-        """Let a halved microbatch grow, now that the gang forms anyway."""
+        """Let a halved microbatch grow again. Called when the gang forms, since a change needs a new generation."""
         wanted = self._first_micro_batch()
         before = self.micro_batch.bound(wanted)
         if self.micro_batch.grow(wanted, len(self.workers)):
@@ -208,8 +210,8 @@ class _Driver:
             self.record.event("micro_batch", generation=self.generation, micro_batch=grown, was=before)
 
     def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
-        """Returns how long steps take, the part of it that waits for data, the scaling efficiency, MFU, and when the
-        last step ended and the last checkpoint was due.
+        """Returns progress values of the last steps: step time and the share of it spent waiting for data, scaling
+        efficiency, MFU, and the times of the last step's end and of the last due checkpoint.
         """
         now_s = round(self.record.clock.now_s(), 3)
         values: dict[str, float | int | str] = {"step_s": round(worked_s / len(new), 6), "step_at_s": now_s}

@@ -1,6 +1,6 @@
 """Runs one generation of ranks: starts `train` on the workers, watches them and the lease, and returns how it ended.
 
-Every wait is bounded. A rank that does not answer, or does not join the collective that its peers wait in, is reported
+Every wait is bounded. A rank that does not answer, or does not join a collective in which its peers wait, is reported
 with its host and stack, and its process is killed.
 """
 
@@ -64,7 +64,7 @@ class LastHeartbeat:
 
 
 class HeartbeatMonitor:
-    """Polls every rank, with one call in flight per rank, and tracks how long each has been silent."""
+    """Polls every rank, with one call in flight per rank, and measures how long each rank has not answered."""
 
     def __init__(self, workers: list[WorkerHandle]) -> None:
         self._workers = workers
@@ -75,7 +75,7 @@ class HeartbeatMonitor:
         self._timed_out_at_s: float | None = None
 
     def poll(self, ranks: Iterable[int]) -> list[WorkerStatus]:
-        """Returns the statuses that arrived, and polls those of `ranks` that are due."""
+        """Returns the statuses that have arrived since the last call, and polls those of `ranks` that are due."""
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._pending and now >= self._next_s[rank]:
@@ -90,8 +90,9 @@ class HeartbeatMonitor:
         return found
 
     def on_collective_timeout(self) -> None:
-        """Record that a collective timed out: from now on ranks are polled without delay, to find those outside of
-        collectives."""
+        """Record that a collective timed out. From now on ranks are polled without delay, to find those that are
+        outside of collectives.
+        """
         if self._timed_out_at_s is None:
             self._timed_out_at_s = time.monotonic()
             self._next_s = dict.fromkeys(self._next_s, 0.0)
@@ -187,7 +188,7 @@ class GenerationRunner:
                 self._heartbeats.on_collective_timeout()
 
     def _follow_lease(self) -> None:
-        """Follow the lease: lost members end the generation, leaving and new ones cause a planned change."""
+        """Follow the lease: lost members end the generation; members that leave or join cause a planned change."""
         lease = self.watch.latest()
         if lease is None:
             return
@@ -207,7 +208,7 @@ class GenerationRunner:
             self.workers[0].call("pause", self.number, how)
 
     def _planned_change(self, lease: Lease) -> tuple[StopRequest, str] | None:
-        """Returns the reason for a planned re-formation and how to stop for it; None if there is none."""
+        """Returns how ranks should stop for a planned change of the gang, and why; None if none is needed."""
         leaving = [worker for worker in self.workers if worker.member.state is MemberState.LEAVING]
         if leaving:
             return self._stop_for_notice(leaving), f"{leaving[0].host} leaves soon"
@@ -218,7 +219,7 @@ class GenerationRunner:
         return None
 
     def _stop_for_notice(self, leaving: list[WorkerHandle]) -> StopRequest:
-        """Save a checkpoint unless the notice is too short for one."""
+        """Returns SAVE, or STOP if a member leaves too soon for a checkpoint."""
         deadline_s = min(worker.member.leaves_at_s or float("inf") for worker in leaving)
         left_s = deadline_s - self.record.clock.now_s()
         fits = left_s > self.save_s * SAVE_MARGIN
@@ -226,8 +227,9 @@ class GenerationRunner:
         return StopRequest.SAVE if fits else StopRequest.STOP
 
     def _find_hung(self) -> None:
-        """Kill ranks that do not answer, that stay outside of collectives while peers wait, or that do not end after
-        peers failed."""
+        """Kill ranks that do not answer, that stay outside of collectives while peers wait, or that still run long
+        after their peers have failed.
+        """
         end_timeout_s = self.spec.collective_timeout_s + SETTLE_S
         silence_limit_s = self.spec.collective_timeout_s  # a rank waiting in a collective still answers
         for rank in sorted(self._running.values()):
@@ -239,8 +241,9 @@ class GenerationRunner:
                 self._kill_hung(rank, f"still running {end_timeout_s:g} s after its peers' collective failed")
 
     def _find_stalled(self) -> None:
-        """Fail the run if a rank answers but makes no progress (its storage hangs, say): another generation would do no
-        better."""
+        """Fail the run if a rank answers but makes no progress, for example because its storage hangs. Another
+        generation would hang as well.
+        """
         for rank in sorted(self._running.values()):
             heartbeat = self._heartbeats.last(rank)
             if heartbeat.status.phase_s > self.spec.stall_timeout_s:
@@ -269,7 +272,7 @@ class GenerationRunner:
             self._end_reason = (time.monotonic(), why)
 
     def _record_status(self, status: WorkerStatus) -> None:
-        """Record a rank's status. Every rank reports the same steps; the first report counts."""
+        """Record a rank's status. All ranks report the same steps, so only the first report of a step counts."""
         if status.generation != self.number:
             return
         self.save_s = status.save_s or self.save_s

@@ -1,4 +1,4 @@
-"""Assigns ranks of the next generation to workers; the others are warm spares."""
+"""Assigns ranks of the next generation to workers. Workers without a rank are warm spares."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ S = TypeVar("S", bound=RankCandidate)
 
 
 def slots_of(shape: Shape) -> int:
-    """Returns the ranks of a member: one for each GPU, at least one."""
+    """Returns the number of ranks of a member: one per GPU, at least one."""
     return max(1, int(shape.resources.get("GPU", 0)))
 
 
 def most_ranks(spec: TrainSpec, shape: Shape) -> int:
-    """Returns the ranks of a full gang; further members of the lease are spares."""
+    """Returns the number of ranks of a full gang. Further members of the lease are spares."""
     return (shape.members - spec.spares) * slots_of(shape)
 
 
@@ -42,9 +42,9 @@ def usable(spec: TrainSpec, ranks: int) -> int:
 def assign_ranks(
     candidates: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], current: Collection[S] = ()
 ) -> list[S]:
-    """Returns the candidates that train, in rank order; empty if there are fewer than the gang's minimum.
+    """Returns the candidates that get a rank, in rank order; empty if there are fewer members than the gang's minimum.
 
-    Current ranks are preferred, because their memory holds state. Ranks of a member stay neighbours.
+    Candidates that have a rank now are preferred, because their memory holds state. Ranks of one member are adjacent.
     """
     complete = _complete_members(candidates, slots_of(shape))
     if len({candidate.key[0] for candidate in complete}) < shape.at_least:

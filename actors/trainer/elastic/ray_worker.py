@@ -1,4 +1,4 @@
-"""A rank's worker process as the driver calls it, implemented as a Ray actor in its member's placement group.
+"""A rank's worker process, as the driver calls it. The implementation is a Ray actor in its member's placement group.
 
 Results are futures, so the driver does not depend on Ray: tests run the same driver over forked processes.
 """
@@ -32,7 +32,9 @@ StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]
 
 
 class RayWorker:
-    """An actor. With packages of its own it starts when a task on its node has installed them, in their Python."""
+    """A TrainWorker in a Ray actor. If the spec has packages of its own, a task first installs them on the member's
+    node, and then the actor starts in their Python.
+    """
 
     def __init__(self, spec: TrainSpec, member: Member, shape: Shape) -> None:
         import ray
@@ -73,7 +75,7 @@ class RayWorker:
                 self.kill()
 
         def begin(installed: Future[str]) -> None:
-            """Leaves Ray's own thread, which must not wait for Ray."""
+            """Continues on another thread: this one is Ray's own and must not wait for Ray."""
             threading.Thread(target=start, args=(installed,), name="start worker", daemon=True).start()
 
         installing.remote(spec.pip).future().add_done_callback(begin)

@@ -13,7 +13,9 @@ LAPS = ("join", "build", "load", "first_step")
 
 @dataclass(slots=True)
 class Recovery:
-    """A recovery, in monotonic seconds. It may take several generations: the first sign and the last attempt count."""
+    """A recovery, in monotonic seconds. It may take several generations: it begins with the first sign of the first
+    failure, and the last attempt gives its phases.
+    """
 
     began_s: float
     leave_s: float
@@ -21,11 +23,11 @@ class Recovery:
     ended_s: float
     """The time at which every rank of the old generation had ended."""
     step: int
-    """The last step done before."""
+    """The last step that was done before the failure."""
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
-        """Returns the event that describes the recovery, once `first` is done."""
+        """Returns the event that describes the recovery. `first` is the first step completed after the failure."""
         laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
@@ -50,11 +52,11 @@ class StepRate:
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """Do not count the time until the next step: the gang is forming again."""
+        """Leave the time until the next step out of the rate, because the gang is forming again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:
-        """Record `steps` done since the last call, which took `worked_s` themselves."""
+        """Record the `steps` done since the last call. `worked_s` are the seconds of the steps themselves."""
         took_s = (worked_s if self._at_s is None else max(worked_s, now_s - self._at_s)) / steps
         share = 1.0 - 0.5 ** (steps / HALF_LIFE)
         self.step_s = took_s if self.step_s is None else self.step_s + share * (took_s - self.step_s)
@@ -63,7 +65,7 @@ class StepRate:
 
 @dataclass(slots=True)
 class ScalingEfficiency:
-    """Compares what a rank does in gangs of different sizes; it knows those that this driver has seen."""
+    """Compares the throughput per rank between gangs of different sizes, as far as this driver has run them."""
 
     _tokens_per_s: dict[int, float] = field(default_factory=dict)
     """Recent throughput of a gang by its number of ranks."""
@@ -73,8 +75,8 @@ class ScalingEfficiency:
         self._tokens_per_s[world] = before + share * (tokens_per_s - before)
 
     def of(self, world: int) -> float | None:
-        """Returns a rank's throughput in a gang of `world`, as a share of that in the smallest gang; None without a
-        smaller one.
+        """Returns the throughput per rank in a gang of `world` ranks, as a share of that in the smallest gang; None if
+        there was no smaller gang.
         """
         smallest = min(self._tokens_per_s, default=world)
         if smallest >= world or not self._tokens_per_s[smallest]:

@@ -1,7 +1,7 @@
 """Decides which failures count against a run.
 
-Lost members never count. A generation that fails without progress does, since the run itself may be the cause; so does
-a worker that dies while starting.
+Failures of lost members never count. A generation that fails without progress does, since the run itself may be the
+cause; so does a worker that dies while starting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RestartPolicy:
     """`furthest_step` at the last failure; another failure at the same step made no progress."""
     _failures: list[tuple[str, frozenset[Incarnation]]] = field(default_factory=list)
     _incarnations: dict[int, int] = field(default_factory=dict)
-    """Those of the lease, by member."""
+    """The incarnation of each member of the lease, by the member's index."""
 
     def record_step(self, step: int) -> None:
         if step > self.furthest_step:
@@ -35,11 +35,11 @@ class RestartPolicy:
             self._failures.clear()
 
     def record_members(self, members: Iterable[Member]) -> None:
-        """Record the members of the lease, which may report that one is lost before or after its ranks died."""
+        """Record the lease's members. The lease may report a lost one before or after its ranks have died."""
         self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
-        """Record a failed generation; the processes of `dead` died."""
+        """Record that a generation failed. `dead` are the members whose processes died."""
         if self.furthest_step == self._last_break_step:
             self.record_failure(why, dead)
         self._last_break_step = self.furthest_step
@@ -48,7 +48,7 @@ class RestartPolicy:
         self._failures.append((why, frozenset(dead)))
 
     def raise_if_exhausted(self) -> None:
-        """Raise TrainError after too many consecutive failures that lost members do not explain."""
+        """Raise TrainError if too many failures in a row are not explained by lost members."""
         counted = [why for why, dead in self._failures if not any(map(self._is_lost, dead))]
         if len(counted) > MAX_FAILURES:
             raise TrainError(

@@ -1,7 +1,7 @@
 """The worker of one rank: an actor that outlives generations.
 
-Torch runs on a thread of its own, so the actor answers `poll` and `pause` during a step. A broken collective is a
-result, not the actor's death: keeping the process and its imports makes recovery fast.
+Torch runs on a thread of its own, so the actor answers `poll` and `pause` during a step. A broken collective is
+returned as a result and does not end the actor: keeping the process and its imports makes recovery fast.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainWorker:
         return self._on_torch(os.getpid)
 
     def wait_for_exit(self) -> None:
-        """Never returns: the call fails when this process ends."""
+        """Never returns: a call of it fails when this process ends, which tells the driver."""
         threading.Event().wait()
 
     def open_store(self, address: str, world: int) -> int:

@@ -1,4 +1,4 @@
-"""The workers of a gang: one process per rank slot, kept as long as its member, whether or not it has a rank."""
+"""The workers of a gang: one process per rank slot, which lives as long as its member, with or without a rank."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class WorkerGroup:
         self._refused: dict[Key, tuple[WorkerHandle, str, UsageError]] = {}
         """The workers that are not started again: every other start would end with the same error."""
         self.has_refused = False
-        """True once there was one."""
+        """True once a worker was refused."""
         self.settled_version = ""
         """The last lease version whose leaving members have no training rank."""
 
     def reconcile(self, lease: Lease) -> list[WorkerHandle]:
-        """Start workers for new member slots, and kill and return those of lost members."""
+        """Start workers for new member slots, and kill the workers of lost members. Returns the killed workers."""
         slots = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
         lost = [worker for key, worker in self._workers.items() if key not in slots]
         for worker in lost:
@@ -89,19 +89,21 @@ class WorkerGroup:
         return key not in self._refused and self._rests.get(key, (0.0, 0.0))[1] <= time.monotonic()
 
     def rest(self, worker: WorkerHandle) -> None:
-        """Start a worker that failed to join a running generation again after a rest only."""
+        """Delay the restart of a worker that failed to join a running generation, for longer after each failure."""
         last_s = self._rests.get(worker.key, (0.0, 0.0))[0]
         duration_s = min(max(FIRST_REST_S, 2 * last_s), LONGEST_REST_S)
         self._rests[worker.key] = duration_s, time.monotonic() + duration_s
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
-        """Record the lease's version unless one of these training workers is on a leaving member."""
+        """Record the lease's version as settled, unless one of these training workers is on a leaving member."""
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
     def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
-        """Update which workers are ready and which died. Returns those that never became ready, with the reason, and
-        with the error if every other start would end with it too: such a worker is not started again."""
+        """Update which workers are ready and which died. Returns the workers that died before they were ready, each
+        with the reason and, if every other start would end with the same error, that error. Such a worker is not
+        started again.
+        """
         failed = []
         for worker in list(self._workers.values()):
             if worker.exited.done():
@@ -127,7 +129,7 @@ class WorkerGroup:
         return failed
 
     def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
-        """Returns the workers of the next generation in rank order, among ready ones whose members are not leaving."""
+        """Returns the workers of the next generation in rank order: ready ones whose members are not leaving."""
         candidates = [
             worker for worker in self._workers.values() if worker.is_ready and worker.member.state is MemberState.READY
         ]
@@ -142,12 +144,12 @@ class WorkerGroup:
 
     @property
     def refusal(self) -> UsageError | None:
-        """The error of one of the workers that are not started again; None without any."""
+        """The error of one of the workers that are not started again; None if there are none."""
         return next((error for _, _, error in self._refused.values()), None)
 
     @property
     def refused(self) -> str:
-        """The members that cannot join, each with the reason; empty without any."""
+        """The hosts that cannot join, each with the reason, as one text; empty if there are none."""
         return "; ".join(dict.fromkeys(f"{worker.host}: {why}" for worker, why, _ in self._refused.values()))
 
     @property
@@ -169,7 +171,7 @@ def key_of(member: Member, slot: int) -> Key:
 
 
 def _final_error(worker: WorkerHandle) -> UsageError | None:
-    """Returns the error of a start that every other start would end with too; None for another failure."""
+    """Returns the error of a failed start if every other start would end with it too, else None."""
     broken = worker.exited if worker.exited.done() else worker.ready
     error = broken.exception() if broken.done() else None
     return error if isinstance(error, UsageError) else None

@@ -40,7 +40,7 @@ class StatusRecorder:
             self._laps, self._steps, self._skipped, self._source = {}, [], [], ""
 
     def enter_phase(self, phase: str, *, lap: str = "") -> None:
-        """Enter a phase; with `lap`, its duration is recorded under that name when it ends."""
+        """Enter a phase. With `lap`, the phase's duration is recorded under that name when the phase ends."""
         with self._lock:
             now = time.monotonic()
             if self._lap:
@@ -79,9 +79,9 @@ class StatusRecorder:
 
 
 def stack_summary(thread_id: int) -> tuple[str, bool]:
-    """Returns a thread's innermost frames, innermost first, and whether it waits for other ranks.
+    """Returns a summary of a thread's stack, innermost frames first, and whether the thread waits for other ranks.
 
-    A thread that waits for a data thread is shown with that thread's frames behind its own.
+    If the thread waits for a data thread, that thread's frames follow.
     """
     frames = _frames(thread_id)
     shown = _show(frames)
@@ -93,8 +93,9 @@ def stack_summary(thread_id: int) -> tuple[str, bool]:
 
 
 def _frames(thread_id: int) -> list[FrameType]:
-    """Returns a thread's frames. The dict of all frames must not be a local variable: this frame would then hold
-    itself, and with it the process groups of a broken generation."""
+    """Returns a thread's frames, innermost first. The dict of all frames must not be a local variable here: this frame
+    would then refer to itself, and keep the process groups of a broken generation alive.
+    """
     innermost, found = sys._current_frames().get(thread_id), []
     while innermost is not None:
         found.append(innermost)
@@ -124,6 +125,6 @@ def _file(frame: FrameType) -> str:
 
 
 def _short(frame: FrameType) -> str:
-    """Returns a file as a reader finds it: raytide's own below `actors`, others by their last folder."""
+    """Returns a frame's file: raytide's own as a path below `actors`, others as the last folder and the name."""
     file = _file(frame)
     return file.removeprefix(f"{_ACTORS}/") if file.startswith(_RAYTIDE) else "/".join(file.rsplit("/", 2)[-2:])

@@ -1,6 +1,6 @@
 """Exports a model as a Hugging Face directory that transformers, vLLM and the native engine load.
 
-Rank 0 receives one parameter at a time and writes file by file, so it never holds the full model.
+Rank 0 receives one parameter at a time and writes file by file, so it never holds the whole model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def export(
     group: ProcessGroup,
     commit: Commit = nullcontext,
 ) -> str:
-    """Writes `out`/model, and with adapters `out`/adapter, each atomically; returns the URL of the model. All ranks
-    call it together.
+    """Writes `out`/model and, if adapters were trained, `out`/adapter, each atomically. Returns the path or URL of the
+    model. All ranks call it together.
     """
     parameters = FullParameters(parts, group)
     if spec.finetune is not None:
@@ -109,7 +109,9 @@ def _export_adapter(
 def _contents(
     tensors: Sequence[FileTensor], parameters: FullParameters, spec: TrainSpec, origin: ModelSource
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
+    """Yields the name of each tensor of the files and, on rank 0, the tensor. A parameter is gathered once and kept
+    until no further tensor needs it.
+    """
     lora = None if spec.finetune is None else spec.finetune.lora
     changed = set() if lora is None else set(adapted(origin.arch, lora))
     uses_left = Counter(piece.parameter for tensor in tensors for piece in tensor.slices)
@@ -128,7 +130,7 @@ def _contents(
 
 
 def _full_parameter(parameters: FullParameters, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
-    """Returns a parameter with its adapter merged in."""
+    """Returns the whole parameter on rank 0, with its adapter (if any) merged in; None on other ranks."""
     weight = parameters.gather(name)
     if lora is None:
         return weight
@@ -141,7 +143,7 @@ def _full_parameter(parameters: FullParameters, name: str, path: str, lora: Lora
 def _copy_tokenizer_files(
     folder: Path, origin: ModelSource, data: TokenDataset, spec: TrainSpec, dtype: torch.dtype
 ) -> None:
-    """Copy config, tokenizer and chat template, preferring those of the initial model; and the scheme of QAT."""
+    """Copy config, tokenizer and chat template, preferably those of the initial model, and write the scheme of QAT."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
     if spec.qat is not None:
@@ -185,8 +187,9 @@ class FullParameters:
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor | None:
-        """Returns the parameter in float32 on the CPU, on rank 0. The ranks that hold its shards combine them, and the
-        lowest sends it."""
+        """Returns the whole parameter on rank 0, in float32 on the CPU; None on other ranks. The ranks that hold its
+        shards combine them, and the lowest of these ranks sends the result.
+        """
         dist.barrier(group=self._group.io)  # rank 0 may write a file for longer than the collective timeout
         parameter, owner = self._local.get(name), self._owner[name]
         full: Tensor | None = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -206,9 +209,10 @@ class FullParameters:
 class AtomicDirectory:
     """A directory that appears at its target as a whole or not at all.
 
-    Written under a hidden name beside the target (for a URL, in a local directory), which `publish` replaces.
+    Files are written to a hidden directory beside the target (for a URL, to a local one), which `publish` puts in the
+    target's place.
 
-    An error is kept until then, since other ranks may still be sending tensors.
+    An error is kept until `publish` returns it, since other ranks may still be sending tensors.
     """
 
     def __init__(self, target: str) -> None:
@@ -230,7 +234,9 @@ class AtomicDirectory:
             self._fail(error)
 
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replace the target, inside `commit`. Returns the error if anything failed; the target is then unchanged."""
+        """Replace the target, inside `commit`. Returns the first error, or None. After an error the target is unchanged
+        or, if an upload broke off, has no config.
+        """
         try:
             with commit():
                 self.write(self._replace if is_local(self._target) else self._upload)
@@ -253,7 +259,7 @@ class AtomicDirectory:
         folder.rename(target)
 
     def _upload(self, folder: Path) -> None:
-        """Upload the files. Object stores have no rename, so the config, without which nothing is a model, is last."""
+        """Upload the files, the config last: object stores cannot rename, and without a config nothing is a model."""
         from raytide.core.io.storage import open_url
 
         fs, path = open_url(self._target)

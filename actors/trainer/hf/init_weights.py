@@ -1,6 +1,6 @@
-"""Initial weights of a model, loaded from a Hugging Face directory or drawn at random; each rank its own shards.
+"""Initial weights of a model, loaded from a Hugging Face directory or drawn at random. Each rank loads its own shards.
 
-Random values depend on the seed and the parameter's name alone, so every layout starts from the same model and no rank
+Random values depend only on the seed and the parameter's name, so every layout starts from the same model and no rank
 holds all of it.
 """
 
@@ -36,8 +36,9 @@ def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> Non
 
 
 def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
-    """Draw from Normal(0, std), divided by sqrt(2 * layers) for projections to the residual stream (GPT-2). Norms start
-    at one."""
+    """Draw weights from Normal(0, std). For projections to the residual stream, std is divided by sqrt(2 * layers), as
+    in GPT-2. Norms start at one.
+    """
     for name, parameter in part.named_parameters():
         if parameter.ndim == 1:
             first = 0.0 if name.endswith("bias") else 1.0 - part.arch.norm_offset
@@ -55,7 +56,7 @@ def place(parameter: Tensor, full: Tensor) -> None:
 
 
 def local_block(parameter: Tensor) -> Block:
-    """Returns the block of the full parameter that this rank holds."""
+    """Returns the slices of the full parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return cut_block(parameter.shape, ())
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -65,7 +66,8 @@ def local_block(parameter: Tensor) -> Block:
 
 
 def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
-    """Returns the block of one rank. Each axis is (size, this rank's index, dimension that it shards, if any).
+    """Returns the slices that one rank holds. Each axis of the mesh is given as (size, this rank's index, tensor
+    dimension that the axis shards, or None).
 
     The innermost axis, tensor parallelism, is cut first; FSDP cuts the rest.
     """

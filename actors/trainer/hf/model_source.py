@@ -48,7 +48,7 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
 
 
 def refuse_quantized(config: Mapping[str, object], where: str) -> None:
-    """Raises ConfigError for a model of quantized weights, which can neither be changed nor take in an adapter."""
+    """Raises ConfigError for a model with quantized weights, which cannot be trained or merged with adapters."""
     if read_quantization(config, where) is not None:
         raise ConfigError(
             f"{where}: quantized weights cannot be trained.", hint="Train the model that they were made from."
@@ -56,7 +56,9 @@ def refuse_quantized(config: Mapping[str, object], where: str) -> None:
 
 
 def model_folder(init_from: str) -> Path:
-    """Returns a model directory, or the one that a run exported; from an object store, a copy on this node."""
+    """Returns `path` if it is a model directory, or the model directory that the run at `path` exported. From an object
+    store, returns a copy on this node.
+    """
     if local_path(init_from) is None:
         return _copied(init_from)
     folders = [Path(init_from), Path(init_from) / "model"]
@@ -71,7 +73,7 @@ def model_folder(init_from: str) -> Path:
 
 @functools.cache
 def _copied(url: str) -> Path:
-    """Returns the copy of a directory, which nobody deletes while this process lives."""
+    """Returns a local copy of a directory. It is not deleted while this process lives."""
     try:
         return Path(staged_model(url).path)
     except DataError as error:

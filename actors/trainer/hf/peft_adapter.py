@@ -1,7 +1,7 @@
 """Converts adapters to PEFT's format, for transformers, vLLM and the native engine.
 
-If a file stacks projections, their adapters are stacked too, as one of the summed rank. All modules then have the same
-rank, padded with zeros, because not every reader supports a rank per module.
+If a tensor of the files stacks several projections, their adapters are stacked too, into one whose rank is the sum of
+theirs. All adapters are padded with zeros to the same rank, because not every reader supports a rank per module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytide.core.specs.model import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class FileAdapter:
-    """The adapter of a module of the files. `parts` are the first row and the path of each adapted projection in it."""
+    """The adapter of one module of the files. `parts` has the first row and the path of each projection in it."""
 
     module: str
     rank: int
@@ -31,7 +31,7 @@ class FileAdapter:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the model's parameters that it is made of."""
+        """The names of the model's parameters from which the adapter is made."""
         return [f"{path}.{kind}" for _, path in self.parts for kind in (LORA_A, LORA_B)]
 
     def pair(self, whole: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:

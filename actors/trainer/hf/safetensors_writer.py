@@ -16,7 +16,7 @@ from raytide.actors.trainer.hf.weight_mapping import FileTensor
 class ShardedSafetensorsWriter:
     """Writes tensors into safetensors files of limited size.
 
-    Holds at most one file's tensors. They must arrive in the announced order.
+    Holds the tensors of at most one file in memory. Tensors must arrive in the announced order.
     """
 
     def __init__(self, tensors: Sequence[FileTensor], dtype: torch.dtype, limit_bytes: float) -> None:

@@ -1,8 +1,8 @@
-"""Maps the model's parameters to a Hugging Face directory's tensors: one table for every family, used in both
+"""Maps the model's parameters to the tensors of a Hugging Face directory. One table for every family serves both
 directions.
 
-The model has each projection separately. Files may stack them (`qkv_proj`), transpose them (GPT-2), and store experts
-one by one or all in two tensors.
+The model has each projection separately. Files may stack projections (`qkv_proj`), transpose them (GPT-2), and store
+experts one by one or all in two tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_NAMED = 5
 class ParameterSlice:
     """The part of a file's tensor that belongs to one parameter.
 
-    `rows` of a file's tensor from `start`, which are the parameter `parameter` or its expert `expert`.
+    The `rows` rows from `start` on are the parameter `parameter` or, if `expert` is set, that expert's part of it.
     """
 
     parameter: str
@@ -40,7 +40,9 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the files. Its slices are stacked along `rows_dim`: 1 if it is transposed or holds all experts."""
+    """A tensor of the files. Its slices are stacked along `rows_dim`: 1 if the tensor is transposed or holds all
+    experts, else 0.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFormat:
-    """Variations between files of one family."""
+    """The naming and stacking of tensors, which differ between files of one family."""
 
     root: str
     router: str
@@ -68,7 +70,7 @@ class FamilyFormat:
 
     @classmethod
     def from_names(cls, arch: Architecture, found: Collection[str]) -> FamilyFormat:
-        """Returns the format of files that hold these tensors."""
+        """Returns the format of files that hold tensors of the names `found`."""
         names = NAMES[arch.names]
         root = names.root if f"{names.root}{names.embedding}.weight" in found else ""
         router = next((each for each in names.routers if any(f".{each}.weight" in name for name in found)), "")
@@ -110,7 +112,7 @@ def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
 
 
 class HfWeights:
-    """Reads blocks of a Hugging Face directory's weights under the model's parameter names, in float32."""
+    """Reads the weights of a Hugging Face directory in float32, block by block, under the model's parameter names."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._weights = Weights(folder, torch.float32, torch.device("cpu"))
@@ -122,7 +124,7 @@ class HfWeights:
                 self._locations.setdefault(piece.parameter, []).append((tensor, piece))
 
     def read(self, param_name: str, block: Block) -> Tensor:
-        """Read a block of a parameter; only that part of the files is read."""
+        """Reads a block of a parameter, and only the part of the files that contains it."""
         locations = self._locations[param_name]
         if locations[0][1].expert is None:
             ((tensor, piece),) = locations
@@ -131,7 +133,7 @@ class HfWeights:
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
     def whole(self, param_name: str) -> Tensor:
-        """Reads a parameter."""
+        """Reads a whole parameter."""
         locations = self._locations[param_name]
         tensor, piece = locations[0]
         shape = list(reversed(tensor.shape)) if tensor.transposed else list(tensor.shape)
@@ -204,7 +206,7 @@ def _feed_forward(
 def _linear(
     arch: Architecture, index: int, kind: str, param_name: str, hf_name: str, rows: dict[str, int]
 ) -> Iterator[FileTensor]:
-    """Yields the linear weights of one projection: separate tensors, or all in one."""
+    """Yields the linear tensors of one kind of projection: a tensor for each projection, or one that stacks all."""
     projection, turned = projections(arch, index)[kind], NAMES[arch.names].transposed
     for suffix in ("weight", "bias") if projection.bias else ("weight",):
         pieces, start = [], 0
@@ -243,7 +245,7 @@ def _sparse(arch: Architecture, param_name: str, hf_name: str, form: FamilyForma
 
 
 def _is_idle(name: str, arch: Architecture) -> bool:
-    """Returns whether the tensor is redundant: tables and masks of older files, or a copy of tied embeddings."""
+    """Returns whether the tensor is redundant: a table or mask of older files, or a copy of tied embeddings."""
     tied = arch.tied_embeddings and name == f"{NAMES[arch.names].head}.weight"
     return tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
 

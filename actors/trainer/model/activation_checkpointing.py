@@ -1,7 +1,7 @@
 """Activation checkpointing and compilation, layer by layer.
 
-Both replace a layer's `forward`, so parameters keep their names and FSDP's hooks stay outside: weights are gathered
-before either runs, and again before activations are recomputed.
+Both replace a layer's `forward`, so parameters keep their names, and FSDP's hooks stay outside: FSDP gathers weights
+before the replaced `forward` runs, and again before activations are recomputed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Compile the layer to one graph. Its shapes are static, except that the batch may change when a run starts."""
+    """Compile the layer to one graph. Shapes are static, but the batch size may change when a run starts."""
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
 

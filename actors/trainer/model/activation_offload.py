@@ -1,6 +1,6 @@
 """Offloads activations that a layer saves for its backward pass to host memory or to an unlinked file.
 
-Weights stay on the device, since FSDP gathers them again, and so do small tensors and those that exceed the limit.
+Weights stay on the device, since FSDP gathers them again. So do small tensors, and those that exceed the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raytide.core.specs.train import MemorySpec
 
 
 class StoredTensor(Protocol):
-    """An offloaded tensor. Its space is free once nothing refers to it."""
+    """An offloaded tensor. Its space in the pool is freed when the object is deleted."""
 
     def read(self) -> Tensor: ...
 
@@ -40,7 +40,7 @@ class ActivationPool(ABC):
         self._lock = threading.RLock()
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
-        """Store a copy of the tensor; None if the pool is full."""
+        """Returns a stored copy of the tensor; None if the pool is full."""
         count = tensor.numel() * tensor.element_size()
         return self._stored(tensor, count) if self.reserve(count) else None
 
@@ -49,7 +49,7 @@ class ActivationPool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything."""
+        """Free the pool's resources."""
 
     def reserve(self, count: int) -> bool:
         with self._lock:
@@ -65,13 +65,13 @@ class ActivationPool(ABC):
 
 
 class HostPool(ActivationPool):
-    """A pool of pinned host memory for activations. Copies are ordered with computation by their shared stream."""
+    """A pool of pinned host memory. Copies are in order with the computation, because both use one stream."""
 
     def _stored(self, tensor: Tensor, count: int) -> StoredTensor:
         return HostTensor(self, tensor, count)
 
     def close(self) -> None:
-        """Buffers are freed with their tensors."""
+        """Does nothing: buffers are freed with their tensors."""
 
 
 class HostTensor:
@@ -88,7 +88,7 @@ class HostTensor:
 
 
 class DiskPool(ActivationPool):
-    """One file, unlinked as soon as it is open, so that nothing is left however the process ends."""
+    """A pool in one file. The file is unlinked as soon as it is open, so nothing is left however the process ends."""
 
     def __init__(self, max_bytes: int, folder: str | None) -> None:
         super().__init__(max_bytes)
@@ -107,7 +107,7 @@ class DiskPool(ActivationPool):
         self._file.close()
 
     def write(self, raw: memoryview) -> int:
-        """Write bytes and return their offset."""
+        """Write bytes and return their offset in the file."""
         with self._lock:
             if self._free[len(raw)]:
                 start = self._free[len(raw)].pop()

@@ -1,8 +1,9 @@
-"""Causal attention for training, with a sliding window and a soft-cap where the family has them, and inside documents
-where a row holds several.
+"""Causal attention for training, with the family's sliding window and soft-cap, and within documents if a row holds
+several.
 
-Plain causal attention uses SDPA, which picks its flash kernel. A window, a soft-cap or documents use FlexAttention on a
-GPU, which compiles it into one kernel but has no backward on a CPU; there it is SDPA with a mask, or plain products.
+Plain causal attention uses SDPA, which picks its flash kernel. With a window, a soft-cap or documents, a GPU uses
+FlexAttention, which is compiled into one kernel but has no backward pass on a CPU. A CPU uses SDPA with a mask or, for
+the soft-cap, plain matrix products.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raytide.kernels.core import AttentionSpec
 def attend(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The queries are the last T of the keys' S positions; `documents_BS` are the keys' documents."""
+    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     masked = documents_BS is not None or (spec.window is not None and spec.window < k_BKTC.shape[2])
     if q_BHTC.is_cuda and (masked or spec.softcap is not None):
@@ -41,7 +42,7 @@ def attend(
 
 
 def causal_mask(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None, documents_BS: Tensor | None = None) -> Tensor:
-    """Returns a boolean mask, [T, S] or with documents [B, 1, T, S], of the keys that each query attends to."""
+    """Returns a boolean mask, True for the keys that each query attends to: [T, S], or [B, 1, T, S] with documents."""
     length, context = q_BHTC.shape[2], k_BKTC.shape[2]
     last_T1 = torch.arange(context - length, context, device=q_BHTC.device)[:, None]
     at_S = torch.arange(context, device=q_BHTC.device)
@@ -68,7 +69,7 @@ def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec,
 def flex(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The queries are the last T of the keys' S positions; `documents_BS` are the keys' documents."""
+    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
     run = _compiled_flex() if q_BHTC.is_cuda else cast("Callable[..., Any]", flex_attention)
     shape = q_BHTC.shape[2], k_BKTC.shape[2], spec.window
     out: Tensor = run(
@@ -110,10 +111,10 @@ def _block_mask(length: int, context: int, window: int | None, device: torch.dev
 
 
 class _DocumentMasks:
-    """The block masks of one step's documents, made once for all layers that share a window.
+    """The block masks of one step's documents, made once for all layers with the same window.
 
-    Microbatches of a pipeline and the pieces of context parallelism are views of one tensor, so a mask is kept by the
-    memory that it was made from, as long as that tensor lives.
+    Microbatches of a pipeline and pieces of context parallelism are views of one tensor. So a mask is cached by the
+    memory of the documents that it was made from, as long as that tensor lives.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Losses of a student on a teacher's predictions: forward KL, reverse KL, or the generalised Jensen-Shannon divergence
-(Agarwal et al. 2024), over the whole vocabulary or over the teacher's most likely tokens and one bucket for the rest.
+"""Losses between a student's and a teacher's predictions: forward KL, reverse KL, or the generalised Jensen-Shannon
+divergence (Agarwal et al. 2024). They cover the whole vocabulary, or the teacher's most likely tokens and one bucket
+for the rest.
 
 Shapes: N tokens, V vocabulary, K tokens that are compared one by one, B batch, T time.
 """
@@ -31,7 +32,7 @@ _LEAST_REST = 1e-6
 
 
 class TopPredictions(NamedTuple):
-    """A teacher's most likely tokens [..., K] and their log probabilities; the rest is one bucket."""
+    """A teacher's most likely tokens [..., K] and their log probabilities. All other tokens count as one bucket."""
 
     ids: Tensor
     log_p: Tensor
@@ -40,10 +41,10 @@ class TopPredictions(NamedTuple):
 def distillation_sum(
     student_NV: Tensor, teacher: Tensor | TopPredictions, targets_N: Tensor, spec: DistillSpec
 ) -> Tensor:
-    """Returns the divergence summed over the tokens whose target counts, in float32. Logits are divided by the
-    temperature on both sides, and the result is not multiplied by its square.
+    """Returns the divergence, in float32, summed over the tokens whose target counts. Student's and teacher's logits
+    are divided by the temperature; the result is not multiplied by the temperature's square.
 
-    `teacher` are logits [N, V], or its most likely tokens at the spec's temperature.
+    `teacher` is the teacher's logits [N, V], or its most likely tokens at the spec's temperature.
     """
     counts_N = targets_N != IGNORE
     log_q_NV = F.log_softmax(student_NV[counts_N].float() / spec.temperature, -1)
@@ -68,7 +69,7 @@ def top_predictions(logits: Tensor, spec: DistillSpec) -> TopPredictions:
 
 
 def with_rest(log_NK: Tensor) -> Tensor:
-    """Returns log probabilities [N, K + 1]: the last one is that of all other tokens."""
+    """Returns log probabilities [N, K + 1]. The last one is the log of the summed probability of all other tokens."""
     rest_N1 = (1 - log_NK.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat((log_NK, rest_N1.log()), -1)
 
@@ -80,7 +81,7 @@ class Teacher:
     """
 
     def __init__(self, spec: DistillSpec, model: Transformer, weights_dtype: torch.dtype, device: torch.device) -> None:
-        """`model` has its weights already."""
+        """`model` must have its weights already."""
         self.spec, self._device = spec, device
         self._model = model.to(device=device, dtype=weights_dtype).eval().requires_grad_(False)
         self._cache = None if not spec.cache else _Cache(spec)
@@ -123,7 +124,7 @@ def check_teacher(spec: DistillSpec, vocab_size: int, seq_len: int) -> None:
 
 
 class _Cache:
-    """A file for each sequence: 6 bytes for each of its most likely tokens."""
+    """A cache with one file per sequence: 6 bytes for each of the `top_k` most likely tokens at each position."""
 
     def __init__(self, spec: DistillSpec) -> None:
         made_by = f"{content_digest(Path(spec.teacher))}-top{spec.top_k}-t{spec.temperature:g}"
@@ -136,7 +137,7 @@ class _Cache:
         return digest.hexdigest()
 
     def read(self, key: str) -> TopPredictions | None:
-        """Returns a sequence's predictions; None if they are not there or damaged."""
+        """Returns a sequence's predictions; None if there is no file or it is damaged."""
         try:
             with np.load(self._path(key)) as file:
                 return TopPredictions(

@@ -1,9 +1,9 @@
 """Quantisation-aware training (Jacob et al. 2018): linear layers compute with quantised weights while they are trained.
 
-The forward pass multiplies the very numbers that the exporter's codes stand for. Gradients are those of torchao's
+The forward pass multiplies by exactly the numbers that the exporter's codes represent. Gradients are those of torchao's
 fake quantiser, `clamp(Round(w / scale) + zero, least, most)` (pytorch/ao, BSD 3: `_quantize_affine_no_dtype_cast` and
-`_Round` in torchao/quantization/quant_primitives.py): they pass straight through the rounding, those of clamped weights
-are 0, and scales have none.
+`_Round` in torchao/quantization/quant_primitives.py): they pass straight through the rounding, gradients of clamped
+weights are 0, and scales have none.
 
 Shapes: N outputs, K inputs.
 """
@@ -24,7 +24,7 @@ from raytide.kernels.ref import rounded
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that computes with quantised weights, and maybe inputs, while it is active."""
+    """A linear layer that, while `active`, computes with quantised weights and, if so specified, quantised inputs."""
 
     def __init__(self, base: nn.Linear, qat: QatSpec, export_dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, base.weight.device)
@@ -44,7 +44,7 @@ class FakeQuantizedLinear(nn.Linear):
 def fake_quantized(
     weight_NK: Tensor, bits: int, group: int | None, symmetric: bool, export_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the weights, in float32, that the exporter writes for these, and which of them are not clamped."""
+    """Returns the float32 values that these weights have after an export, and a mask of those not clamped."""
     exported_NK = weight_NK.to(export_dtype).float()
     found = round_integers(exported_NK, bits, group, export_dtype, symmetric=symmetric)
     least, most = code_range(bits)
@@ -53,8 +53,9 @@ def fake_quantized(
 
 
 class _Product(torch.autograd.Function):
-    """x times weight [N, K] transposed. The backward pass quantises again, so that only the weight itself is kept,
-    which FSDP frees in between."""
+    """Returns x times weight [N, K] transposed. The backward pass quantises the weight again, so that only the weight
+    itself is saved, which FSDP frees in between.
+    """
 
     @staticmethod
     def forward(
@@ -93,7 +94,7 @@ def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dt
 
 
 def activate(parts: Sequence[Transformer], qat: QatSpec | None, step: int) -> None:
-    """Switch quantisation on or off for the step, counted from 0."""
+    """Switch quantisation on or off, as the spec says for this step, counted from 0."""
     if qat is None:
         return
     for part in parts:

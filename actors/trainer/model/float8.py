@@ -1,5 +1,6 @@
-"""Linear layers with FP8 matrix products: E4M3 forward, E5M2 for gradients, one scale per tensor from its current
-largest value (Micikevicius et al. 2022). Weights, sums and everything else keep their precision."""
+"""Linear layers with FP8 matrix products: E4M3 in the forward pass, E5M2 for gradients, and one scale per tensor from
+its current largest magnitude (Micikevicius et al. 2022). Weights, sums and everything else keep their precision.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def check_device(device: torch.device) -> None:
 
 
 def convert(layer: nn.Module) -> int:
-    """Convert the layer's linear modules to FP8 in place; returns their number. Modules of other sizes stay
-    unchanged."""
+    """Convert the layer's linear modules to FP8 in place, and return their number. Modules whose sizes are no multiples
+    of MULTIPLE stay unchanged.
+    """
     fit = [
         module
         for module in layer.modules()
@@ -53,7 +55,7 @@ class _Forward:
 
 
 class _Product(torch.autograd.Function):
-    """x [N, K] times weight [M, K] transposed."""
+    """Returns x [N, K] times weight [M, K] transposed."""
 
     @staticmethod
     def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ def _multiply(left: Tensor, left_type: torch.dtype, right: Tensor, right_type: t
 
 
 def _quantize(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the tensor in FP8 and the scale that restores it."""
+    """Returns the tensor in FP8, and the scale by which it must be multiplied to restore its values."""
     largest = torch.finfo(dtype).max
     scale = value.abs().amax().float().clamp(min=1e-12) / largest
     return (value.float() / scale).clamp(-largest, largest).to(dtype), scale

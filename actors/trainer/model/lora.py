@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
-    """Freeze the model part and add adapters to its projections, if the spec asks for finetuning."""
+    """If the spec asks for finetuning, freeze the model part and add adapters to its projections."""
     if finetune is None:
         return
     part.requires_grad_(False)

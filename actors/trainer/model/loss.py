@@ -1,7 +1,7 @@
-"""The loss: cross entropy summed over the targets that count; the caller divides by the global count.
+"""The loss: cross entropy summed over the targets that count. The caller divides by their global number.
 
-The chunked version never holds the logits of all tokens: it computes gradients in the forward pass, while a chunk's
-logits exist, and only scales them in the backward pass. Gemma's soft-cap is included.
+The chunked version never holds the logits of all tokens: it computes gradients already in the forward pass, while a
+chunk's logits exist, and only scales them in the backward pass. Gemma's soft-cap is included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORE = -100
 
 
 class Micro(NamedTuple):
-    """A microbatch, [B, T] each."""
+    """A microbatch. Each tensor is [B, T]."""
 
     inputs: Tensor
     targets: Tensor
@@ -31,9 +31,10 @@ class Micro(NamedTuple):
 def loss_sum(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None, *, chunk: int = 0
 ) -> Tensor:
-    """Returns the summed loss in fp32. `chunk` tokens have logits at once; 0 means all.
+    """Returns the summed loss in fp32. The logits of only `chunk` tokens exist at once; 0 means all tokens.
 
-    A head sharded by tensor parallelism is not chunked: each rank has only its part of the vocabulary's logits.
+    A head that is sharded by tensor parallelism is not chunked: each rank then has the logits of only a part of the
+    vocabulary.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     if chunk and not isinstance(head_VD, DTensor):
@@ -83,7 +84,7 @@ class _Chunked(torch.autograd.Function):
 def _logit_gradient(
     logits_NV: Tensor, norm_N1: Tensor, at_N1: Tensor, counts_N: Tensor, softcap: float | None
 ) -> Tensor:
-    """Returns the summed loss's gradient at the logits before the soft-cap. Overwrites the logits."""
+    """Returns the summed loss's gradient with respect to the logits before the soft-cap. Overwrites `logits_NV`."""
     cap_gradient_NV = None if softcap is None else 1 - (logits_NV / softcap).square()
     gradient_NV = logits_NV.sub_(norm_N1).exp_()
     gradient_NV.scatter_add_(1, at_N1, gradient_NV.new_full((1, 1), -1.0).expand(at_N1.shape))
@@ -105,10 +106,11 @@ class Routing:
 
 def load_balancing_loss(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor:
     """Returns the load-balancing loss of the routers (Switch Transformer, equations 4 to 6), summed over counted
-    targets. With X experts per token, perfect balance gives X for each target.
+    targets. With X experts per token, perfect balance gives X per target.
 
-    Computed over all layers as in transformers, but per sequence, so that it does not depend on which sequences share a
-    microbatch. Each sequence is weighted by its number of targets, like everything in the summed loss.
+    It is computed over all layers, as in transformers, but for each sequence by itself, so that it does not depend on
+    which sequences share a microbatch. Each sequence is weighted by its number of targets, like everything in the
+    summed loss.
     """
     counts_BT = targets_BT != IGNORE
     real_BT1 = _until_last(counts_BT).unsqueeze(-1).float()
@@ -125,5 +127,5 @@ def load_balancing_loss(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor
 
 
 def _until_last(counts_BT: Tensor) -> Tensor:
-    """Returns True up to the last counted target; the rest is padding."""
+    """Returns a mask that is True up to the last counted target of each row; the rest is padding."""
     return counts_BT.flip(1).cumsum(1).flip(1) > 0

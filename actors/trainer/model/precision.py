@@ -19,8 +19,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 def policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Returns FSDP's policy: weights and gradient sums stay fp32, compute uses the precision. FP8 uses bf16 around
-    products."""
+    """Returns FSDP's mixed-precision policy: weights and gradient sums stay fp32, computation uses `precision`. With
+    FP8, computation between the products uses bf16.
+    """
     if precision == "fp32":
         return MixedPrecisionPolicy()
     compute = torch.float16 if precision == "fp16" else torch.bfloat16
@@ -33,10 +34,10 @@ def export_dtype(spec: TrainSpec) -> torch.dtype:
 
 
 class GradScaler:
-    """Dynamic loss scale for fp16; 1 for other precisions.
+    """A dynamic loss scale for fp16; 1 for other precisions.
 
-    Doubles after many good steps and halves after an overflow. That step is skipped on all ranks alike, since they
-    share the global gradient norm.
+    The scale doubles after many good steps and halves after an overflow. A step that overflows is skipped on all ranks
+    alike, since they share the global gradient norm.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -45,7 +46,7 @@ class GradScaler:
         self.good_steps = 0
 
     def overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether the step must be skipped: its gradients overflowed, but its loss is finite."""
+        """Returns whether to skip the step, because its gradients overflowed in fp16 although its loss is finite."""
         return self.active and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def unscale(self, grads: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """The trainable decoder of every supported family, configured by `Architecture`.
 
-Parameter names are raytide's own and equal for all families (`layers.3.attention.q_proj.weight`);
-`hf/weight_mapping.py` maps them to Hugging Face's. A pipeline stage is a Transformer with some of the layers, under the
-same names.
+Parameter names are raytide's own and the same for all families (`layers.3.attention.q_proj.weight`);
+`hf/weight_mapping.py` maps them to Hugging Face's names. A pipeline stage is a Transformer with some of the layers,
+under the same names.
 
 Shapes: B batch, T time, D model width, H query heads, K key/value heads, C head size, F feed-forward width, V
 vocabulary, N tokens, E experts, X experts of a token.
@@ -146,10 +146,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps token ids to logits, or to the summed loss if targets are given. With tied embeddings there is no `head`.
+    """Maps token ids to logits or, if targets are given, to the summed loss. With tied embeddings there is no `head`.
 
-    `layers` are the layers of this part (all if None). The first part embeds ids, the last one normalizes and predicts;
-    a part between them maps hidden states to hidden states.
+    `layers` are the numbers of this part's layers (None for all). The first part embeds ids, and the last one
+    normalizes and predicts; a part between them maps hidden states to hidden states.
     """
 
     def __init__(self, arch: Architecture, max_len: int, layers: Sequence[int] | None = None) -> None:
@@ -173,11 +173,12 @@ class Transformer(nn.Module):
         self._tables: list[Rotation] | None = None
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """`x` is ids [B, T], or hidden states [B, T, D] after the first part. Returns the summed loss if there are
-        targets, otherwise logits [B, T, V], or hidden states [B, T, D] before the last part.
+        """Computes this part. `x` is ids [B, T] in the first part, and hidden states [B, T, D] in later ones. Returns
+        hidden states [B, T, D] before the last part; the last returns the summed loss if there are targets, else logits
+        [B, T, V].
 
-        `documents_BT` numbers the documents of whole rows, also where a rank has part of each row: attention stays
-        inside documents, and positions restart with each.
+        `documents_BT` has the document number of each token of whole rows, even if this rank has only a part of each
+        row. Attention stays inside documents, and positions restart with each document.
         """
         token_positions = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
         if documents_BT is not None:
@@ -208,7 +209,7 @@ class Transformer(nn.Module):
         return head.weight
 
     def _routings(self) -> list[Routing]:
-        """Return and clear the layers' routings, so that no graph outlives its step."""
+        """Returns the layers' routings and clears them, so that no graph outlives its step."""
         found = []
         for layer in self.layers.values():
             ffn = layer.ffn
@@ -229,7 +230,7 @@ class Transformer(nn.Module):
         return x_BTD
 
     def _rotations(self, at: Tensor, like: Tensor) -> list[Rotation]:
-        """Returns the rotations of positions [T], which count from 0 unless `at_T` is set, or [B, T]."""
+        """Returns cosines and sines for the positions `at`: [T], counted from 0 unless `at_T` is set, or [B, T]."""
         length = at.shape[-1]
         if self._tables is None or (self.at_T is None and length > self.max_len):
             self.max_len = max(self.max_len, length)
@@ -242,7 +243,7 @@ class Transformer(nn.Module):
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """Returns each token's place in its document [B, T], from 0. Documents are runs of equal numbers."""
+    """Returns each token's position in its document [B, T], from 0. A document is a run of equal numbers in a row."""
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -251,8 +252,9 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate pairs (i, i + R/2) of the first R numbers, in Hugging Face's layout; the first half of the sines is
-    negated."""
+    """Returns `x` with the pairs (i, i + R/2) of its first R numbers rotated, in Hugging Face's layout. The first half
+    of the sines must be negated already.
+    """
     cos, sin = rotation
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)

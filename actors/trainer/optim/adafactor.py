@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018): keeps only row and column means of a matrix's second moment.
 
-A parameter's learning rate is relative to its size. Same arithmetic as torch.optim.Adafactor, which does not support
-DTensors.
+A parameter's learning rate is relative to the size of its values. The arithmetic is that of torch.optim.Adafactor,
+which does not support DTensors.
 """
 
 from __future__ import annotations

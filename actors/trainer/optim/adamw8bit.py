@@ -1,5 +1,5 @@
-"""AdamW with one byte per moment (Dettmers et al. 2021): blocks scaled by their largest value, coded with a table that
-is fine near zero.
+"""AdamW with one byte per moment (Dettmers et al. 2021): moments are scaled in blocks by the block's largest magnitude,
+and coded with a table that is fine near zero.
 
 Blocks lie within rows, so a row-wise shard has the same blocks as the whole. Small tensors and vectors keep fp32.
 Dequantizing and quantizing again changes nothing, so a resume is exact.
@@ -60,7 +60,7 @@ class AdamW8bit(AdamW):
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns the codes [..., D] in uint8 and a scale [..., ceil(D / BLOCK)] for each block."""
+    """Returns the codes [..., D] in uint8 and one scale per block, [..., ceil(D / BLOCK)]."""
     blocks = _blocks(value.float())
     scales = blocks.abs().amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
     scales = torch.where(scales < SMALLEST, 0.0, scales)
@@ -86,7 +86,7 @@ def _wide(state: State) -> State:
 
 
 def _blocks(value: Tensor) -> Tensor:
-    """Returns [..., D] as [..., blocks, block], the last block padded with zeros."""
+    """Returns a tensor [..., D] as [..., blocks, BLOCK]; the last block is padded with zeros."""
     size = min(BLOCK, value.shape[-1])
     fill = -value.shape[-1] % size
     full = nn.functional.pad(value, (0, fill)) if fill else value
@@ -95,8 +95,9 @@ def _blocks(value: Tensor) -> Tensor:
 
 @cache
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """Returns the 256 values of the dynamic tree: seven decades, each with twice as many steps as the one below. The
-    ends are exactly 1 (and -1), so that a block's largest value is preserved."""
+    """Returns the 256 values of the dynamic tree: seven decades, each with twice as many steps as the next smaller one.
+    The ends are exactly 1 and, if signed, -1, so that a block's largest magnitude is preserved.
+    """
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Decides whether a batch is applied, from the loss and gradient norm that all ranks share.
 
-Its state is a small tensor of fixed shape in the checkpoint, so a resumed run decides as an uninterrupted one.
+The guard's state is a small tensor of fixed shape in the checkpoint, so a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AnomalyGuard:
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """Returns the verdict on one batch and records it."""
+        """Returns the verdict on one batch, and updates the guard's state."""
         why, policy = self._find_anomaly(loss, grad_norm)
         if policy == "ignore":
             self._in_row = 0
@@ -56,15 +56,16 @@ class AnomalyGuard:
         return GuardVerdict("stopped", why + again)
 
     def record_skip(self) -> None:
-        """Count a batch that was not applied: the learning rate schedule does not advance.
+        """Count a batch that was not applied: for it, the learning rate schedule does not advance.
 
         Also called for skips of the loss scale, which do not count towards max_skips.
         """
         self.skipped += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns `judged`, [2 + HISTORY] in fp64: skips, consecutive skips, then the losses, oldest first, padded with
-        NaN."""
+        """Returns `judged`, [2 + HISTORY] in fp64: the number of skips, of consecutive skips, then the losses, oldest
+        first, padded with NaN.
+        """
         import torch
 
         empty = [math.nan] * (HISTORY - len(self._losses))
@@ -91,7 +92,7 @@ class AnomalyGuard:
 
 
 def stopped_error(name: str, result: StepResult) -> TrainError:
-    """Returns the error that ends the run at a batch that was not applied."""
+    """Returns the error that ends the run because the guard rejected a batch."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",
         hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "

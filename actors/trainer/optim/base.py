@@ -1,7 +1,7 @@
 """The base of the optimizers: parameter groups, state that exists before the first step, and its form in checkpoints.
 
-State is kept as plain tensors of this rank's shards. Checkpoints store it in full precision with the parameter's
-layout, so any layout and any storage loads any other's.
+State is kept as plain tensors of this rank's shards. Checkpoints store it in full precision, in the parameter's layout,
+so a checkpoint can be loaded into any layout and any storage.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def first_state(self, parameter: nn.Parameter) -> State:
-        """Returns a parameter's state before its first step, for this rank's shard."""
+        """Returns the state of this rank's shard of a parameter before the first step."""
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        """Change this rank's part of one parameter, and its state, in place. `grad` is this rank's part of it."""
+        """Change this rank's shard of one parameter, and its state, in place. `grad` is the gradient of that shard."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -53,7 +53,7 @@ class Optimizer(ABC):
             self.step_group([p for p in group["params"] if p.grad is not None], group)
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update these parameters of a group, which all have a gradient."""
+        """Update these parameters of one group. Each must have a gradient."""
         for parameter in parameters:
             state = self.storage.load(self.state[parameter], local(parameter).device)
             self.update(parameter, grad_of(parameter), state, group)
@@ -70,8 +70,8 @@ class Optimizer(ABC):
             group["lr"] = lr
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint, by `parameter.key`. A checkpoint fills these tensors; `load` then sets
-        them.
+        """Returns the state for a checkpoint, by `parameter.key`. Loading a checkpoint fills these tensors in place;
+        `load` then sets the state from them.
         """
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
@@ -81,7 +81,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the tensors of `tensors`, which a checkpoint has filled."""
+        """Set the state from the tensors that `tensors()` returned and a checkpoint has filled."""
         for parameter, state in self.state.items():
             for key in self.checkpoint_keys(state):
                 self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
@@ -95,7 +95,7 @@ class Optimizer(ABC):
         return list(state)
 
     def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
-        """Returns the state in full precision, on the device."""
+        """Returns the state of a parameter in full precision, on the parameter's device."""
         device = local(parameter).device
         return state if device.type == "cpu" else self.storage.load(state, device)
 

@@ -1,6 +1,6 @@
 """LAMB (You et al. 2020) for very large batches: AdamW's update of each parameter, scaled by the parameter's norm.
 
-Norms are those of the whole parameter, over all ranks that share it.
+A norm is that of the whole parameter, over all ranks that share it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024) for hidden matrices, AdamW for everything else.
 
-A matrix's momentum is orthogonalized as a whole: the ranks that share it gather it, one of them computes and broadcasts
-the result. They take turns, so N ranks work on N matrices at a time. Updates are scaled as in Moonlight, so AdamW's
-learning rate and decay apply (Liu et al. 2025).
+A matrix's momentum is orthogonalized as a whole: the ranks that share the matrix gather it, and one of them computes
+and broadcasts the result. Each rank does this for another matrix, so N ranks work on N matrices at a time. Updates are
+scaled as in Moonlight, so AdamW's learning rate and decay apply (Liu et al. 2025).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Muon(AdamW):
                 self._round(together[first : first + ranks], group)
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update one matrix per rank: gather all, orthogonalize this rank's, exchange the results, apply."""
+        """Update up to one matrix per rank: gather all, orthogonalize this rank's, exchange and apply the results."""
         me, own_result = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
             full = whole(self._momentum(parameter), parameter)
@@ -67,7 +67,7 @@ class Muon(AdamW):
             weight.add_(part(result, parameter), alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
-        """Update and return the Nesterov momentum."""
+        """Updates this rank's shard of the momentum, and returns the Nesterov momentum."""
         grad, stored = grad_of(parameter), self.state[parameter]
         state = self.storage.load(stored, grad.device)
         momentum = state[MOMENTUM].lerp_(grad, 1 - self.spec.momentum)
@@ -76,13 +76,12 @@ class Muon(AdamW):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Returns whether the parameter is a matrix (or a stack of them, for experts) inside a layer: no embedding, no
-    head."""
+    """Returns whether the parameter is a matrix in a layer, or a stack of them (experts): no embedding, no head."""
     return parameter.ndim >= 2 and ".layers." in f".{name}"
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns nearly the closest semi-orthogonal matrix, in bf16: five steps of a quintic Newton-Schulz iteration."""
+    """Returns nearly the closest semi-orthogonal matrix, in bf16, after five quintic Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -96,7 +95,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by the ranks that share them."""
+    """Returns the parameters in groups that are shared by the same ranks."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         key = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -105,7 +104,7 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _place(parameter: Tensor) -> int:
-    """Returns this rank's index among those that share the parameter."""
+    """Returns this rank's index among the ranks that share the parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     coordinate, place = parameter.device_mesh.get_coordinate(), 0
@@ -116,7 +115,7 @@ def _place(parameter: Tensor) -> int:
 
 
 def _broadcast(result: Tensor, place: int, parameter: Tensor) -> None:
-    """Broadcast the result of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
+    """Broadcast the `result` of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh

@@ -1,9 +1,10 @@
-"""The outer optimizer of replicas that train apart (local SGD, DiLoCo): where all go on after each has moved alone.
+"""The outer optimizer of replicas that train apart for some steps (local SGD, DiLoCo) and then meet: it computes the
+common weights with which all of them continue.
 
-After a meeting the replicas are equal to the bit, the inner optimizer's moments included: these are averaged too,
-at the price of as much traffic as the weights', every few steps. So a checkpoint of one replica is one of all, and any
-layout can go on from it. The weights to which a movement is relative are those of the last meeting; they need no
-place in a checkpoint, which is only written at one.
+After a meeting the replicas are equal to the bit, including the inner optimizer's moments. The moments are averaged
+too, at the price of their traffic in addition to that of the weights. So the checkpoint of one replica is that of all,
+and any layout can continue from it. A replica's movement is relative to the weights of the last meeting. Checkpoints
+need not store those, since they are only written at a meeting.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ MOMENTUM = "outer_momentum"
 
 
 class OuterOptimizer:
-    """Nesterov SGD over replicas, and the checkpointed state of the inner optimizer and its own."""
+    """Nesterov SGD over replicas. Checkpoints contain its state and that of the inner optimizer."""
 
     def __init__(
         self, inner: Optimizer, spec: OuterSpec, replicas: dist.ProcessGroup, compressed: AverageOver | None
     ) -> None:
-        """`compressed` averages the movements if they are compressed."""
+        """`compressed` averages the movements over the replicas with compression; None averages them without."""
         self.inner, self.spec, self.replicas = inner, spec, replicas
         self._average = compressed or self._mean
         self._starts = {parameter: local(parameter).detach().clone() for parameter in inner.state}
@@ -38,7 +39,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Moves the weights of all replicas to one place. All ranks call it after the same step."""
+        """Sets the weights of all replicas to the same values. All ranks call it after the same step."""
         names = self.inner.names
         moved = {parameter: start - local(parameter) for parameter, start in self._starts.items()}
         self._average([(names[parameter], movement) for parameter, movement in moved.items()])
@@ -58,7 +59,9 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the filled tensors of `tensors`. The weights are those of the checkpoint by now."""
+        """Sets the state from the tensors that `tensors()` returned and a checkpoint has filled. The weights must be
+        loaded already.
+        """
         self.inner.load(tensors)
         for parameter, start in self._starts.items():
             momentum, loaded = self._momenta[parameter], local(tensors[self._name(parameter)])

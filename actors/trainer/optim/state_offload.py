@@ -1,7 +1,7 @@
 """Stores optimizer state on the device, in host memory, or in a memory-mapped file.
 
-Offloaded state is loaded for the update only, one parameter at a time. Pages of a file are dropped from memory after
-it.
+Offloaded state is loaded only for the update, one parameter at a time. The pages of a file are dropped from memory
+after the update.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ State = dict[str, Tensor]
 
 
 class StateStorage:
-    """Keeps the state on the device; the classes that derive from it keep it elsewhere."""
+    """Keeps the state on the device. Derived classes keep it elsewhere."""
 
     is_resident = True
     """True if the state stays on the device, so that all parameters can be updated at once."""
 
     def store(self, state: State) -> State:
-        """Store a parameter's initial state; returns the stored tensors."""
+        """Stores a parameter's initial state, and returns the stored tensors."""
         return state
 
     def load(self, state: State, device: torch.device) -> State:
@@ -38,7 +38,7 @@ class StateStorage:
         return state
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Store changed values. On the device the changes were made in place."""
+        """Store changed values. Does nothing on the device, where they were changed in place."""
 
 
 class HostStorage(StateStorage):
@@ -62,7 +62,7 @@ class HostStorage(StateStorage):
 
 
 class DiskStorage(StateStorage):
-    """Keeps the state in one unlinked file, so that nothing is left however the process ends."""
+    """Keeps the state in one file. The file is unlinked while open, so nothing is left however the process ends."""
 
     is_resident = False
 
@@ -90,7 +90,7 @@ class DiskStorage(StateStorage):
         return mapped
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in the file; in memory if it is smaller than a page."""
+        """Returns an uninitialized tensor in the file, or in memory if it is smaller than a page."""
         count = math.prod(shape) * dtype.itemsize
         if count < mmap.ALLOCATIONGRANULARITY:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -117,18 +117,18 @@ _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Returns whether a tensor is in a file."""
+    """Returns whether the tensor is mapped from a file."""
     return tensor.data_ptr() in _MAPS
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Asks the kernel to read a tensor that is in a file; does nothing for others."""
+    """Asks the kernel to read a file-mapped tensor into memory soon; does nothing for other tensors."""
     if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
         mapped.madvise(mmap.MADV_WILLNEED)
 
 
 def release(tensor: Tensor) -> None:
-    """Takes a tensor that is in a file out of this process' memory; its values stay. Does nothing for others."""
+    """Drops a file-mapped tensor from this process' memory; the file keeps it. Does nothing for other tensors."""
     if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
 

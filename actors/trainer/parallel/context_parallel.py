@@ -1,7 +1,7 @@
-"""Context parallelism: each rank has part of every sequence, and attention gathers the keys and values of all.
+"""Context parallelism: each rank has part of every sequence, and attention gathers the keys and values of all parts.
 
 A sequence is cut into 2C pieces, and rank c has pieces c and 2C-1-c, which balances a causal mask's work. Torch's own
-context parallelism runs on CUDA only; this one runs anywhere, also with windows and soft-caps.
+context parallelism runs on CUDA only; this one runs on any device, and supports windows and soft-caps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.kernels.core import AttentionSpec
 
 
 def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
-    """Make `part` compute this rank's part of sequences of `length` tokens."""
+    """Change `part` so that it computes this rank's part of sequences of `length` tokens."""
     if group.context is None:
         return
     part.at_T = positions(group.context_rank, group.sizes.context, length).to(group.device)
@@ -29,14 +29,14 @@ def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
 
 
 def shard_sequence(x_BT: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns this rank's columns of a whole batch."""
+    """Returns this rank's columns of a batch with whole rows."""
     if group.context is None:
         return x_BT
     return x_BT[:, positions(group.context_rank, group.sizes.context, x_BT.shape[1]).to(x_BT.device)]
 
 
 def positions(rank: int, ranks: int, length: int) -> Tensor:
-    """Returns the positions of a rank's tokens, ascending."""
+    """Returns the positions of a rank's tokens in the sequence, ascending."""
     by_piece = torch.arange(length).view(2 * ranks, -1)
     return by_piece[[rank, 2 * ranks - 1 - rank]].flatten()
 
@@ -52,8 +52,9 @@ def _attend(
     group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Run attention for each of the two query pieces over the keys up to its own end. `documents_BT` are of whole
-    rows."""
+    """Run attention for each of this rank's two pieces of queries, over the keys up to the end of the piece.
+    `documents_BT` has whole rows.
+    """
     ranks, piece = dist.get_world_size(group), q_BHTC.shape[2] // 2
     both = gather(torch.stack((k_BKTC, v_BKTC)), 3, group)
     k_BKSC, v_BKSC = _ordered(both, ranks).unbind()

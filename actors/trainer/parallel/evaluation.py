@@ -1,4 +1,4 @@
-"""The loss of held-out sequences: the same ones each time and on any number of ranks."""
+"""The loss on held-out sequences, which are the same ones each time and for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class FixedSampler:
-    """The batches of an evaluation: up to `batches` of them, each sequence once, the last one possibly smaller."""
+    """Selects an evaluation's sequences: up to `batches` batches, the last one maybe smaller, each sequence once."""
 
     def __init__(self, n_sequences: int, global_batch: int, batches: int) -> None:
         count = min(n_sequences, global_batch * batches)
@@ -33,8 +33,7 @@ class FixedSampler:
 
 
 class EarlyStop:
-    """Ends a run whose held-out loss no longer falls. Its state is in checkpoints, so a resumed run ends at the same
-    step."""
+    """Ends a run whose held-out loss no longer falls. Its state is saved, so a resumed run ends at the same step."""
 
     def __init__(self, config: HeldOutSpec | None) -> None:
         self._patience = None if config is None else config.patience
@@ -45,7 +44,7 @@ class EarlyStop:
 
     @property
     def why(self) -> str:
-        """Returns the reason for ending the run; empty while it goes on."""
+        """The reason for ending the run; empty while the run continues."""
         if self._patience is None or self.since < self._patience:
             return ""
         return f"the held-out loss has not fallen below {self.best:.6g} in {self.since} evaluations"
@@ -75,7 +74,7 @@ class Evaluator:
         self._loader = DataLoader(data, sampler, group, plain)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the evaluation follows step `step`, counted from 1."""
+        """Returns whether an evaluation follows step `step`, counted from 1."""
         return step % self._config.every == 0 or step == self._spec.steps
 
     def loss(self, compute: ForwardBackward, micro_batch: int) -> float:

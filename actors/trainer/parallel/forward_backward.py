@@ -1,4 +1,4 @@
-"""Runs forward and backward of a step's microbatches, in one stage or in a pipeline."""
+"""Runs the forward and backward passes of a step's microbatches, in one stage or in a pipeline."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from raytide.core.specs.train import TrainSpec
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of that sum, unscaled."""
+        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of the loss, unscaled."""
 
     def evaluate(self, micros: list[Micro]) -> float:
-        """Returns this rank's share of the summed loss. Computes no gradients, and no loss of a router."""
+        """Returns this rank's share of the summed loss, without the routers' balancing loss. Computes no gradients."""
 
 
 def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> ForwardBackward:
@@ -81,7 +81,7 @@ class SingleStage:
         return float(total) if reports_loss(self.part, self.group) else 0.0
 
     def _distill(self, micro: Micro, teacher: Teacher) -> Tensor:
-        """Returns the summed divergence from the teacher, which predicts first: its memory is free again then."""
+        """Returns the summed divergence from the teacher, which runs first: its memory is then free for the student."""
         predicted = teacher.predict(micro)
         logits_BTV: Tensor = self.part(micro.inputs, None, micro.documents)
         flat = (

@@ -1,4 +1,4 @@
-"""The norm and clipping of the whole model's gradient, whatever part of it each rank holds."""
+"""The norm and the clipping of the whole model's gradient, however its parts are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytide.actors.trainer.optim.state_offload import is_mapped, release
 
 
 def square_sum(parts: Sequence[Transformer]) -> float:
-    """Returns this rank's share of the squared norm. The sum over all ranks counts every element once."""
+    """Returns this rank's share of the squared norm. Summed over all ranks, every element counts once."""
     weights = [weight for weight in counted(parts) if weight.grad is not None]
     if not weights:
         return 0.0
@@ -24,7 +24,7 @@ def square_sum(parts: Sequence[Transformer]) -> float:
 
 
 def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
-    """Scale the gradients so that their global norm, given as `norm`, is at most `limit`."""
+    """Scale the gradients so that their global norm is at most `limit`. `norm` is their present global norm."""
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
         grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]
@@ -46,7 +46,7 @@ def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
-    """Returns the norm of each gradient; one at a time is in memory of those that are in a file."""
+    """Returns the norm of each gradient. Of gradients in a file, only one at a time is in memory."""
     if not any(map(is_mapped, grads)):
         return list(torch._foreach_norm(grads))
     norms: list[Tensor] = []
@@ -62,7 +62,7 @@ def _local(gradient: Tensor | None) -> Tensor:
 
 
 def _copies(weight: nn.Parameter) -> int:
-    """Returns how many ranks hold the same elements of a parameter."""
+    """Returns the number of ranks that hold the same elements of a parameter as this rank."""
     if not isinstance(weight, DTensor):
         return 1
     placed = zip(weight.device_mesh.shape, weight.placements, strict=True)

@@ -1,8 +1,8 @@
 """Compresses the gradient exchange between replicas: bf16, int8, the largest numbers (top-k), or low rank (PowerSGD).
 
-Called once per step with the gradients that FSDP has reduced over its own ranks. The lossy methods add what they left
-out to the next step's gradient (error feedback). That error is per rank, is saved in checkpoints, and starts at zero in
-a new layout.
+The exchange runs once per step, on gradients that FSDP has reduced over its own ranks. The lossy methods keep the error
+of their approximation and add it to the next step's gradient (error feedback). Each rank has its own error, which is
+saved in checkpoints and starts at zero in a new layout.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class CompressedAllReduce(ABC):
         """Replace each gradient by its approximate mean over the replicas, equal on all of them."""
 
     def reset_errors(self) -> None:
-        """Reset the error feedback: the last step was not applied, and its error may not be finite."""
+        """Set the error feedback to zero, because the last step was not applied and its error may not be finite."""
         for error in self.state_dict().values():
             error.zero_()
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Returns the error feedback, if any, which a checkpoint fills in place."""
+        """Returns the tensors of the error feedback, if any. Loading a checkpoint fills them in place."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -63,8 +63,8 @@ class Bf16(CompressedAllReduce):
 class Int8(CompressedAllReduce):
     """Averages gradients in int8.
 
-    Each replica averages one part of the bucket: parts are sent to it in int8, and it sends the mean back in
-    int8.
+    Each replica averages one part of a bucket: it receives the part from all replicas in int8, and sends them the mean
+    in int8.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
@@ -105,7 +105,7 @@ class Int8(CompressedAllReduce):
 
 
 class TopK(CompressedAllReduce):
-    """Sends the numbers of largest amount with their places (Aji and Heafield 2017)."""
+    """Sends only the numbers of largest magnitude, with their positions (Aji and Heafield 2017)."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, ratio: float) -> None:
         super().__init__(group)
@@ -141,8 +141,9 @@ class TopK(CompressedAllReduce):
 
 
 class PowerSgd(CompressedAllReduce):
-    """Sends a layer's matrix as two thin ones (Vogels et al. 2019). Small tensors are sent unchanged, and so are
-    embedding and head, whose gradients have no low rank."""
+    """Sends a layer's matrix as the product of two thin matrices (Vogels et al. 2019). Small tensors are sent
+    unchanged, and so are embedding and head, whose gradients have no low rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:
         super().__init__(group)
@@ -182,7 +183,7 @@ class PowerSgd(CompressedAllReduce):
         return 2 * self.rank * (rows + columns) < rows * columns and min(rows, columns) > self.rank
 
     def _start(self, name: str, matrix: Tensor) -> Tensor:
-        """Returns a random right factor, the same on all replicas."""
+        """Returns a random initial right factor, the same on all replicas."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         drawn = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed))
         return drawn.to(matrix.device)
@@ -197,8 +198,9 @@ class PowerSgd(CompressedAllReduce):
 def create_all_reduce(
     memory: MemorySpec, group: dist.ProcessGroup, parts: Sequence[nn.Module]
 ) -> CompressedAllReduce | None:
-    """Returns the all-reduce over the replicas that the spec asks for, of the trainable weights in `parts`; None
-    without compression."""
+    """Returns the compressed all-reduce over the replicas that the spec asks for, for the trainable weights in `parts`;
+    None if it asks for no compression.
+    """
     if memory.compression == "none":
         return None
     if memory.compression == "bf16":
@@ -230,7 +232,7 @@ def _scatter(flat: Tensor, into: Named) -> None:
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> int:
-    """Sums in place over all ranks. Returns the bytes that each rank of a ring sends."""
+    """Sums in place over all ranks. Returns the bytes that each rank sends in a ring all-reduce."""
     dist.all_reduce(flat, group=group)
     return 2 * (group.size() - 1) * _bytes(flat) // group.size()
 

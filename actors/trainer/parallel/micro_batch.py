@@ -1,7 +1,7 @@
 """Recovers from running out of memory by halving the microbatch; the global batch stays the same.
 
-A single process repeats the step, since nothing of it was applied. In a gang other ranks are waiting in a collective,
-so the error ends the generation and the next one uses the smaller microbatch.
+A single process repeats the step, of which nothing was applied. In a gang, other ranks are waiting in a collective, so
+the error ends the generation, and the next one uses the smaller microbatch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.actors.trainer.optim.base import Optimizer
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error is running out of device or host memory; torch has a class for the device only."""
+    """Returns whether the error means that device or host memory ran out; torch has a class for the device only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

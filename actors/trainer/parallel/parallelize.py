@@ -26,7 +26,7 @@ from raytide.core.specs.train import TrainSpec
 def build_model_parts(
     spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None
 ) -> list[Transformer]:
-    """Returns this rank's parts of the model with their initial weights: one, or its pipeline stages.
+    """Returns this rank's parts of the model with their initial weights: the whole model, or its pipeline stages.
 
     `pool` stores offloaded activations.
     """
@@ -49,7 +49,7 @@ def build_model_parts(
 
 
 def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
-    """Shard with FSDP: one unit for each layer and one for the rest."""
+    """Shard the part with FSDP: each layer is one unit, and the rest is another one."""
     policy = precision.policy(spec.precision)
     mesh = group.mesh["shard"] if spec.replicas_reduce_themselves else group.data_mesh
     is_copy = mesh.shape[-1] > 1 or spec.memory.parameters != "none"  # else a single rank would copy for nothing
@@ -61,9 +61,10 @@ def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
 
 
 def qat_targets(arch: Architecture, qat: QatSpec) -> set[str]:
-    """Returns the modules' paths in the model. Those that a file stacks are quantised together.
+    """Returns the paths, in the model, of the modules to quantise. Modules that a file stacks are quantised together.
 
-    Raises ConfigError for a family without a quantised format, and for a group that does not divide a layer's inputs.
+    Raises ConfigError for a family without a quantised format, and for a group size that does not divide a layer's
+    inputs.
     """
     linears = quantized_linears(arch, NAMES[arch.names].root, qat.skip)
     tensors = {tensor.name: tensor for tensor in file_tensors(arch, FamilyFormat.on_the_hub(arch))}

@@ -1,8 +1,8 @@
 """Keeps weights and gradients in host memory or in memory-mapped files, for models that are larger than the device.
 
-FSDP gathers a layer's weights before the layer runs and frees them after it, and reduces its gradients at the end of
-its backward pass. Where the weights that it gathers from are on a disk, the next layers are read ahead while one runs,
-and what is not needed any more is dropped from memory (ZeRO-Infinity, arXiv 2104.07857).
+FSDP gathers a layer's weights before the layer runs, frees them after it, and reduces its gradients at the end of its
+backward pass. If the weights are on a disk, the next layers' weights are read ahead while one layer runs, and weights
+that are no longer needed are dropped from memory (ZeRO-Infinity, arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ AHEAD = 2
 
 
 def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:
-    """Returns FSDP's policy. On a CPU the weights are where FSDP computes already."""
+    """Returns FSDP's offload policy. On a CPU nothing is offloaded, because weights are in host memory anyway."""
     if memory.parameters == "none" or device.type == "cpu":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=memory.parameters == "cpu")
 
 
 def allocate(part: Transformer, memory: MemorySpec, device: torch.device) -> None:
-    """Allocates the tensors of a sharded model, which has none yet."""
+    """Allocates the tensors of a sharded model that are still on the meta device."""
     if memory.parameters != "disk":
         part.to_empty(device=device if memory.parameters == "none" else torch.device("cpu"))
         return
@@ -51,7 +51,7 @@ def allocate(part: Transformer, memory: MemorySpec, device: torch.device) -> Non
 
 
 class _GradientMover:
-    """Moves the reduced gradient of one parameter to the disk."""
+    """A hook that moves the reduced gradient of one parameter to the disk."""
 
     def __init__(self, storage: DiskStorage) -> None:
         self._storage = storage
@@ -71,7 +71,7 @@ class _GradientMover:
 
 
 def _read_layers_ahead(part: Transformer) -> None:
-    """Reads the layers that come next while one runs, in both directions, and drops those that have run."""
+    """While a layer runs, reads ahead the layers that run next, in both directions, and drops those that have run."""
     layers: list[nn.Module] = list(part.layers.values())
     weights = [[local(weight) for weight in layer.parameters()] for layer in layers]
     for index, layer in enumerate(layers):

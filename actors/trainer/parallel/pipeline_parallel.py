@@ -53,7 +53,7 @@ class Pipeline:
         self._total = torch.zeros(())
 
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Returns the loss as `ForwardBackward.accumulate` does. All microbatches have one shape."""
+        """Does the same as `ForwardBackward.accumulate`. All microbatches must have the same shape."""
         self._factor = factor * self.group.gradient_divisor
         loss = self._run(micros, is_training=True)
         self.tie.add_up()
@@ -85,7 +85,7 @@ class Pipeline:
         return float(self._total) if ends and reports_loss(self.parts[-1], self.group) else 0.0
 
     def _schedule(self, count: int, size: int) -> Any:
-        """Returns the schedule of a step's shape, cached because stages hold buffers of that shape."""
+        """Returns the schedule for `count` microbatches of `size`. It is cached: stages hold buffers of that shape."""
         if (count, size) not in self._schedules:
             indices = self.layout.stages_of(self.group.pipeline_rank)
             stages = [self._stage(part, index, size) for part, index in zip(self.parts, indices, strict=True)]
@@ -99,8 +99,9 @@ class Pipeline:
         return self._schedules[count, size]
 
     def _stage(self, part: Transformer, index: int, size: int) -> PipelineStage:
-        """Create a stage with explicit shapes and dtypes, which saves torch a trial run. Torch does not check them: a
-        wrong dtype would silently train on garbage."""
+        """Create a stage with explicit shapes and dtypes, which saves torch a trial run. They must be right, because
+        torch does not check them: a wrong dtype would silently train on garbage.
+        """
         length = self.spec.seq_len // self.group.sizes.context
         dtype = precision.policy(self.spec.precision).param_dtype or torch.float32
         hidden = torch.empty(
@@ -122,7 +123,9 @@ class Pipeline:
         )
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """Returns the output of the last stage. It is the loss, because only that stage has the whole head weight."""
+        """Returns the last stage's output times the factor of `accumulate`. The stage's output is the loss already,
+        because only that stage has the whole head weight.
+        """
         self._total += loss.detach()
         return loss * self._factor
 
@@ -165,7 +168,7 @@ class TiedEmbeddingSync:
 
 @contextmanager
 def without_balance(parts: list[Transformer]) -> Iterator[None]:
-    """Leaves the routers' load-balancing loss out, which is no property of the held-out tokens."""
+    """Leaves out the routers' load-balancing loss, which says nothing about the held-out tokens."""
     balances = [part.balance for part in parts]
     for part in parts:
         part.balance = 0.0
@@ -177,7 +180,7 @@ def without_balance(parts: list[Transformer]) -> Iterator[None]:
 
 
 def free_weights(parts: list[Transformer]) -> None:
-    """Frees gathered weights, which FSDP otherwise does after the backward pass: a later step must gather new ones."""
+    """Frees gathered weights, as FSDP does only after a backward pass: a later step must gather the changed ones."""
     for part in parts:
         for module in (part, *part.layers.values()):
             cast(FSDPModule, module).reshard()

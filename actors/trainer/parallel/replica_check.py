@@ -1,7 +1,7 @@
-"""Checks that ranks holding copies of the same weights hold the same bits.
+"""Checks that ranks with copies of the same weights hold the same bits.
 
-Replicas on equal devices get bit-identical gradients and never drift: a difference means faulty hardware or a fault in
-the gradient exchange.
+Replicas on equal devices get bit-identical gradients and never drift apart, so a difference means faulty hardware or an
+error in the gradient exchange.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def replica_groups(sizes: Sizes) -> list[list[int]]:
 
 
 def find_outliers(digests: Sequence[int]) -> list[int]:
-    """Returns the indices of values that differ from the majority, or all indices if there is none; empty if all
-    agree."""
+    """Returns the indices of values that differ from the majority, or all if there is none; empty if all agree."""
     (value, count), *others = Counter(digests).most_common()
     if not others:
         return []
@@ -62,8 +61,9 @@ def find_outliers(digests: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns [1] in int64: the sum of all bits read as integers, each tensor times its own odd number, so that a
-    single changed bit always changes it. NaNs are included."""
+    """Returns a digest of the weights, [1] in int64: the sum of all bits read as integers, each tensor times its own
+    odd number, so that a single changed bit always changes the digest. NaNs are included.
+    """
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):
         bits = local(weight).detach()

@@ -1,10 +1,10 @@
 """Tensor and sequence parallelism (Korthikanti et al., 2022).
 
-Each rank of the axis has some heads, part of every feed-forward layer's width and part of the vocabulary; between
-those, where tokens are independent, it has part of the sequence.
+Each rank of the tensor axis has some of the heads, part of every feed-forward layer's width and part of the vocabulary.
+Between these modules, where tokens are independent, it has part of the sequence.
 
 Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole parameters. A module's forward
-works on local tensors, which hooks put in place, so no operator needs DTensor support. A replicated parameter only sees
+works on local tensors, which hooks put in place, so no operator needs DTensor support. A replicated parameter sees only
 this rank's tokens or heads, so its gradient is a partial sum, which FSDP completes before reducing.
 """
 
@@ -31,12 +31,12 @@ _COLUMNS = ("o_proj", "down_proj")
 
 
 def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
-    """Returns whether the vocabulary is sharded; otherwise each rank predicts some of the tokens over all of it."""
+    """Returns whether the vocabulary is sharded. If not, each rank predicts some tokens, over the whole vocabulary."""
     return arch.vocab_size % ranks == 0
 
 
 def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
-    """Returns a parameter's placement on the tensor axis. A replicated parameter has a partial gradient."""
+    """Returns a parameter's placement on the tensor axis. The gradient of a replicated parameter is a partial sum."""
     *_, parent, module, kind = ("", "", *name.split("."))
     if module in ("lora_a", "lora_b"):  # like the side of the weight that it adapts
         side = Shard(1 if module == "lora_a" else 0)
@@ -55,13 +55,14 @@ def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
 
 
 def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
-    """Returns whether this rank's loss counts: with a sharded vocabulary all ranks of the axis compute the same
-    loss."""
+    """Returns whether this rank's loss counts. With a sharded vocabulary all ranks of the axis compute the same loss,
+    and only the first one's counts.
+    """
     return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
 
 
 def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
-    """Shard the meta parameters of `part` and its work on `length` tokens."""
+    """Shard the parameters of `part`, which are on the meta device, and its work on sequences of `length` tokens."""
     part.at_T = torch.arange(
         length, device=mesh.device_type
     )  # a stage gets pieces of sequences, and its attention sees whole ones
@@ -130,7 +131,7 @@ def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, g
 
 
 def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
-    """Sum the output over the ranks and scatter it; the bias is added once, afterwards."""
+    """Make the layer sum its output over the ranks and scatter the sum; the bias is added once, afterwards."""
     bias: list[Tensor | None] = [None]
 
     def without_bias(module: nn.Module, args: Any) -> None:
@@ -145,7 +146,7 @@ def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
 
 
 def _only(first: int, count: int) -> Any:
-    """Returns a hook that selects rows of a replicated projection."""
+    """Returns a hook that selects the rows `first` to `first + count` of a replicated projection."""
 
     def narrow(module: nn.Module, args: Any) -> None:
         for name, parameter in module._parameters.items():
@@ -156,7 +157,7 @@ def _only(first: int, count: int) -> Any:
 
 
 def _embed(embedding: nn.Embedding, divided: bool, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Embed ids of whole sequences and return this rank's part of them."""
+    """Change the embedding to take the ids of whole sequences and return this rank's part of the embedded sequences."""
     if not divided:
         embedding.register_forward_pre_hook(lambda _, args: (_own(args[0], 1, rank, ranks),))
         return
@@ -184,9 +185,9 @@ class VocabularyLoss:
     """The summed cross entropy under tensor parallelism, as a Transformer.loss: no rank holds the logits of all tokens
     over the whole vocabulary.
 
-    x_BTD is this rank's part of the sequence, the targets are all. If the vocabulary is sharded, a rank has its part of
-    every token's logits, and all ranks return the same loss; otherwise a rank computes its own tokens' part of the
-    loss.
+    x_BTD is this rank's part of the sequences; `targets_BT` has all targets. With a sharded vocabulary, a rank computes
+    its part of every token's logits, and all ranks return the same loss. Otherwise a rank returns the loss of its own
+    tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup, divided: bool) -> None:
@@ -207,8 +208,9 @@ class VocabularyLoss:
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """Cross entropy over logits of the ids from `first` on; other ranks have the other ids. Returns gradients of the
-    local logits."""
+    """Cross entropy over a sharded vocabulary: this rank has the logits of the ids from `first` on, and other ranks
+    those of the other ids. The backward pass returns gradients of the local logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Validates that a model can be trained in a layout. Rejects what torch would silently get wrong."""
+"""Validates that a model can be trained in a layout. Rejects combinations that torch would silently compute wrongly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.core.specs.train import MemorySpec, TrainSpec
 
 
 def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
-    """Raise ConfigError for the first problem, with a hint."""
+    """Raise ConfigError, with a hint, for the first problem."""
     for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
         raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
 
@@ -39,7 +39,7 @@ def _widths(arch: Architecture) -> Iterator[tuple[int, str]]:
 
 
 def _sequence(layout: Parallelism, spec: TrainSpec) -> Iterator[tuple[str, str]]:
-    """Check seq_len: a context rank has two pieces, and tensor ranks divide each of them."""
+    """Yields a problem unless seq_len divides into two pieces per context rank, and each piece over tensor ranks."""
     pieces = layout.tensor if layout.context == 1 else math.lcm(2 * layout.context, layout.context * layout.tensor)
     if spec.seq_len % pieces:
         yield (
@@ -83,7 +83,7 @@ def _pipeline(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> Itera
 
 
 def _memory(layout: Parallelism, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
-    """Yields problems of memory options with a pipeline."""
+    """Yields problems of memory options that do not work in a pipeline."""
     split = f"layout.schedule {layout.schedule} runs a layer's backward in two halves"
     if layout.schedule in SPLIT_BACKWARD and memory.checkpointing == "selective":
         yield f"{split}, and selective checkpointing allows one", 'Set memory.checkpointing to "full" or "none".'

@@ -1,4 +1,4 @@
-"""Reads the curves of a run while it grows: each byte once, and never more points than a screen shows."""
+"""Reads the curves of a run while it grows: reads each byte once, and keeps no more points than a screen shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.io.storage import join, open_url
 
 MOST_POINTS = 2000
-"""The most points that are kept of a run; beyond it, every second one is dropped."""
+"""The most points that are kept of a run. Above that, every second one is dropped."""
 MOST_EVENTS = 500
 MOST_RUNS = 64
 _PART_BYTES = 2**22
@@ -22,7 +22,7 @@ _MOST_LINE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """The logged values of a run as columns of equal length. A step that was repeated counts as it went last."""
+    """The logged values of a run as columns of equal length. If a step was repeated, its last values count."""
 
     steps: tuple[int, ...]
     at_s: tuple[float | None, ...]
@@ -35,7 +35,7 @@ class RunCurves:
 
 
 class CurveReader:
-    """The curves of one run; `read` continues where it ended before."""
+    """Reads the curves of one run. Each `read` continues at the end of the one before."""
 
     def __init__(self, out: str, most_points: int = MOST_POINTS) -> None:
         self._steps, self._events = _Lines(join(out, "metrics.jsonl")), _Lines(join(out, "events.jsonl"))
@@ -50,7 +50,7 @@ class CurveReader:
         self._kept_events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def read(self, points: int = MOST_POINTS) -> RunCurves:
-        """Returns all curves with about this many points."""
+        """Returns all curves, each with about `points` points."""
         with self._lock:
             if self._steps.is_new():
                 self._clear()
@@ -89,7 +89,7 @@ class CurveReader:
 
 
 class CurveReaders:
-    """The readers of the runs that were asked for last."""
+    """The readers of the most recently requested runs."""
 
     def __init__(self, most: int = MOST_RUNS) -> None:
         self._most = most
@@ -97,7 +97,7 @@ class CurveReaders:
         self._readers: OrderedDict[str, CurveReader] = OrderedDict()
 
     def read(self, out: str, points: int) -> RunCurves:
-        """Returns the curves of the run in `out`, a directory or an fsspec URL; empty ones before its first step."""
+        """Returns the curves of the run in `out`, a directory or an fsspec URL; empty curves before its first step."""
         with self._lock:
             reader = self._readers.setdefault(out, CurveReader(out))
             self._readers.move_to_end(out)
@@ -117,7 +117,9 @@ class _Lines:
         self._offset = 0
 
     def is_new(self) -> bool:
-        """Returns True if the file is shorter than what was read of it: it was written anew. It is read anew then."""
+        """Returns True if the file is shorter than the part read so far, so it was written anew. Reading then restarts
+        at its beginning.
+        """
         if self._offset and self._size() < self._offset:
             self._offset = 0
             return True
@@ -157,7 +159,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: object) -> float | None:
-    """Returns a finite number; None for others, which JSON cannot hold."""
+    """Returns `value` if it is a finite number, else None, because JSON cannot represent NaN and infinity."""
     if not isinstance(value, int | float) or isinstance(value, bool) or value != value or abs(value) == float("inf"):
         return None
     return float(value)

@@ -1,8 +1,8 @@
-"""The folder that a run writes its log to: `out` itself, or where that is a URL a copy that is uploaded.
+"""The folder to which a run writes its log: `out` itself or, if that is a URL, a local copy that is uploaded.
 
 Object stores cannot append. A process keeps its files of the run in a temporary folder, and a background thread uploads
-those that changed, so that a slow or absent store delays no step. Each file has one writer. A process that is killed
-loses the lines since the last upload; `flush` uploads them before a checkpoint is written.
+files that have changed, so that a slow or absent store delays no step. Each file has one writer. A process that is
+killed loses the lines since the last upload; `flush` uploads them before a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class RunFolder:
-    """This process' files of the run in `out`."""
+    """The files of the run in `out` that this process writes."""
 
     def __init__(self, out: str, guard: Guard = contextlib.nullcontext) -> None:
-        """An upload happens inside `guard`, which raises ConflictError once another run holds the claim."""
+        """Uploads run inside `guard`, which raises ConflictError once another run holds the claim."""
         self.out = out.rstrip("/")
         self.store = None if is_local(out) else UrlStore(out)
         self.problem = ""
@@ -46,13 +46,13 @@ class RunFolder:
 
     @cached_property
     def path(self) -> Path:
-        """The folder in which the files are written."""
+        """The local folder to which the files are written."""
         if self.store is None:
             return Path(self.out.removeprefix("file://"))
         return Path(tempfile.mkdtemp(dir=private_folder("runs")))
 
     def fetch(self, name: str) -> Path:
-        """Returns the path of a file, with what the store has of it."""
+        """Returns the local path of a file, after copying its content from the store if there is one."""
         if self.store is not None:
             with named_failures(f"{self.out}/{name}"), contextlib.suppress(FileNotFoundError):
                 with self.store.read(name) as stream:
@@ -62,14 +62,14 @@ class RunFolder:
         return self.path / name
 
     def remove(self, name: str) -> None:
-        """Removes a file that another process wrote."""
+        """Removes a file that another process wrote, locally and in the store."""
         (self.path / name).unlink(missing_ok=True)
         if self.store is not None:
             with named_failures(f"{self.out}/{name}"):
                 self.store.remove_file(name)
 
     def changed(self, name: str) -> None:
-        """Uploads a file soon."""
+        """Schedules the upload of a file that has changed."""
         if self.store is None:
             return
         with self._lock:
@@ -79,13 +79,13 @@ class RunFolder:
                 self._thread.start()
 
     def flush(self) -> bool:
-        """Uploads what has changed. Returns whether the store has it all."""
+        """Uploads all changed files. Returns whether the store now has all changes."""
         if self.store is not None:
             self._upload(self.store)
         return not self.problem
 
     def close(self) -> None:
-        """Uploads the rest and removes the copy."""
+        """Uploads all changed files and removes the local copy."""
         if self.store is None or self._is_over.is_set():
             return
         self._is_over.set()

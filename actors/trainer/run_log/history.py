@@ -30,13 +30,13 @@ def read(out: str) -> RunHistory:
 
 
 def result(out: str) -> RunResult:
-    """Returns how the run ended."""
+    """Returns the result of a run that has ended."""
     body = json.loads(read_bytes(join(out, "run.json")))
     return RunResult(**{field.name: body[field.name] for field in fields(RunResult)})
 
 
 def _lines(url: str) -> list[Line]:
-    """Returns the file's complete lines: the last may be half written."""
+    """Returns the file's complete lines, parsed. A half-written last line is left out."""
     fs, path = open_url(url)
     try:
         body = bytes(fs.cat_file(path))

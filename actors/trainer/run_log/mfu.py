@@ -1,6 +1,6 @@
 """Model FLOPs utilization (MFU) and memory of a step.
 
-A device that the planner does not know has no known peak, and a run on it no MFU, unless the spec sets `peak_tflops`.
+If the planner does not know the device, its peak is unknown, and a run has no MFU unless its spec sets `peak_tflops`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class MfuMeter:
         self._peak = None if peak is None else peak * 1e12 * group.world
 
     def mfu(self, tokens: int, seconds: float, span: float) -> float | None:
-        """Returns the share of all devices' peak that `tokens` in `seconds` used; None if the peak is unknown.
+        """Returns the share of all devices' peak that a step of `tokens` tokens in `seconds` used; None if the peak is
+        unknown.
 
-        `span` is the mean number of tokens that attention sees as one: the sequence, or with document masks the mean
-        length of a token's document, so that skipped pairs do not count as work.
+        `span` is the mean number of tokens over which attention runs: the sequence length or, with document masks, the
+        mean over tokens of their documents' lengths, so that skipped pairs do not count as work.
         """
         if self._peak is None:
             return None
@@ -43,18 +44,18 @@ class MfuMeter:
 
 
 def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False) -> float:
-    """Returns the FLOPs of forward and backward: 6N' + 12*L*d*T with full attention (PaLM, appendix B).
+    """Returns the FLOPs per token of forward and backward pass: 6N' + 12*L*d*T with full attention (PaLM, appendix B).
 
     N' excludes the embedding, includes the head, and counts only the experts that a token uses. Recomputed activations
-    do not count: they are the hardware's work, not the model's. A frozen model with adapters has no weight gradients,
-    4N'; the adapters' own work is negligible.
+    do not count: they are the hardware's work, not the model's. With adapters the frozen model has no weight gradients,
+    so the first term is 4N'; the adapters' own work is negligible.
     """
     width = arch.num_heads * arch.head_dim
     return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * arch.num_layers * width * seq_len
 
 
 def matrix_parameters(arch: Architecture) -> int:
-    """Returns the number of weights that multiply a token; norms and biases are negligible."""
+    """Returns the number of weights by which each token is multiplied. Norms and biases are negligible."""
     d = arch.hidden_size
     attention = 2 * d * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     matrices = 3 if arch.gated_ffn else 2
@@ -69,6 +70,6 @@ def matrix_parameters(arch: Architecture) -> int:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Returns the dense half-precision peak that vendors print; None if unknown."""
+    """Returns the device's dense half-precision peak in TFLOP/s, as its vendor states it; None if unknown."""
     device = None if precision == "fp32" else find_device(device_name)
     return None if device is None else device.bf16_tflops

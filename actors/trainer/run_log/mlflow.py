@@ -1,8 +1,8 @@
 """Sends `metrics.jsonl` to an MLflow server from a background thread, so a slow or absent server never delays the run.
 
-The position is stored beside the metrics, so a restarted driver continues the same MLflow run and sends what is
-missing. Lines may be sent twice, but are lost only if the server is unreachable at the end. Uses MLflow's REST API,
-because its package needs older versions of raytide's own dependencies.
+The position in the file is stored beside the metrics, so a restarted driver continues the same MLflow run and sends the
+missing lines. Lines may be sent twice, but are lost only if the server cannot be reached at the end. Uses MLflow's REST
+API, because MLflow's Python package needs older versions of raytide's own dependencies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATE = "mlflow.json"
 
 class MlflowRun:
     def __init__(self, spec: TrainSpec, target: MlflowSpec, clock: Clock) -> None:
-        """Continue the run recorded in `out`, or create one, which needs the server."""
+        """Continues the run recorded in `out`, or creates one, for which the server must be reachable."""
         self.metrics, self.state = join(spec.out, "metrics.jsonl"), join(spec.out, STATE)
         self.target, self.clock = target, clock
         self._http = _client(target)
@@ -52,7 +52,7 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Send the rest and end the MLflow run. Returns what went wrong, or an empty string."""
+        """Send the remaining lines and end the MLflow run. Returns the problem, or an empty string."""
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -98,7 +98,7 @@ class MlflowRun:
         self._call("POST", "runs/update", run_id=self.run_id, status=status, **ended)
 
     def _send(self) -> bool:
-        """Send some pending lines. Returns False if there are none."""
+        """Send some of the pending lines. Returns False if there were none."""
         fs, path = open_url(self.metrics)
         fs.invalidate_cache()
         if not fs.exists(path) or fs.size(path) <= self._sent:
@@ -164,7 +164,9 @@ def _client(target: MlflowSpec) -> httpx.Client:
 
 
 def _credentials(target: MlflowSpec) -> dict[str, str]:
-    """Returns the token's header, only for the operator's server: `tracking_uri` is set by the job's user."""
+    """Returns the header with the operator's token if `tracking_uri` is the operator's server. Any other `tracking_uri`
+    gets no token, because a job's user can set it.
+    """
     import httpx
 
     token, operator_uri = environment("MLFLOW_TOKEN"), environment("MLFLOW_URI")
@@ -180,7 +182,7 @@ def _credentials(target: MlflowSpec) -> dict[str, str]:
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
-    """Returns the origin of a URL. A token for https is not sent over http."""
+    """Returns the scheme, host and port of a URL. With the scheme, a token for https is never sent over http."""
     return url.scheme, url.host.lower().rstrip("."), url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 

@@ -1,8 +1,8 @@
-"""Runs torch's profiler over the steps that the spec names, or over the next steps of a running job on request.
+"""Runs torch's profiler over the steps that the spec names or, on request, over the next steps of a running job.
 
-A request is a file in the run's directory. Rank 0 checks for it once per step, and all ranks learn of it in the step's
-all-reduce. Every rank writes a Chrome trace and a table. In place of that, a spec may ask for a snapshot of the GPU's
-memory or for NVTX ranges.
+A request is a file in the run's directory. Rank 0 looks for the file once per step, and the step's all-reduce tells all
+ranks. Every rank writes a Chrome trace and a table. Instead, a spec may ask for a snapshot of the GPU's memory or for
+NVTX ranges.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Profiler:
         self._looked_s = -math.inf
 
     def requested_steps(self) -> int:
-        """Returns the requested number of steps; 0 on all ranks except rank 0."""
+        """Returns the number of steps that a request asks to profile; 0 without one, and on ranks other than 0."""
         if self.rank or self._running is not None:
             return 0
         if self.folder.store is not None:
@@ -88,8 +88,9 @@ class Profiler:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Write the profile up to `step`, also if the run stops early. A profile that cannot be written is dropped with
-        a warning."""
+        """Write the profile of the steps up to `step`, also if the run stops early. If the profile cannot be written,
+        it is dropped with a warning.
+        """
         running, self._running = self._running, None
         if running is None:
             return

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 ROWS = 40
 MOST_EVENTS = 1_000_000
-"""Allocations and releases that a snapshot remembers, the last ones."""
+"""The number of allocations and releases, the last ones, that a snapshot contains."""
 
 
 class Recording:
-    """A recording that begins with the constructor. By default there is nothing to stop, and no file."""
+    """A recording, which its constructor starts. By default there is nothing to stop, and no file to write."""
 
     suffixes: tuple[str, ...] = ()
-    """The ends of the names of its files."""
+    """The suffixes of the files that `write` writes."""
 
     def stop(self) -> None:
-        """End what the constructor started."""
+        """End the recording that the constructor started."""
 
     def write(self, stem: Path) -> None:
         """Write the files, after `stop`. Raises OSError or RuntimeError."""
@@ -52,7 +52,7 @@ class OperatorTrace(Recording):
 
 
 class MemorySnapshot(Recording):
-    """A snapshot of the GPU's memory: what was recorded until it is written."""
+    """A snapshot of the GPU's memory, with the allocations and releases from the constructor until `write`."""
 
     suffixes = (".pickle",)
 
@@ -67,7 +67,7 @@ class MemorySnapshot(Recording):
 
 
 class NvtxRanges(Recording):
-    """Ranges that Nsight Systems records."""
+    """NVTX ranges, which Nsight Systems records."""
 
     def __init__(self, device: torch.device) -> None:
         self._ranges = torch.autograd.profiler.emit_nvtx()
@@ -85,6 +85,6 @@ RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Raise ConfigError for a recording that the device has nothing for."""
+    """Raise ConfigError for a kind of recording that the device does not support."""
     if what != "operators" and device.type != "cuda":
         raise ConfigError(f"profile.what {what} needs a GPU.", hint="Leave it out: operators are traced on any device.")

@@ -10,10 +10,10 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Measures laps between marks, with the host's clock on a CPU and the device's on a GPU.
+    """Measures laps, which are the times between two marks, with the host's clock on a CPU and the device's on a GPU.
 
-    On a GPU the host runs ahead. A lap whose kernels are still running when times are drained counts towards the next
-    step; this evens out over a run.
+    On a GPU the host runs ahead. A lap whose kernels still run when times are drained counts towards the next step,
+    which evens out over a run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,17 +22,17 @@ class StepTimer:
         self._open: list[tuple[str, Mark, Mark]] = []
 
     def start(self) -> None:
-        """Start timing; the time since the last mark counts towards no phase."""
+        """Set a mark. The time since the last mark counts towards no phase."""
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last mark towards `phase`."""
+        """Set a mark, and count the time since the last one towards `phase`."""
         now = self._mark()
         self._open.append((phase, self._last, now))
         self._last = now
 
     def drain_times(self) -> dict[str, float]:
-        """Returns seconds by phase, of all completed laps that were not returned before."""
+        """Returns the seconds of each phase, summed over the completed laps that were not returned before."""
         times: dict[str, float] = {}
         still = []
         for phase, begin, end in self._open:

@@ -41,7 +41,7 @@ MOST_KEPT = 100_000
 
 class LineFile:
     """An append-only file of JSON lines with one writer. A full disk never stops training: lines that cannot be written
-    are kept and written with the next line.
+    are kept, and written together with a later line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> bool:
-        """Write pending lines. Returns whether all are in the file."""
+        """Write pending lines. Returns whether the file now has all lines."""
         if not self._pending:
             return True
         try:
@@ -72,7 +72,7 @@ class LineFile:
         return True
 
     def _append(self, body: bytes) -> None:
-        """Append all of `body` or nothing."""
+        """Append the whole of `body`, or nothing if that fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = safe_opener(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -89,17 +89,17 @@ class LineFile:
 
 
 def _to_json(value: object) -> object:
-    """Replace floats that JSON cannot represent (NaN, infinity) by None."""
+    """Returns the value with floats that JSON cannot represent (NaN, infinity) replaced by None."""
     if isinstance(value, Mapping):
         return {key: _to_json(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StepLog:
-    """The log of a run's training steps.
+    """The log of a run's training steps, `metrics.jsonl`.
 
-    Appends to `metrics.jsonl`. In a gang rank 0 does so, after the step and before a checkpoint, so no checkpoint is
-    ahead of the file whenever a process is killed.
+    In a gang rank 0 writes it, after the step and before a checkpoint. So whenever a process is killed, no checkpoint
+    is ahead of the file.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -121,7 +121,7 @@ class StepLog:
 
 
 class SampleLog:
-    """The sample ids of each step, by the rank that reads them."""
+    """The sample ids of each step, in one file for each rank that reads samples."""
 
     def __init__(self, folder: RunFolder, group: ProcessGroup) -> None:
         self._folder, self._name, self._generation = folder, f"samples/{group.rank}.jsonl", group.generation
@@ -134,7 +134,7 @@ class SampleLog:
 
 
 class RunLog:
-    """The log of one driver. `logs_steps` is False if rank 0 logs the steps."""
+    """The log that one driver writes. `logs_steps` is False if rank 0 logs the steps."""
 
     def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True, claim: str = "") -> None:
         """`claim` is the token of the run's claim on its folders; without one, uploads are not checked."""
@@ -210,7 +210,7 @@ class RunLog:
         )
 
     def log_run(self, train: Callable[[], object]) -> RunResult:
-        """Trains and closes the log: as done, or as failed if `train` raises a RaytideError."""
+        """Runs `train` and closes the log, in state `done`, or in state `failed` if `train` raises a RaytideError."""
         try:
             try:
                 train()
@@ -224,7 +224,9 @@ class RunLog:
             self.folder.close()
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
-        """Write run.json. StorageError if that fails, except after an earlier failure, which is the reason then."""
+        """Write run.json and return the run's result. StorageError if that fails; after a failed run it is ignored,
+        because that failure is the error to report.
+        """
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)
         result = self.result()
@@ -254,12 +256,12 @@ class RunLog:
             raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
-        """Mark all steps as done: a driver killed after the last step did not record it."""
+        """Record that all steps are done, which a driver that was killed after the last step could not record."""
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps
 
     def _resume(self) -> None:
-        """Restore steps and losses of the run, which may have had earlier drivers."""
+        """Restore the run's steps and losses from its files, which earlier drivers may have written."""
         metrics = self.folder.fetch(METRICS)
         for file in (metrics, self.folder.path / EVENTS):
             _drop_torn_line(file)

@@ -16,8 +16,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None) -> RunResult:
-    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to its
-    `out`."""
+    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to `out`."""
     refuse_packages(spec)
     claim = Claim(spec.places)
     try:
@@ -28,7 +27,7 @@ def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lamb
 
 
 def refuse_packages(spec: TrainSpec) -> None:
-    """Raises ConfigError for a spec with packages: this process runs already."""
+    """Raises ConfigError for a spec with packages, which cannot be installed for a process that runs already."""
     if spec.pip:
         raise ConfigError(
             f"{spec.name}: pip is for jobs of a cluster; this process has its packages already.",

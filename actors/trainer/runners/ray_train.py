@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def train_loop_per_worker(config: Mapping[str, Any]) -> None:
-    """Train the spec in `config` to its end on the workers that Ray Train started."""
+    """Train the spec in `config` to its end. Ray Train calls this function on each of its workers."""
     from raytide.actors.trainer.distributed import process_group
 
     spec = TrainSpec.parse(config, where="train_loop_config")
@@ -76,8 +76,9 @@ def _train_with(spec: TrainSpec, group: ProcessGroup, token: str, record: RunLog
 
 
 class RayTrainReporter:
-    """Reports to Ray Train from all workers at the same steps. A report is a barrier that waits up to two seconds for
-    the controller, so there is one for each checkpoint, not for each step."""
+    """Reports to Ray Train, from all workers at the same steps. A report is a barrier that waits up to two seconds for
+    the controller, so each checkpoint is reported, but not each step.
+    """
 
     def __init__(self, trainer: Trainer, record: RunLog | None) -> None:
         self.trainer, self.spec, self.record = trainer, trainer.spec, record
@@ -92,7 +93,7 @@ class RayTrainReporter:
         self._last = result
 
     def send(self) -> None:
-        """Report the latest step, and the newest checkpoint unless Ray Train has it."""
+        """Report the latest step, and the newest checkpoint unless it was reported already."""
         import ray.train
 
         if self._last is None:
@@ -114,7 +115,7 @@ class RayTrainReporter:
 
 
 def _place(ray_checkpoint: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
-    """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error of a bad one."""
+    """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error if it is bad."""
     store = open_store(spec.checkpoint_url)
     with ray_checkpoint.as_directory() as folder:
         source = LocalStore(Path(folder).parent)

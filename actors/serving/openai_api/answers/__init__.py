@@ -1,1 +1,1 @@
-"""The answers of OpenAI's API: their bodies, and the writers of whole ones and of streams."""
+"""The answers of OpenAI's API: their bodies, and the writers of complete and of streamed answers."""

@@ -41,7 +41,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChoiceState:
-    """The text, log probabilities and end of one choice so far."""
+    """The text, log probabilities and finish reason of one choice so far."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -66,7 +66,7 @@ class ResponseWriter(Protocol):
     id: str
 
     def set_id(self, request_id: str) -> None:
-        """Gives the response the id of its request in the usage, after OpenAI's prefix."""
+        """Sets the response's id to OpenAI's prefix and `request_id`, the request's id in usage records."""
 
     def full_response(
         self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes
@@ -79,14 +79,14 @@ class ResponseWriter(Protocol):
         """Returns the events of one delta."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Returns the end of a stream."""
+        """Returns the last events of a stream."""
 
     def failure(self, error: ApiError) -> bytes:
-        """Returns the end of a stream that failed."""
+        """Returns the last event of a stream that failed."""
 
 
 class _Writer:
-    """Does what completions and chats have in common. `prefix` begins the ids of answers."""
+    """The base of the writers for completions and chats. `prefix` begins the ids of answers."""
 
     def __init__(self, request: CompletionRequest | ChatRequest, generation: GenerationStream, *, prefix: str) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
@@ -115,13 +115,13 @@ class _Writer:
         return part.token_ids if self._request.return_token_ids else None
 
     def _prompt(self, index: int) -> list[int] | None:
-        """Returns the tokens of a choice's prompt, where they are asked for."""
+        """Returns the token ids of a choice's prompt if the request asks for them, else None."""
         if not self._request.return_token_ids:
             return None
         return list(self._generation.prompts[index // self._generation.sampling.n])
 
     def _stop_reason(self, part: ChoiceState | ChoiceDelta) -> str | int | None:
-        """Returns the stop string or the stop token that ended a choice."""
+        """Returns the stop string or stop token that ended a choice, or None."""
         if part.finish_reason != "stop":
             return None
         last = part.token_ids[-1] if part.token_ids else None
@@ -259,7 +259,7 @@ class ChatWriter(_Writer):
         )
 
     def _finish_reason(self, reason: FinishReason, has_calls: bool) -> FinishReason:
-        """Returns the reason. As with OpenAI, a call that the client forced by name ends with "stop"."""
+        """Returns "tool_calls" after calls, else `reason`. As at OpenAI, a call forced by name ends with "stop"."""
         return "tool_calls" if reason == "stop" and has_calls and not self._use.is_named else reason
 
     def _choice(self, choice: ChunkChoice, **more: Any) -> bytes:
@@ -278,7 +278,7 @@ def _delta(piece: Piece) -> Delta:
 
 
 def usage_of(choices: Iterable[ChoiceState]) -> Usage:
-    """Returns the sum over the prompts: a prompt with several choices counts once, as OpenAI bills it."""
+    """Returns the usage summed over the prompts. A prompt with several choices counts once, as OpenAI bills it."""
     prompts = [choice.usage for choice in choices if choice.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in prompts)

@@ -1,1 +1,1 @@
-"""The parts of chats beside texts: images in, and tools to call."""
+"""The parts of chats other than text: images in the messages, and tools to call."""

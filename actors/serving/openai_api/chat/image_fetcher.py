@@ -1,7 +1,7 @@
-"""Fetches the images that requests name by URL, from the hosts that the endpoint allows and from nowhere else.
+"""Fetches the images that requests name by URL, only from the hosts that the endpoint allows.
 
-A host's name is resolved once, every address must be a public one, and the connection goes to the address that was
-checked: a name that resolves to the inside of a network, now or a moment later, reaches nothing. Redirects are not
+A host's name is resolved once, every one of its addresses must be public, and the connection goes to the address that
+was checked. So a name that resolves to an internal address, now or a moment later, reaches nothing. Redirects are not
 followed.
 """
 
@@ -31,21 +31,21 @@ _TRANSLATED = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff
 
 
 class ImageBudget:
-    """The bytes that may still be fetched for one request, all of whose images are in memory at once."""
+    """The bytes that may still be fetched for one request. All of a request's images are in memory at once."""
 
     def __init__(self, most_bytes: int = MAX_IMAGE_BYTES) -> None:
         self._most_bytes = self._left = most_bytes
 
     def take(self, where: str, count: int) -> None:
-        """Raises ApiError for more than there are left."""
+        """Subtracts `count` bytes. Raises ApiError if fewer are left."""
         self._left -= count
         if self._left < 0:
             raise _refused(where, f"the images of a request have more than {self._most_bytes} bytes")
 
 
 class ImageFetcher:
-    """Fetches images. `hosts` are `NAME`, `*.NAME` for all names below it, or either with `:PORT`. Use it from one
-    event loop. `resolve` and `is_allowed` are other than the network's in tests alone.
+    """Fetches images from `hosts`: each is `NAME`, `*.NAME` for all names below it, or either with `:PORT`. Use a
+    fetcher from one event loop only. Only tests pass `resolve` and `is_allowed`.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ImageFetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, where: str, url: str, budget: ImageBudget) -> bytes:
-        """Returns the file at a URL. Raises ApiError, with the part's place, for one that is not allowed, not there,
-        too slow, or larger than what the request's other images leave.
+        """Returns the content of the file at a URL. Raises ApiError, with the part's place `where`, if the URL is not
+        allowed or not found, if the file takes too long, or if the file is larger than what is left of `budget`.
         """
         parts = self._checked(where, url)
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -128,7 +128,7 @@ class ImageFetcher:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an address is one of the public internet, and none that leads elsewhere."""
+    """Returns whether an address is public. Addresses that embed another one, as in NAT64 and 6to4, are not."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""The images of a chat: parts of the form `image_url` whose URL holds the file itself."""
+"""The images of a chat: parts of the type `image_url`, whose URL contains the file or, on allowed hosts, names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,40};base64,", re.IGNORECASE)
 
 
 def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """Returns the place and the URL of each image, in order. Raises ApiError for too many."""
+    """Returns the place and the URL of each image, in order. Raises ApiError if there are too many."""
     found = [
         (
             f"messages[{index}].content[{place}]",
@@ -34,7 +34,7 @@ def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 async def images_of(messages: Sequence[ChatMessage], fetcher: ImageFetcher) -> tuple[bytes, ...]:
-    """Returns the files of all images, in order. Raises ApiError, with the part's place, for one that is not read."""
+    """Returns the files of all images, in order. Raises ApiError, with the part's place, for an unreadable image."""
     budget = ImageBudget()
     return tuple(await asyncio.gather(*(_read(where, url, fetcher, budget) for where, url in _urls(messages))))
 

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what the prompt shows of them, and what the output must then be."""
+"""The tools of a chat request: which of them the prompt shows, and how they constrain the output."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_CALLS = 32
 class ToolUse:
     """The use of tools in one request.
 
-    `shown` are the tools as chat templates take them; `structured` is the constraint of a required call, None where
-    the model may answer in text. `is_named`: one tool is forced by its name.
+    `shown` are the tools in the form that chat templates take. `structured` is the constraint of a required call; it is
+    None if the model may answer in text. `is_named` is true if one tool is forced by its name.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -36,7 +36,7 @@ class ToolUse:
     reasoning: Literal["", "tagged", "open"] = ""
 
     def parser(self) -> OutputParser | None:
-        """Returns a parser for one output; None where an output is text and nothing else."""
+        """Returns a new parser for one output; None if outputs are plain text."""
         if self.syntax is None and not self.reasoning:
             return None
         return OutputParser(self.syntax, self.reasoning, self.max_calls)
@@ -98,7 +98,9 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
-    """Returns the schema of an array of calls. Definitions that a tool's schema refers to stay with it."""
+    """Returns the schema of an array of up to `most` calls to any of the tools. Definitions that a tool's schema refers
+    to are moved to the new schema's `$defs`.
+    """
     calls = []
     definitions: dict[str, Any] = {}
     for index, tool in enumerate(tools):
@@ -115,7 +117,7 @@ def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
 
 
 def _renamed(schema: Any, index: int) -> Any:
-    """Returns a schema whose references to a tool's own definitions lead to those of the whole schema."""
+    """Returns a copy of a tool's schema whose references to its own definitions point into the whole schema."""
     if isinstance(schema, dict):
         return {
             key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/tool{index}_", value)

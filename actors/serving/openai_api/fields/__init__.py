@@ -1,1 +1,1 @@
-"""Fields that several requests have, and what they ask for: constraints of the output, prompts that are cut."""
+"""Fields that several kinds of request share: constraints on the output, and truncation of prompts."""

@@ -1,4 +1,4 @@
-"""The constraints on a request's output: OpenAI's `response_format`, or one of vLLM's fields for the same."""
+"""The constraints on a request's output: OpenAI's `response_format`, or one of vLLM's equivalent fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Constraints(BaseModel):
-    """The alternative fields for a constraint."""
+    """The fields with which a request can constrain its output. Only one of them may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -54,7 +54,7 @@ class Constraints(BaseModel):
 
 
 def structured_of(request: Constraints) -> Structured | None:
-    """Returns the constraint, if there is one. Raises ApiError (400) for several and for one that is too long."""
+    """Returns the constraint, or None. Raises ApiError (400) for several constraints and for one that is too long."""
     found = _found(request)
     for name, structured in found.items():
         if structured.size > MAX_GRAMMAR_CHARS:
@@ -68,7 +68,7 @@ def structured_of(request: Constraints) -> Structured | None:
 
 
 def constraint_field(request: Constraints) -> str:
-    """Returns the name of the first field that constrains the output; empty without one."""
+    """Returns the name of the first field that constrains the output; empty if there is none."""
     return next(iter(_found(request)), "").partition(".")[0]
 
 

@@ -14,13 +14,13 @@ Side = Literal["left", "right"]
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 _CHARS_OF_A_TOKEN = 4
-"""The characters of a token at first, for finding the end of a long text that has enough tokens."""
+"""The first guess of a token's characters, in the search for a suffix of a long text with enough tokens."""
 _MORE = 16
-"""The tokens beyond those that are kept with which the search for such an end is over."""
+"""The search for such a suffix ends once it has this many tokens more than are kept."""
 
 
 class TruncationFields(BaseModel):
-    """The fields of requests whose prompts may be cut: to the first (`right`) or the last (`left`) tokens."""
+    """The fields of requests whose prompts may be cut. Side `right` keeps the first tokens, `left` the last."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Side | None = None
@@ -28,7 +28,9 @@ class TruncationFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Cuts prompts to `length` tokens. `limit` is the context's length, beyond which engines read little of a text."""
+    """Cuts prompts to `length` tokens. `limit` is the context's length; engines do not tokenize the whole of a text
+    that is longer.
+    """
 
     length: int
     side: Side
@@ -36,8 +38,8 @@ class Truncation:
 
     @classmethod
     def of(cls, asked: TruncationFields, limit: int, *, answer: int = 1, side: Side) -> Truncation | None:
-        """Returns what a request asks for; None without it. -1 leaves room for an `answer`; `side` is the default.
-        Raises ApiError (400) for a length of 0 or beyond the context.
+        """Returns the truncation that a request asks for, or None. A length of -1 leaves room for `answer` tokens;
+        `side` is the default side. Raises ApiError (400) for a length of 0 or beyond the context.
         """
         length = asked.truncate_prompt_tokens
         if length is None:
@@ -49,7 +51,7 @@ class Truncation:
         return cls(length, asked.truncation_side or side, limit)
 
     def cut(self, tokens: Sequence[int], head: int = 0, tail: int = 0) -> list[int]:
-        """Returns a prompt's tokens, cut between the `head` first ones and the `tail` last ones, which stay."""
+        """Returns a prompt's tokens, cut to `length`. The first `head` and the last `tail` tokens are always kept."""
         if len(tokens) <= self.length:
             return list(tokens)
         kept = self.length - head - tail
@@ -60,7 +62,7 @@ class Truncation:
         return [*tokens[:head], *middle, *tokens[end:]]
 
     async def text(self, text: str, tokenize: Tokenize) -> list[int]:
-        """Returns the tokens of a text, cut between the special ones at its ends."""
+        """Returns the tokens of a text, cut to `length`. The special tokens at its ends are always kept."""
         special, tokens = await tokenize(""), await tokenize(text)
         if self.side == "left" and len(tokens) > self.limit:
             tokens = await self._end(text, tokenize)
@@ -68,8 +70,8 @@ class Truncation:
         return self.cut(tokens, head, _common(tokens[::-1], special[head:][::-1]))
 
     def pair(self, tokens: Sequence[int], first: Sequence[int], special: Sequence[int]) -> list[int]:
-        """Returns the tokens of a pair, of which the second text is cut. `first` are those of the pair with an empty
-        second text, and `special` those of two empty ones.
+        """Returns the tokens of a pair of texts, of which the second is cut. `first` are the tokens of the pair with an
+        empty second text, and `special` those of two empty texts.
         """
         if self.side == "left" and len(tokens) > self.limit:
             raise _refused("a text beyond the context is cut on the right in a pair.", "truncation_side")
@@ -77,8 +79,8 @@ class Truncation:
         return self.cut(tokens, len(first) - tail, tail)
 
     async def _end(self, text: str, tokenize: Tokenize) -> list[int]:
-        """Returns the tokens of an end of the text: at least as many as are kept, and no more than the context has. If
-        there are some more, the words that are kept begin where they do in the whole text.
+        """Returns the tokens of a suffix of the text: at least `length` tokens, and no more than the context has. A few
+        extra tokens, where possible, make words begin at the same places as in the whole text.
         """
         least, most, best = 0, len(text), list[int]()
         size = min(most - 1, _CHARS_OF_A_TOKEN * self.length)
@@ -97,7 +99,7 @@ class Truncation:
 
 
 def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Returns how many of the first tokens are those of the other ones."""
+    """Returns the length of the longest common prefix of both token lists."""
     pairs = zip(tokens, others, strict=False)
     return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(tokens), len(others)))
 

@@ -1,1 +1,1 @@
-"""The routes whose answer is one vector or number for each input: embeddings, scores, ranks."""
+"""The routes that answer each input with one vector or number: embeddings, scores, ranks."""

@@ -1,4 +1,4 @@
-"""The course that all pooling requests share: their size is checked, their caller admitted, their tokens billed."""
+"""The steps that all pooling requests share: a size check, the caller's admission, and the billing of tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class PooledRequest(TruncationFields):
 async def compute(
     server: Server, caller: RequestCaller, prompts: Sequence[list[int]], work: Work, *, param: str
 ) -> tuple[Vectors, int]:
-    """Returns the result of the engine's `work` on the prompts, and the number of their tokens. Raises ApiError for too
-    many, or if the caller may not."""
+    """Returns the result of the engine's `work` on the prompts, and the number of prompt tokens. Raises ApiError if
+    there are too many tokens or the caller is not admitted.
+    """
     tokens = sum(map(len, prompts))
     if tokens > MAX_EMBEDDING_TOKENS:
         raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)

@@ -30,7 +30,7 @@ _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_
 
 
 class ScoreRequest(PooledRequest):
-    """One text against one, one against many, or as many pairs as each list has texts."""
+    """Pairs of texts to score: one text with one, one with each of many, or each of a list with its counterpart."""
 
     text_1: _Texts
     text_2: _Texts
@@ -136,7 +136,7 @@ async def _scores(
     caller: RequestCaller,
     fields: tuple[str, str],
 ) -> tuple[list[float], int, Method]:
-    """Returns the score of each pair, the tokens that were computed, and the method."""
+    """Returns the score of each pair, the number of tokens that were computed, and the method."""
     cut = Truncation.of(request, server.info.max_model_len, side="right")
     if "classification" in server.info.features:
         if server.info.num_labels != 1:

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its requests as chats, its answers and events, and the shape of its errors."""
+"""Anthropic's Messages API: requests translated into chats, answers and events, and the format of errors."""

@@ -1,4 +1,4 @@
-"""Errors in the shape of Anthropic's API, by which its clients read them."""
+"""Errors in the format of Anthropic's API, which its clients can read."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class MessagesError(BaseModel):
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Returns whether a request is of Anthropic's API: by its path, or where both APIs have the same path, by the
-    version that its clients send.
+    """Returns whether a request belongs to Anthropic's API: by its path or, for paths that both APIs have, by the
+    header `anthropic-version`, which only Anthropic's clients send.
     """
     path: str = scope["path"]
     if path == _PATH or path.startswith(f"{_PATH}/"):
@@ -51,7 +51,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def error_body(error: ApiError, request_id: str = "") -> dict[str, Any]:
-    """Returns the body of an error. `details.error_code` is what OpenAI's errors call `code`."""
+    """Returns the body of an error. `details.error_code` is the `code` of OpenAI's errors."""
     found = error.body.error
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": found.message}

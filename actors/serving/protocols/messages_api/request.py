@@ -1,4 +1,4 @@
-"""A body of `/v1/messages` and the chat request that asks the engine for the same."""
+"""A body of `/v1/messages`, and its translation into a chat request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = dict[str, Any]
 Content = str | Sequence[Item]
 
 _BILLING = "x-anthropic-billing-header"
-"""The beginning of a system text in which Claude Code has a hash of each request: no prefix would ever be cached."""
+"""The beginning of a system text with a hash of each request, from Claude Code: with it no prefix would be cached."""
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of an earlier answer's reasoning, which templates leave out of later prompts."""
 _NO_EFFECT = frozenset(
@@ -92,7 +92,7 @@ class PromptRequest(BaseModel):
 
 
 class MessagesRequest(PromptRequest):
-    """A request of the Messages API. From `cache_salt` on the fields are extensions, as chats have them."""
+    """A request of the Messages API. The fields from `cache_salt` on are extensions, which chats have too."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -106,15 +106,16 @@ class MessagesRequest(PromptRequest):
 
     @property
     def user(self) -> str | None:
-        """The user that `metadata` names; its requests are a session."""
+        """The user id in `metadata`, or None. The requests of one user form a session."""
         metadata = (self.model_extra or {}).get("metadata")
         user = metadata.get("user_id") if isinstance(metadata, dict) else None
         return user if isinstance(user, str) else None
 
 
 def chat_request(request: PromptRequest) -> ChatRequest:
-    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; a ValidationError has
-    the chat's names, which `in_messages` translates."""
+    """Returns the request as a chat. Raises ApiError (400), with the field's name, for a field that cannot be honoured.
+    A ValidationError names the chat's fields, which `in_messages` translates.
+    """
     _refuse_unknown(request)
     fields = _prompt_fields(request)
     if isinstance(request, MessagesRequest):
@@ -136,7 +137,7 @@ def chat_request(request: PromptRequest) -> ChatRequest:
 
 
 def in_messages(error: ApiError) -> ApiError:
-    """Returns the error of a chat request with the names that its fields have in a request for a message."""
+    """Returns the error of a chat request, with the chat's field names replaced by those of the Messages API."""
     found = error.body.error
     if found.param is not None:
         first, dot, rest = found.param.replace("[", ".[").partition(".")
@@ -186,7 +187,7 @@ def _is_open(last: Item) -> bool:
 
 
 def _thinking_kwargs(thinking: Thinking | None) -> Item:
-    """Returns the variables by which templates turn reasoning on and off: Qwen's name for it, and DeepSeek's."""
+    """Returns the template variables that turn reasoning on and off, under Qwen's and DeepSeek's names."""
     if thinking is None:
         return {}
     return dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
@@ -250,7 +251,7 @@ def turns_of(turns: Iterable[tuple[str, Content]]) -> list[Item]:
 
 
 def _answer(blocks: Sequence[Item], where: str) -> Item:
-    """Returns the message of an assistant's turn: its text and its calls."""
+    """Returns an assistant's turn as one message with its text and its tool calls."""
     texts: list[str] = []
     calls: list[Item] = []
     for place, block in enumerate(blocks):
@@ -270,7 +271,7 @@ def _answer(blocks: Sequence[Item], where: str) -> Item:
 
 
 def _asked(blocks: Sequence[Item], where: str) -> list[Item]:
-    """Returns the messages of a user's turn: one for each result of a tool, then what the user says."""
+    """Returns a user's turn as messages: one for each tool result, then one with the user's own text and all images."""
     results: list[Item] = []
     parts: list[Item] = []
     for place, block in enumerate(blocks):
@@ -297,7 +298,7 @@ def _parts(content: Any, where: str) -> list[Item]:
 
 
 def _part(block: Item, where: str) -> Item:
-    """Returns a text or an image as a part of a chat's message."""
+    """Returns a block with a text or an image as a part of a chat's message."""
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return {"type": "text", "text": _text_of(block, where)}

@@ -1,4 +1,4 @@
-"""The routes of Anthropic's Messages API, and its form of the list of models."""
+"""The routes of Anthropic's Messages API, and the list of models in Anthropic's format."""
 
 from __future__ import annotations
 

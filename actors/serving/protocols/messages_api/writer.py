@@ -1,4 +1,4 @@
-"""The answer to a request of the Messages API, in one piece or as its typed events."""
+"""Writes the answer to a request of the Messages API, in one piece or as typed events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INPUT: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class MessagesWriter:
-    """Writes blocks as their text arrives: thinking, text, calls. A delta belongs to the block that is open."""
+    """Writes content blocks (thinking, text, calls) as text arrives. Deltas go to the one block that is open."""
 
     def __init__(self, request: MessagesRequest, generation: GenerationStream) -> None:
         self.id = f"msg_{uuid4().hex}"
@@ -130,7 +130,7 @@ class MessagesWriter:
 
 
 def _parsed(text: str) -> Item:
-    """Returns the input of a call, as far as it was written before the answer was cut off."""
+    """Returns the input of a call; of a call that was cut off, the part that can be parsed."""
     try:
         return _INPUT.validate_json(text, experimental_allow_partial="trailing-strings")
     except ValueError:
@@ -138,7 +138,7 @@ def _parsed(text: str) -> Item:
 
 
 def _usage(usage: Usage) -> Item:
-    """Returns the usage, in which the input does not count what came from the cache."""
+    """Returns the usage in Anthropic's format, in which the input tokens do not include the cached ones."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,

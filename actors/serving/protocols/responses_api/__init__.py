@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: its requests as chats, its answers and events, and the responses that are stored."""
+"""OpenAI's Responses API: requests translated into chats, answers and events, and stored responses."""

@@ -1,4 +1,4 @@
-"""A body of `/v1/responses` and the chat request that asks the engine for the same."""
+"""A body of `/v1/responses`, and its translation into a chat request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Item = dict[str, Any]
 
 
 class Reasoning(BaseModel):
-    """Its other fields say how much of the reasoning is shown, which is all of it here."""
+    """The reasoning options. Other fields say how much of the reasoning to show; here all of it is shown."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -82,8 +82,9 @@ class ResponsesRequest(BaseModel):
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; a ValidationError has
-    the chat's names, which `in_responses` translates."""
+    """Returns the request as a chat. Raises ApiError (400), with the field's name, for a field that cannot be honoured.
+    A ValidationError names the chat's fields, which `in_responses` translates.
+    """
     for name, value in (request.model_extra or {}).items():
         if value is None or name in _NO_EFFECT or (name in _UNSUPPORTED and value == _UNSUPPORTED[name]):
             continue
@@ -114,7 +115,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 
 
 def in_responses(error: ApiError) -> ApiError:
-    """Returns the error of a chat request with the name that the field has in a responses request."""
+    """Returns the error of a chat request, with the chat's field names replaced by those of the Responses API."""
     found = error.body.error
     if found.param is not None:
         first, *rest = found.param.replace("[", ".[").split(".")
@@ -152,7 +153,7 @@ def _messages(request: ResponsesRequest) -> list[Item]:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Returns a content as a chat has it: its text, or its parts if an image is among them."""
+    """Returns an item's content in a chat's form: a text, or a list of parts if there is an image in it."""
     has_images = isinstance(content, list) and any(_is_image(part) for part in content)
     if not has_images:
         return _text(content, where)
@@ -169,7 +170,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _image(part: Item, where: str) -> Item:
-    """Returns an image as a part of a chat. `detail` is left out: the model has one size."""
+    """Returns an image as a part of a chat. `detail` is left out, because a model reads all images at one size."""
     url = part.get("image_url")
     if not isinstance(url, str):
         raise invalid(f"{where}: an image is read from its image_url, not from a file.", param=where)
@@ -177,7 +178,9 @@ def _image(part: Item, where: str) -> Item:
 
 
 def _text(content: Any, where: str, first: int = 0) -> Any:
-    """Returns the text of a content, or what is no content as it is, for the chat's validation to refuse."""
+    """Returns the joined texts of a list of parts. Anything but a list is returned unchanged; if it is no text, the
+    chat's validation refuses it.
+    """
     if not isinstance(content, list):
         return content
     for place, part in enumerate(content, first):

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class _ResponseId(StringConvertor):
-    """An id in a path, which the names of other routes are not."""
+    """A response's id in a path. The segment `input_tokens`, which belongs to another route, is no id."""
 
     regex = r"(?!input_tokens(?:/|$))[^/]+"
 
@@ -117,7 +117,7 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         return InputItems(data=data, first_id=first, last_id=last, has_more=len(items) > limit)
 
     async def _stored(response_id: str, request: Request) -> StoredResponse | None:
-        """Returns a response of the caller's team, of a model that the caller may use."""
+        """Returns a stored response of the caller's team, if the caller may use the response's model; else None."""
         caller = caller_of(request.scope)
         if not RESPONSE_ID.fullmatch(response_id):
             return None
@@ -131,7 +131,7 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         return found
 
     async def _continued(body: ResponsesRequest, request: Request) -> ResponsesRequest:
-        """Returns the request with the items of the response that it follows before its own."""
+        """Returns the request with the items of its previous response, if it names one, put before its own items."""
         if body.previous_response_id is None:
             return body
         await models.server(body.model, request)  # an unknown model is the first problem to name

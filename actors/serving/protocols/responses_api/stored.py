@@ -1,4 +1,4 @@
-"""Stored responses: what is kept of each, and where, so that clients may read it again and go on from it."""
+"""Stored responses, which clients can read again and continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = dict[str, Any]
 
 RESPONSE_ID = re.compile(r"resp_[\w-]{1,100}", re.ASCII)
 MAX_RESPONSE_BYTES = 4 << 20
-"""The size of the largest response that is stored, with its input."""
+"""The largest size in bytes of a response, including its input, that is stored."""
 KEEP_S = 30 * 86_400
 """The seconds for which a response is stored, as at OpenAI."""
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -23,7 +23,7 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOwner:
-    """The team whose response it is, and the account of the key that asked; "" without a key."""
+    """The team that owns a response, and the account of the key that requested it; empty without a key."""
 
     team: str
     account: str
@@ -31,7 +31,7 @@ class ResponseOwner:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as clients see it, and the items that its prompt was made of, those of earlier responses too."""
+    """A response as clients see it, and the input items of its prompt, including those of earlier responses."""
 
     id: str
     model: str
@@ -40,7 +40,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Item]:
-        """The items with which a response that follows it begins."""
+        """The items with which the prompt of a following response begins."""
         return [*self.input, *self.response["output"]]
 
     def to_json(self) -> str:
@@ -53,13 +53,13 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for a time. Each bounds what it keeps: the oldest go first."""
+    """Keeps responses for a limited time. Each store has a size limit, beyond which it removes the oldest responses."""
 
     async def add(self, owner: ResponseOwner, stored: StoredResponse) -> None:
         """Stores a response, unless it is too large."""
 
     async def get(self, team: str, response_id: str) -> StoredResponse | None:
-        """Returns a response of the team; None for one that is unknown, has expired or is another team's."""
+        """Returns a response of the team; None if the response is unknown, has expired or belongs to another team."""
 
     async def delete(self, team: str, response_id: str) -> bool:
         """Deletes a response of the team. Returns False if there was none."""
@@ -101,7 +101,7 @@ class MemoryResponses:
 
 
 def input_items(given: str | Sequence[Item]) -> list[Item]:
-    """Returns an input as the items that clients list: each with its type, an id, and contents as parts."""
+    """Returns an input as items in the form that clients list: each with a type, an id, and its content as parts."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(each) for each in given]

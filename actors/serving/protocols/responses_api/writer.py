@@ -1,4 +1,4 @@
-"""The answer to a request of the Responses API, in one piece or as its typed events."""
+"""Writes the answer to a request of the Responses API, in one piece or as typed events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Writes items as their text arrives: reasoning, a message, calls. An event belongs to the item that is open."""
+    """Writes output items (reasoning, a message, calls) as text arrives. Events go to the one item that is open."""
 
     def __init__(self, request: ResponsesRequest, generation: GenerationStream) -> None:
         self.id = f"resp_{uuid4().hex}"

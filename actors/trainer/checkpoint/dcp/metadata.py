@@ -24,9 +24,10 @@ _MAX_DIMS = 64
 
 
 def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
-    """Returns the metadata in `body`; its shards must lie within files of these sizes (bytes, by name).
+    """Returns the metadata in `body`, the content of a `.metadata` file. `sizes` has the bytes of each shard file by
+    name.
 
-    CheckpointError for malformed metadata, or if it points outside those files.
+    CheckpointError if the metadata is malformed or points outside those files.
     """
     tree = read(body, where)
     try:

@@ -67,7 +67,8 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
-    """Returns the reads that fill these shards. `dest_index` is the shard's position, because tied names repeat.
+    """Returns the reads that fill these shards. `dest_index` is a shard's position in the list, because tied names
+    repeat.
 
     CheckpointError for a tensor that is missing or has another shape.
     """
@@ -91,7 +92,7 @@ def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[Re
 
 
 def destination(shards: Sequence[TensorShard], item: ReadItem) -> Tensor:
-    """Returns the part of a shard that an item fills."""
+    """Returns the part of a shard that a read item fills."""
     return narrow(shards[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
 

@@ -27,7 +27,7 @@ from raytide.core.errors import CheckpointError
 
 
 class SaveCancelled(BaseException):
-    """A save that was cancelled. No Exception, so that it is not mistaken for a storage failure."""
+    """A save was cancelled. Derives from BaseException, so that no handler takes it for a storage failure."""
 
 
 class DcpWriter(FileSystemWriter):
@@ -42,7 +42,7 @@ class DcpWriter(FileSystemWriter):
 
 
 class DcpReader(StorageReader):
-    """Reads a checkpoint, with one request for each stored shard. Files are untrusted and never executed."""
+    """Reads a checkpoint, with one request to the storage per stored shard. Files are untrusted and never executed."""
 
     def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:
         self._store, self._folder = store, checkpoint.name
@@ -157,7 +157,7 @@ class _Files(FileSystemBase):
 
 class _HeldFile(io.BytesIO):
     def close(self) -> None:
-        """DCP closes the file before its content is read."""
+        """Does nothing: DCP closes the file before its content is read."""
 
 
 class _HashingStream(io.RawIOBase):
@@ -179,7 +179,7 @@ class _HashingStream(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """The storage closes its stream itself when the file is complete."""
+        """Does nothing: the storage closes its stream itself when the file is complete."""
 
     def record(self) -> FileRecord:
         return FileRecord(sha256=self._digest.hexdigest(), size=self._size)

@@ -1,1 +1,1 @@
-"""In-memory snapshots on other ranks (as in Gemini, SOSP 2023), which survive the loss of a node without storage."""
+"""Snapshots in other ranks' memory (as in Gemini, SOSP 2023), which survive the loss of a node without storage."""

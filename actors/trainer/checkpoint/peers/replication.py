@@ -1,4 +1,4 @@
-"""Assigns each rank a peer that holds its snapshot copy, and finds complete snapshots among the copies left."""
+"""Assigns each rank a peer that holds the rank's snapshot copy, and finds complete snapshots among surviving copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SnapshotCopy:
 
 
 def assign_peers(hosts: Sequence[str]) -> list[int]:
-    """Returns, for each rank, the rank that holds its copy: on another host where possible."""
+    """Returns, for each rank, the rank that holds its copy, which is on another host where possible."""
     world = len(hosts)
     by_host = sorted(range(world), key=lambda rank: (hosts[rank], rank))
     shift = max(Counter(hosts).values())
@@ -49,7 +49,7 @@ def count_elements(entries: Iterable[BufferEntry]) -> int:
 
 
 def latest_complete(all_copies: Sequence[SnapshotCopy]) -> SnapshotId | None:
-    """Returns the newest snapshot whose every element is in some rank's memory."""
+    """Returns the newest snapshot of which every element is in some rank's memory; None if there is none."""
     for snapshot in sorted({copy.snapshot for copy in all_copies}, reverse=True):
         copies = [copy for copy in all_copies if copy.snapshot == snapshot]
         if count_elements(entry for copy in copies for entry in copy.entries) == copies[0].elements:

@@ -73,7 +73,7 @@ class SnapshotReader:
             self._round(shards, _nth_rounds(incoming, index), _nth_rounds(outgoing, index))
 
     def _requests(self, shards: Sequence[TensorShard]) -> list[list[ShardRequest]]:
-        """Returns the requests by source rank: this rank where possible, otherwise the holders in turn."""
+        """Returns the parts to request from each rank: from this one where possible, else from the holders in turn."""
         requests: list[list[ShardRequest]] = [[] for _ in range(self._group.world)]
         for number, item in enumerate(planner.read_items(shards, dict(self._stored))):
             key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))

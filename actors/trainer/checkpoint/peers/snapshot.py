@@ -1,7 +1,7 @@
-"""In-memory snapshots: every rank keeps a copy of its own state and of a peer's on another host.
+"""In-memory snapshots: every rank keeps a copy of its own state and one of the state of a peer on another host.
 
 When members are lost, the survivors load the newest snapshot that is still complete, in whatever layout the new gang
-has, without touching storage. The object outlives generations: it joins each one and closes when it ends.
+has, without touching storage. A `Snapshots` object outlives generations: it joins each and leaves it at its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class _Slot:
-    """This process's part of one snapshot."""
+    """The copies that this process holds of one snapshot."""
 
     snapshot: SnapshotId | None = None
     elements: int = 0
@@ -37,7 +37,7 @@ class _Slot:
     own_rank: int = 0
     has_own: bool = False
     peer: StagingBuffer = field(default_factory=StagingBuffer)
-    """Copy of the rank that this rank holds for."""
+    """The copy of the peer's shards that this rank holds."""
     peer_rank: int = 0
     has_peer: bool = False
     is_in_use: bool = False
@@ -46,8 +46,9 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Exchange:
-    """The exchange of one generation. Its thread may outlive the generation, so it holds no group but its own: a held
-    group stays open."""
+    """Exchanges the copies in one generation. Its thread may outlive the generation, so it holds no process group but
+    its own: a group stays open while any thread holds it.
+    """
 
     channel: dist.ProcessGroup
     rank: int
@@ -86,7 +87,7 @@ MOST = 1000
 HALF_LIFE = 16
 """Half-life of the averages, in samples."""
 UNDISTURBED_EVERY = 64
-"""A snapshot that is due is left out once in so many steps: a step without one shows what they cost."""
+"""Once in this many steps a due snapshot is left out, since only a step without one shows what snapshots cost."""
 
 
 @dataclass(slots=True)
@@ -95,16 +96,16 @@ class Average:
     samples: int = 0
 
     def add(self, sample: float) -> None:
-        """Counts the first samples evenly, and later ones with a weight that halves."""
+        """Add a sample. The first samples have equal weights; later, old weights halve every HALF_LIFE samples."""
         self.samples += 1
         self.value += (sample - self.value) * max(1 / self.samples, 1 - 0.5 ** (1 / HALF_LIFE))
 
 
 class SnapshotCadence:
-    """Decides when a snapshot is due. Every rank gives it the same figures, so all decide alike.
+    """Decides when a snapshot is due. All ranks record the same measurements, so all decide alike.
 
-    A snapshot costs the time for which the step waits for it (the copy, and an exchange that is still going on), and
-    what its exchange in the background takes from the steps beside it: those are slower than others.
+    A snapshot costs the time for which its step waits (the copy, and an exchange that is still running), and the time
+    by which its background exchange slows down steps.
     """
 
     def __init__(self, every: int = FIRST) -> None:
@@ -113,7 +114,7 @@ class SnapshotCadence:
         self._undisturbed_at = 0
 
     def record(self, step_s: float, stall_s: float, is_beside: bool) -> None:
-        """Record a step, the time that it waited for a snapshot, and whether one was exchanged beside it."""
+        """Record a step's duration, the time that it waited for a snapshot, and whether an exchange ran beside it."""
         (self._beside if is_beside else self._alone).add(step_s)
         if stall_s:
             self._stall.add(stall_s)
@@ -123,7 +124,7 @@ class SnapshotCadence:
             self.every = max(1, min(MOST, math.ceil(cost_s / (SHARE * max(self._alone.value, 1e-9)))))
 
     def is_due(self, step: int, last: int) -> bool:
-        """Returns whether to take one after `step`, the one before being of step `last`."""
+        """Returns whether to take a snapshot after `step`. `last` is the step of the last snapshot."""
         if step - last < self.every:
             return False
         if self.every == 1 and step - self._undisturbed_at >= UNDISTURBED_EVERY:
@@ -135,8 +136,8 @@ class SnapshotCadence:
 class Snapshots:
     """Snapshots of the training state. All ranks call every method except `close` together.
 
-    Takes four times a rank's share of the state in host memory: its own and a peer's copy of two snapshots, since the
-    older one is needed until the newer is complete everywhere.
+    The host memory needed is four times a rank's share of the state: two snapshots, since the older one is needed until
+    the newer is complete everywhere, each with the rank's own copy and a peer's.
     """
 
     def __init__(self, host: str) -> None:
@@ -153,7 +154,7 @@ class Snapshots:
         self._stall_s, self._is_beside = 0.0, False
 
     def join(self, group: ProcessGroup) -> None:
-        """Join this generation's group."""
+        """Join this generation's group and assign each rank the peer that holds its copy."""
         self._group = group
         self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
         self.cadence = SnapshotCadence(every)
@@ -181,7 +182,7 @@ class Snapshots:
         self._slots[self._current].own.before_update()
 
     def is_due(self, spec: TrainSpec, step: int, last: int) -> bool:
-        """Returns whether to take a snapshot after `step`, the one before being of step `last`."""
+        """Returns whether to take a snapshot after `step`. `last` is the step of the last snapshot."""
         if self._current_group.world == 1:
             return False
         if spec.snapshot_every == "auto":
@@ -189,13 +190,14 @@ class Snapshots:
         return spec.is_due(spec.snapshot_every, step)
 
     def figures(self, step_s: float) -> list[float]:
-        """Returns what this rank knows of its last step, for `record` to get the sums over all ranks. Call it when the
-        next step begins."""
+        """Returns this rank's measurements of its last step, whose sums over all ranks go to `record`: the step's
+        seconds, the seconds that it waited, and 1.0 if an exchange ran beside it. Call it when the next step begins.
+        """
         was_beside, self._is_beside = self._is_beside, self._task.is_running
         return [step_s, self._stall_s, float(was_beside)]
 
     def record(self, sums: Sequence[float]) -> None:
-        """Record the ranks' figures of a step."""
+        """Record the measurements of a step, summed over the ranks."""
         step_s, stall_s, beside = sums
         self._stall_s = 0.0
         if step_s:
@@ -206,7 +208,7 @@ class Snapshots:
         self._task.wait()
 
     def close(self) -> None:
-        """Leave the generation, healthy or not. Local to this rank and quick."""
+        """Leave the generation, healthy or not. Quick, without communication."""
         self._group = self._exchange = None
         try:
             ended = self._task.wait(CLOSE_S)
@@ -220,7 +222,7 @@ class Snapshots:
             self._task = BackgroundTask("snapshot")
 
     def find_newest(self) -> int:
-        """Returns the step of the newest snapshot that the ranks hold completely; 0 if there is none."""
+        """Returns the step of the newest snapshot that the ranks together hold completely; 0 if there is none."""
         self._copies = [copy for part in self._current_group.gather(self._own_copies()) for copy in part]
         self._selected = replication.latest_complete(self._copies)
         return self._selected.step if self._selected else 0
@@ -252,7 +254,7 @@ class Snapshots:
         return found
 
     def _buffers(self, snapshot: SnapshotId) -> dict[int, StagingBuffer]:
-        """Returns this rank's copies of a snapshot, by origin rank."""
+        """Returns the copies of a snapshot that this rank holds, by the rank whose state they are."""
         found: dict[int, StagingBuffer] = {}
         for slot in self._slots:
             if slot.snapshot == snapshot:

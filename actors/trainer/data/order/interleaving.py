@@ -1,10 +1,10 @@
 """Divides one stream of samples among weighted sources, in closed form: no state, any sample by its index.
 
 The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left,
-in integers, so each sample has one leaf and one position there. A leaf's count is within `error_bound` of its exact
-share: an error e at a node becomes p * e + 1/2 at a child with share p. grain's walk (`_counts_per_dataset`,
-github.com/google/grain) is this tree as a chain, where the errors of many sources add up; here the tree is shaped to
-keep them low.
+in integers, so each sample has one leaf and one position in that leaf's source. A leaf's count is within `error_bound`
+of its exact share: an error e at a node becomes p * e + 1/2 at a child with share p. The walk of grain
+(`_counts_per_dataset`, github.com/google/grain) is such a tree in the shape of a chain, in which the errors of many
+sources add up; here the tree's shape keeps the errors small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from raytide.actors.trainer.data.order.shuffle import Ids
 
 _GRID = 20
-"""Steps to an error of one sample, when a tree is shaped."""
+"""The grid's steps per sample, for the rounding of errors while a tree is shaped."""
 PRECISION = 1 << 40
 """Weights are rounded to this total: a drift of one sample in 1e12."""
 MOST_AT_ONCE = 1 << 20
@@ -35,7 +35,7 @@ class _Node:
     weight: int
 
     def lefts(self, first: int, count: int) -> Ids:
-        """Returns how many of the first k samples went left, for k from `first` to `first` + `count`."""
+        """Returns, for k from `first` to `first` + `count`, how many of the first k samples go left."""
         whole, rest = divmod(2 * first * self.left_weight + self.weight, 2 * self.weight)
         steps = np.arange(count + 1, dtype=np.int64) * (2 * self.left_weight)
         return whole + (rest + steps) // (2 * self.weight)
@@ -61,7 +61,7 @@ class Interleaving:
         return sources, positions
 
     def counts(self, index: int) -> tuple[int, ...]:
-        """Returns how many of the first `index` samples each source gives."""
+        """Returns how many of the first `index` samples come from each source."""
         counts = [0] * len(self.weights)
         todo = [(self._tree, index)]
         while todo:
@@ -74,7 +74,7 @@ class Interleaving:
         return tuple(counts)
 
     def _draw(self, node: _Node | int, first: int, places: Ids, sources: Ids, positions: Ids) -> None:
-        """Fills in the samples at `places`, which are consecutive at this node from index `first` on."""
+        """Fills in the samples at `places`. At this node they have consecutive indices, which start at `first`."""
         if isinstance(node, int):
             sources[places] = node
             positions[places] = np.arange(first, first + len(places))
@@ -92,15 +92,15 @@ def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _tree(order: Sequence[int], weights: Sequence[int]) -> _Node | int:
-    """Returns the tree over sources in descending order of weight whose largest error is least.
+    """Returns the tree over the sources, in the given order (descending weight), whose largest error is least.
 
-    Dynamic programming over ranges of `order` and the error at their node, rounded up to 1 / _GRID.
+    Dynamic programming over ranges of `order` and the error at a range's node, rounded up to a multiple of 1 / _GRID.
     """
     sums = [0, *accumulate(weights[i] for i in order)]
 
     @cache
     def best(begin: int, end: int, grid: int) -> tuple[float, int]:
-        """Returns the least error bound of a range whose node has an error of grid / _GRID, and where to cut it."""
+        """Returns the least error bound of a range whose node has the error grid / _GRID, and the place of its cut."""
         if end - begin == 1:
             return grid / _GRID, begin
         total, least, at = sums[end] - sums[begin], math.inf, begin

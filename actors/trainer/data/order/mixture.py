@@ -1,7 +1,7 @@
 """The samples of each step of a mixture, as a function of (seed, step): weights, caps and phases, without state.
 
-Sample k of the run is the next row of one source. Within a source, each pass over it is a Feistel permutation keyed by
-(seed, source, epoch). A phase starts where the closed form of the phases before it left each source.
+Sample k of the run is the next row of one source. Each pass over a source is a Feistel permutation keyed by (seed,
+source, epoch). The closed form of the earlier phases gives the position of each source at which a phase starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Shares of rows from a sample on."""
+    """The shares of the sources, counted in rows, from one sample of the run on."""
 
     first: int
     """The number of samples before this phase."""
@@ -41,7 +41,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSampler:
-    """Selects the rows of each step. A row's id is its number in its source, after the rows of the sources before."""
+    """Selects the rows of each step. A row's id is its number in its source plus the rows of all earlier sources."""
 
     seed: int
     sources: tuple[SourceSize, ...]
@@ -50,7 +50,7 @@ class MixtureSampler:
     shuffle: Shuffle = EVERYWHERE
 
     def ids(self, step: int) -> Ids:
-        """Returns the row ids of `step`, in order. It depends on no other step and on no rank."""
+        """Returns the row ids of `step`, in order. They depend on no other step and on no rank."""
         first = step * self.global_batch
         phase = next(phase for phase in reversed(self.phases) if phase.first <= first)
         drawn, positions = _interleaving(phase.shares).draw(first - phase.first, self.global_batch)
@@ -79,7 +79,7 @@ class MixtureSampler:
 def resolve_phases(
     spec: MixtureSpec, sources: Sequence[SourceSize], global_batch: int, steps: int
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a run of `steps`. DataError if the sources may not give that many samples."""
+    """Returns the phases of a run of `steps` steps. DataError if the sources cannot give that many samples."""
     positions, phases = [0] * len(sources), list[Phase]()
     starts = [0, *(phase.from_step for phase in spec.phases)]
     for index, start in enumerate(starts):
@@ -104,7 +104,8 @@ def resolve_phases(
 
 
 def capped_shares(shares: Sequence[float], limits: Sequence[float]) -> tuple[float, ...] | None:
-    """Returns shares that sum to 1, none above its limit, in proportion to `shares` where no limit holds.
+    """Returns shares that sum to 1: none is above its limit, and those below their limits are in proportion to
+    `shares`.
 
     This is UniMax's water-filling (Chung et al., 2304.09151) for any shares. None if the limits sum to less than 1.
     """
@@ -134,7 +135,9 @@ def _weights(spec: MixtureSpec, sources: Sequence[SourceSize]) -> Mapping[str, f
 
 
 def _row_shares(weights: Mapping[str, float], sources: Sequence[SourceSize], temperature: float) -> list[float]:
-    """Returns shares of rows: weights are of tokens, and rows of some sources are fuller than those of others."""
+    """Returns shares of rows. They differ from the weights, which are shares of tokens, because rows of some sources
+    have more tokens than others.
+    """
     tokens = [weights.get(source.name, 0.0) for source in sources]
     most = max(tokens)
     tempered = [_tempered(weight / most, temperature) for weight in tokens]
@@ -154,5 +157,5 @@ def _limit(spec: MixtureSpec, index: int, source: SourceSize, used: int) -> floa
 
 @lru_cache(maxsize=64)
 def _interleaving(shares: tuple[float, ...]) -> Interleaving:
-    """Returns the tree of the shares, kept because it takes up to a second to shape and a gang may form again."""
+    """Returns the tree of the shares. It is cached, because it takes up to a second and a gang may form again."""
     return Interleaving(shares)

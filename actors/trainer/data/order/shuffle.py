@@ -1,7 +1,7 @@
 """Selects the sequences of each step.
 
-The ids of a step are a pure function of (seed, step). Runs that resume or resize see the same stream as an
-uninterrupted one, so no data state is saved. A rank takes its part of the step's ids.
+The ids of a step are a pure function of (seed, step). Runs that resume or resize read the same stream as an
+uninterrupted run, so no data state is saved. Each rank takes its part of the step's ids.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """The distance over which sequences are shuffled: all among each other, or only within `window` blocks at a time.
+    """The range in which sequences are shuffled: the whole dataset, or windows of `window` blocks.
 
-    With blocks, an epoch permutes whole blocks of consecutive sequences and then the sequences of each window of
-    blocks, so a step touches the shards of one window. The sequences behind the last whole block come last.
+    With blocks, an epoch permutes whole blocks of consecutive sequences, and then the sequences within each window of
+    blocks, so a step reads the shards of one window only. The sequences behind the last whole block come last.
     """
 
     block: int = 0
@@ -48,22 +48,22 @@ class Shuffle:
 
 
 EVERYWHERE = Shuffle()
-"""All sequences among each other."""
+"""Shuffles over the whole dataset."""
 
 
 class StepSampler(Protocol):
-    """The sequences of each step. Every rank has the same one."""
+    """Selects the sequences of each step, the same on every rank."""
 
     def ids(self, step: int) -> Ids:
-        """Returns the sequence ids of `step`, in order: a function of the step alone."""
+        """Returns the sequence ids of `step`, in order. They depend on the step alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSampler:
     """Shuffles all sequences anew in every epoch.
 
-    The order is a keyed Feistel permutation: it takes no memory whatever the dataset's size and, unlike a library's
-    shuffle, does not change between releases.
+    The order is a keyed Feistel permutation. It takes no memory, however large the dataset, and does not change between
+    releases, unlike a library's shuffle.
     """
 
     seed: int
@@ -90,9 +90,10 @@ def rank_slice(count: int, rank: int, world: int) -> slice:
 
 
 def balanced_rows(costs: Ids, ranks: int) -> list[Ids]:
-    """Returns the places of each rank's items, ascending: sums of costs as even as the largest-first rule makes them.
+    """Returns the indices of each rank's items, ascending. Items are assigned in order of falling cost, each to the
+    rank with the smallest sum so far that has room, so that sums are nearly even.
 
-    Ranks have as many items as their `rank_slice`, so which rank has which item is all that changes.
+    Each rank gets as many items as its `rank_slice` has.
     """
     room = [(each := rank_slice(len(costs), rank, ranks)).stop - each.start for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -106,8 +107,9 @@ def balanced_rows(costs: Ids, ranks: int) -> list[Ids]:
 
 
 def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
-    """Returns the image of each index under the bijection of [0, size) named by `key`: a Feistel network over the next
-    power of four, applied again to values outside the range."""
+    """Returns the image of each index under the bijection of [0, size) that `key` selects. It is a Feistel network over
+    the next power of four, applied again to values outside the range.
+    """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
@@ -124,7 +126,7 @@ def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Returns splitmix64's finaliser of each value (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
