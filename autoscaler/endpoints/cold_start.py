@@ -46,8 +46,9 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """Seconds including the purchase of a node, or without it if no node was ever bought; None until enough starts
-        were measured."""
+        """The start-up time in seconds, including the purchase of a node unless none was ever bought; None until enough
+        starts were measured.
+        """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
