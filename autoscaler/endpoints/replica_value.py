@@ -212,9 +212,8 @@ class SloShadowPrice:
 
     @property
     def _sufficient(self) -> float:
-        """The logarithm of the price at which the allowed share is predicted to be late, weighted against the initial
-        price by the days observed; infinite without a prediction. Predictions are scaled by the ratio of late to
-        expected requests.
+        """The logarithm of the price at which the allowed share is predicted to be late, scaled by the days observed;
+        infinite without a prediction. Predictions are corrected by the ratio of late to expected requests.
         """
         if self.requests <= 0 or not self.predicted.any():
             return math.inf

@@ -66,11 +66,13 @@ class Provider(Bill, Protocol):
         return ()
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns present prices by node type and zone, in micro-dollars an hour; missing ones are as configured."""
+        """Returns present prices by node type and zone, in micro-dollars an hour; where one is missing, the configured
+        price holds.
+        """
         return {}
 
     def problems(self) -> tuple[str, ...]:
-        """Returns what an operator should know of this source and no decision waits for, in sentences."""
+        """Returns problems of this source as sentences for the operator; they hold up no decision."""
         return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:

@@ -68,7 +68,7 @@ class NoticeWatcher:
         return notice
 
     def _say(self, now: CloudNotice | str | None) -> None:
-        """Logs changes only."""
+        """Logs a message if it differs from the last one."""
         if now != self._last:
             log.info("cloud notice", extra={"node": self._node_id, "notice": "none" if now is None else str(now)})
         self._last = now

@@ -48,7 +48,7 @@ class SlurmJob:
 
     @property
     def has_started(self) -> bool:
-        """True while it holds a machine that Slurm has not begun to take back."""
+        """True while the job holds a machine that Slurm has not begun to reclaim."""
         return self.state in _STARTED
 
     @property
