@@ -54,7 +54,7 @@ class Level:
 
 
 def levels(days: float) -> tuple[Level, ...]:
-    """Returns the levels of a history of so many days, the finest first."""
+    """Returns the levels of a history of this many days, the finest first."""
     whole_s = days * _DAY_S
     return (
         Level(0, 0.0, min(4 * 3600.0, whole_s)),
@@ -64,7 +64,7 @@ def levels(days: float) -> tuple[Level, ...]:
 
 
 def pack(rows: Mapping[int, Row], level: int) -> bytes:
-    """Returns the rows of one metric by id of series; those of level 0 are single points."""
+    """Returns the rows of one metric, given by series id, as bytes. Rows of level 0 are single points."""
     values = list(rows.values())
     parts: list[array[int] | array[float]] = [array("I", rows), array("d", (row.last for row in values))]
     if level:
@@ -77,7 +77,7 @@ def pack(rows: Mapping[int, Row], level: int) -> bytes:
 
 
 def unpack(data: bytes, level: int) -> Iterator[tuple[int, Row]]:
-    """Yields (id of series, row). Raises sqlite3.DatabaseError if the bytes are not what `pack` wrote."""
+    """Yields (series id, row). Raises sqlite3.DatabaseError if `pack` did not write the bytes."""
     try:
         raw = zlib.decompress(data)
     except zlib.error as error:

@@ -1,4 +1,4 @@
-"""Writes the history: one transaction a scrape, with bounds on series and bytes that no input can pass.
+"""Writes the history in one transaction per scrape, within limits on series and bytes that hold for every input.
 
 A file that cannot be read is replaced, because old values are worth less than new ones; `problem` says so.
 """
@@ -101,8 +101,9 @@ class HistoryWriter:
         return len(self._stored)
 
     def write(self, at_s: float, points: Iterable[tuple[Series, float]]) -> bool:
-        """Writes the points of one scrape, and returns whether it did. It never raises for what the disk or the file
-        do: `problem` says it."""
+        """Writes the points of one scrape, and returns whether that succeeded. Errors of the disk or the file are not
+        raised, but described in `problem`.
+        """
         finite = [(series, value) for series, value in points if math.isfinite(value)]
         free = os.statvfs(self._path.parent)
         if free.f_bavail * free.f_frsize < self._low_bytes:
@@ -151,7 +152,7 @@ class HistoryWriter:
             self._c.execute("INSERT OR IGNORE INTO times VALUES (?, ?)", (level, at_s))
 
     def _register(self, series: Series, at_s: float) -> bool:
-        """Gives the series an id; returns False if there is no room for it."""
+        """Gives the series an id; returns False if the limit on series is reached."""
         name = (series.metric, series.labels)
         known = self._known.get(name)
         if known is not None and known.id in self._stored:
@@ -187,8 +188,9 @@ class HistoryWriter:
         return bool(gone)
 
     def _downsample(self, finer: Level, level: Level, now_s: float) -> None:
-        """Writes the steps of a level that are over, from the rows of the finer one. A step takes the rows at
-        (start, end]."""
+        """Writes the completed steps of a level from the rows of the finer level. A step covers the rows in (start,
+        end].
+        """
         complete_s = math.floor(now_s / level.step_s) * level.step_s
         done_s = self._done.get(level.number, -math.inf)
         if done_s == complete_s:
@@ -226,7 +228,9 @@ class HistoryWriter:
         return {id: row.last for id, row in unpack(found[0], finer.number)} if found else {}
 
     def _prune(self, now_s: float) -> None:
-        """Deletes rows past their time and series without rows, and notes when the others had their last point."""
+        """Deletes rows that are too old and series without rows, and stores the time of the last point of all other
+        series.
+        """
         for level in self._levels:
             old_s, new_s = now_s - level.keep_s, now_s + _FUTURE_S
             for metric, _ in self._metrics.values():
@@ -245,7 +249,9 @@ class HistoryWriter:
         self._pruned_s = now_s
 
     def _make_room(self) -> bool:
-        """Deletes the oldest quarter of the level that takes the most room; returns whether there was any."""
+        """Deletes the oldest quarter of the level that takes the most space; returns False if there was nothing to
+        delete or it failed.
+        """
         try:
             sizes = "SELECT level, sum(length(data)) AS size, min(at_s), max(at_s) FROM rows GROUP BY level ORDER BY 2"
             found = self._c.execute(sizes).fetchall()
@@ -271,7 +277,9 @@ class HistoryWriter:
         return int(self._c.execute(f"PRAGMA {name}").fetchone()[0])
 
     def _rollback(self) -> None:
-        """Rolls back, and reads again which series are stored: their ids may have been those of the transaction."""
+        """Rolls back and reads again which series are stored, since some of the known ids may have been given in the
+        transaction.
+        """
         with suppress(sqlite3.DatabaseError):
             if self._c.in_transaction:
                 self._c.execute("ROLLBACK")
@@ -330,7 +338,7 @@ def _metrics(c: sqlite3.Connection) -> dict[str, tuple[int, bool]]:
 
 
 def _is_passing(error: sqlite3.DatabaseError) -> bool:
-    """Returns whether room or time would help, so that the file stays."""
+    """Returns whether the error may end with more disk space or with time, so that the file need not be replaced."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     return code in (
         sqlite3.SQLITE_FULL,

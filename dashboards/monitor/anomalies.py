@@ -1,7 +1,7 @@
-"""Flags values that are unusual for themselves: robust z-scores over the history.
+"""Flags values that are unusual compared with the signal's own history, by robust z-scores.
 
 score = (value - median) / (1.4826 MAD), where 1.4826 MAD estimates the standard deviation of a normal distribution
-(Rousseeuw and Croux, 1993). A third of the values may be outliers themselves without hiding a new one.
+(Rousseeuw and Croux, 1993). Even if a third of the values are outliers, a new outlier is still found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLEET = "the fleet"
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A signal's last value with what it is compared to."""
+    """A signal's last value, with the median and the deviation to which it is compared."""
 
     signal: str
     """`latency` (median time to first token, seconds) or `cost` (dollars an hour)."""
@@ -72,7 +72,9 @@ class Anomalies:
         self.found: tuple[Anomaly, ...] = ()
 
     def look(self) -> None:
-        """Scores all signals if it is time to. The last scores stay while the history cannot be read."""
+        """Scores all signals if the last scores are old enough. While the history cannot be read, the
+        last scores stay.
+        """
         now_s = self._now_s()
         if 0 <= self._due_s - now_s <= STEP_S:
             return

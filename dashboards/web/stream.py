@@ -1,4 +1,4 @@
-"""The live stream of the page: server-sent events with what changed, made once for all listeners of a team."""
+"""The live stream of the page: server-sent events with the changes, made once for all listeners of a team."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Content = Mapping[str, Any]
 
 
 class Listener:
-    """One open stream. `messages` ends with None once it is dropped."""
+    """One open stream. `messages` ends with None once the listener is dropped."""
 
     def __init__(self, team: str) -> None:
         self.team = team
@@ -44,7 +44,7 @@ class Listener:
         self.is_dropped = False
 
     def put(self, message: bytes) -> bool:
-        """Adds a message. Returns False if too many wait already."""
+        """Adds a message. Returns False if too many messages wait already."""
         if self.messages.qsize() >= MOST_QUEUED:
             self.is_dropped = True
             self.messages.put_nowait(None)
@@ -67,7 +67,9 @@ class Streams:
         """Set while a listener knows nothing yet."""
 
     def join(self, team: str) -> Listener:
-        """Adds a listener, whose first messages are everything. Raises QuotaError if there are too many."""
+        """Adds a listener, whose first messages are the whole picture. Raises QuotaError if there are too many
+        listeners.
+        """
         if len(self._listeners) >= MOST_LISTENERS:
             raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")
         listener = Listener(team)
@@ -110,7 +112,9 @@ class Streams:
 
 
 def changes(before: Content | None, now: Content) -> dict[str, Row]:
-    """Returns the messages by kind, without kinds in which nothing changed. Rows are told field by field."""
+    """Returns the messages by kind, without kinds in which nothing changed. A changed row is sent as its changed
+    fields.
+    """
     found: dict[str, Row] = {}
     for kind, content in now.items():
         if before is None:
@@ -146,8 +150,9 @@ def event(kind: str, data: object) -> bytes:
 
 
 class EventStream(Response):
-    """The ASGI response of one listener. It ends when the client leaves, is too slow, or its token is not valid any
-    more."""
+    """The ASGI response of one listener. It ends when the client leaves or is too slow, or when its token is no longer
+    valid.
+    """
 
     media_type = "text/event-stream"
 

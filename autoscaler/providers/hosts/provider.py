@@ -65,7 +65,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class HostCluster:
-    """What a machine must know of the cluster to join it."""
+    """The values of the cluster that a machine needs to join it."""
 
     cluster_id: str
     gcs_address: str
