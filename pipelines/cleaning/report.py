@@ -1,4 +1,6 @@
-"""Cleaning's effects on a corpus, in numbers: counted where documents are read, added up, and kept in the dataset."""
+"""The report of cleaning: counts of its effects, taken where documents are read, added up over the corpus, and stored
+in the dataset.
+"""
 
 from __future__ import annotations
 

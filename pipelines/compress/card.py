@@ -25,7 +25,7 @@ class StepCard:
 
 @dataclass(frozen=True, slots=True)
 class CompressionCard:
-    """All that is known of a compressed model. It lies in its directory as `raytide_card.json`."""
+    """The card of a compressed model, stored in the model's directory as `raytide_card.json`."""
 
     parent: str
     parent_bytes: int

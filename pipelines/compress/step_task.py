@@ -1,4 +1,4 @@
-"""One step of a recipe, as the steps' implementations see it."""
+"""One step of a recipe, as passed to the step's implementation."""
 
 from __future__ import annotations
 

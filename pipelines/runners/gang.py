@@ -1,4 +1,4 @@
-"""Runs stages on a pool of actors in the placement groups of a gang, whose members may come and go.
+"""Runs stages on a pool of actors in the placement groups of a gang, whose members may change.
 
 The pool starts once for all stages of a build. Tasks of a lost member run again elsewhere, and new members join.
 Results come back in any order.
@@ -42,7 +42,7 @@ REMEMBERED_KEYS = 64
 
 
 class _Process:
-    """The actor: holds the stage that it runs."""
+    """The actor of the pool. It keeps the stage that it runs."""
 
     def __init__(self) -> None:
         self._stages: dict[int, Callable[[Any], Any]] = {}
@@ -174,8 +174,9 @@ class GangRunner:
         worker.running[worker.actor.call.remote(self._stage, item.task)] = item
 
     def _next(self, worker: _Worker, source: Iterator[tuple[int, Any]], waiting: deque[_Item]) -> _Item | None:
-        """Returns the worker's next task: one whose text it has, if possible, and at last one that waits for another
-        worker."""
+        """Returns the worker's next task: preferably one whose text the worker has cached, and as the last resort one
+        that is queued for another worker.
+        """
         if worker.queue:
             return worker.queue.popleft()
         if waiting:
@@ -215,9 +216,9 @@ class GangRunner:
 
 
 def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunner:
-    """Returns a runner with the members' CPUs; without members, with those of the spec's first shape.
+    """Returns a runner on the members' CPUs; without members, on the CPUs of the spec's first shape.
 
-    `size` is that of the corpus in bytes: a small one is not spread over more workers than pay.
+    `size` is the size of the corpus in bytes: a small corpus gets only as many workers as are worth starting.
     """
     import ray
 
@@ -238,7 +239,7 @@ def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunne
 
 
 class _LostError(Exception):
-    """A worker, or a result that it made, is gone; `is_actor` where it is the worker."""
+    """A worker or one of its results is lost; `is_actor` if it is the worker."""
 
     def __init__(self, is_actor: bool) -> None:
         super().__init__(is_actor)
@@ -246,7 +247,7 @@ class _LostError(Exception):
 
 
 class _unwrapped_errors:  # noqa: N801  # a context
-    """Raises a task's RaytideError without Ray's wrapper, and the loss of a worker as _LostError."""
+    """Raises a task's RaytideError without Ray's wrapper; turns the loss of a worker into _LostError."""
 
     def __enter__(self) -> None: ...
 

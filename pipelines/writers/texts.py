@@ -1,4 +1,4 @@
-"""Writes the kept documents' text, as gzipped JSON Lines or Parquet, with the file and row that each came from."""
+"""Writes the texts of kept documents, as gzipped JSON Lines or Parquet, each with its source file and row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts_from(blob: bytes, name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTexts:
-    """The texts of one stored chunk, and which of them the dataset keeps."""
+    """The texts of one stored chunk, with a mask of those that the dataset keeps."""
 
     texts: str
     """Their name in the store."""
@@ -83,7 +83,7 @@ def plan_texts(chunks: Iterator[ChunkTexts]) -> Iterator[TextPlan]:
 
 @dataclass(frozen=True, slots=True)
 class TextStage:
-    """Writes text files from stored chunks, where both can be reached."""
+    """Writes text files from stored chunks, in a process that can reach both the chunks and `out`."""
 
     store: ChunkStore
     out: str
@@ -92,7 +92,7 @@ class TextStage:
     """The tokens that are written for the marks of a conversation's turns."""
 
     def __call__(self, plan: TextPlan) -> TextFile | None:
-        """Returns the written file; None in a process that does not see `out`: the driver writes it then."""
+        """Returns the written file; None in a process that cannot reach `out`: then the driver writes it."""
         return self.write(plan) if self.store.is_visible() else None
 
     def write(self, plan: TextPlan) -> TextFile:
