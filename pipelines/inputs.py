@@ -107,7 +107,7 @@ def _parts(split: Future[list[InputPart]] | list[InputPart]) -> list[InputPart]:
 
 
 def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
-    """Yields chunks of consecutive parts of up to about `chunk_bytes`, so that a task is worth its overhead.
+    """Returns chunks of consecutive parts of up to about `chunk_bytes`, so that a task is worth its overhead.
 
     A chunk of at least half that size may end at any part; a hash of the next part's name decides. So a file that is
     added or removed changes only the chunks near it, not all later chunks.

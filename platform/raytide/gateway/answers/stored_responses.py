@@ -55,7 +55,9 @@ END;
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """The most that is kept of a key's account, of a team and of all; beyond it the oldest of these go."""
+    """The limits on stored responses of a key's account, of a team, and of all. Beyond a limit the oldest of the same
+    group are removed.
+    """
 
     account_responses: int = 10_000
     account_bytes: int = 256 << 20

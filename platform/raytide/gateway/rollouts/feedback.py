@@ -64,7 +64,7 @@ class FeedbackObject(BaseModel):
 
 
 def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Request], str]) -> None:
-    """`endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
+    """Adds the route. `endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
 
     @app.post("/v1/feedback")
     async def feedback(body: FeedbackRequest, request: Request) -> FeedbackObject:
