@@ -138,8 +138,8 @@ class LiveRay:
         )
 
     def _publish(self, endpoint: Endpoint, draining: Collection[str]) -> None:
-        """Starts missing replicas, including replacements for those on draining nodes, and ends surplus ones, those on
-        draining nodes first.
+        """Starts missing replicas; those on draining nodes do not count. Ends surplus replicas, and those on draining
+        nodes once all others are placed.
         """
         replicas = [work for work in self._work if work.endpoint == endpoint.name]
         staying = [work for work in replicas if work.node_id not in draining]

@@ -38,7 +38,7 @@ class SimulatedFleet:
 
     @property
     def arrived(self) -> int:
-        """Requests that have arrived."""
+        """The number of requests that have arrived."""
         return self.router.arrived
 
     def of(self, market: CapacityType) -> list[SimulatedReplica]:
