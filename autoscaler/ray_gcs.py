@@ -40,7 +40,9 @@ class RayNode:
     idle_ms: int = 0
     """Ray's own idle time. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
     activity: tuple[str, ...] = ()
-    """Ray's reasons for calling it busy. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
+    """Ray's reasons why the node is busy. Ray keeps them when the node becomes idle, so they count only while `idle_ms`
+    is 0.
+    """
 
     @property
     def is_busy(self) -> bool:

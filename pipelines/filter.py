@@ -18,7 +18,7 @@ from raytide.pipelines.readers.base import Drop, Record
 
 DIGEST_BYTES = 16
 MOST_REASONS = 255
-"""A verdict takes one byte."""
+"""The most reasons of a survey, since a verdict takes one byte."""
 
 
 class FilterVerdict(IntEnum):

@@ -47,7 +47,7 @@ class DeadlineJob:
 class ZoneView:
     is_up: bool
     age_s: float
-    """The time for which it has been up, or down."""
+    """Seconds for which the zone has been up, or down."""
 
 
 def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Allocation:

@@ -35,7 +35,7 @@ PAYBACK_S = 3600.0
 OVERLAP_S = 300.0
 """The time for which both nodes are paid: the start of the new one and the drain of the old one."""
 DRAIN_S = 600.0
-"""Longer requests on the old node are cut off."""
+"""The time that requests on the old node have to end; longer ones are cut off."""
 MAX_LEAVING_SHARE = 0.1
 """The share of all nodes that may leave at once; one node always may, and all nodes of one gang."""
 
@@ -47,7 +47,7 @@ class _Purchase:
     old: Tenants
     offering: Offering
     cost_micro_usd_h: float
-    """The new node's, including the expected cost of its loss."""
+    """The cost of the new node, including the expected cost of its loss."""
 
 
 class ConsolidationPlanner:

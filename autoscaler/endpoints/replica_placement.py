@@ -46,7 +46,7 @@ class FleetNode:
     id: str
     pool: str
     is_spot: bool
-    """Also for capacity that costs no more than spot: a move to spot would save nothing."""
+    """True also for capacity that costs no more than spot, because a move to spot would save nothing."""
     is_ready: bool
     busy: int = 0
     work: float = 1.0

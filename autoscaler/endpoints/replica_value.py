@@ -41,13 +41,14 @@ SETTLE_S = 120.0
 
 
 START_PRICE_FACTOR = 3.0
-"""The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
-root keeps the price bounded for strict targets."""
+"""The initial price of a miss, times the square root of the allowed share, in on-demand costs of a request. The root
+keeps the price bounded for strict targets."""
 GAIN = 6.0
-"""The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
-share: rare misses come in bursts, with a lost zone, so a day of them says less."""
+"""The change of the price's logarithm on a day with twice the allowed misses, over the square root of the allowed
+share: rare misses come in bursts, with a lost zone, so one day with them is weaker evidence."""
 FIRST_GAIN = 2.0
-"""The gain's increase at first, relative to it, since the initial price is a guess; it falls with the days observed."""
+"""The initial increase of the gain, as a multiple of it, because the initial price is a guess; it falls with the days
+observed."""
 KNOWN_DAYS = 0.5
 """Days of predictions after which they count as much as the initial price."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
@@ -147,7 +148,7 @@ class SloShadowPrice:
     days: float = 0.0
     """Days observed."""
     predicted: Floats = field(default_factory=lambda: np.zeros(PRICES))
-    """The predicted late requests of about the last week, for each of `log_prices` as if it had been in force."""
+    """The late requests predicted for about the last week if each of `log_prices` had been in force."""
     expected: float = 0.0
     """The late requests predicted at the prices that were in force."""
 
@@ -387,9 +388,8 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of fleets, given those with 0, 1, 2... replicas and no losses. `losses`:
-    (share of the time, share of the spot replicas that is missing then, but at least one replica).
-    """
+    """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses`: (share
+    of the time, share of the spot replicas missing then, at least one replica)."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

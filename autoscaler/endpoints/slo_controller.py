@@ -37,7 +37,7 @@ SavedModels = dict[Key, SavedModel]
 LEARN_PERIOD_S = 20.0
 """The period of the simulator's policies."""
 NEW_ENDPOINT_S = 300.0
-"""An endpoint that is monitored since this age has no unknown past."""
+"""An endpoint that was at most this old when monitoring began has no unknown past."""
 
 MOST_UNITS = 2048
 """The largest simulated fleet in units of the slowest replica, or four times the maximum if that is more."""

@@ -29,7 +29,7 @@ from raytide.scheduling.throughput import cost_per_work
 ELSEWHERE = ""
 """The pool of replicas on foreign nodes, which raytide can neither buy nor end."""
 DRAIN_S = 600.0
-"""Longer requests on a released node are cut off."""
+"""The time that requests on a released node have to end; longer ones are cut off."""
 
 _Offers = Mapping[str, tuple[Offering, int]]
 """Offering and replicas per node, by pool name."""

@@ -12,7 +12,7 @@ NVML, RAPL, ESTIMATE = "nvml", "rapl", "estimate"
 by the CPU-seconds that they worked."""
 
 _LONGEST_GAP_S = 60.0
-"""The time for which a power counts that nothing has confirmed since."""
+"""The longest time for which one power reading is assumed to hold without a newer one."""
 
 
 class EnergyMeter:

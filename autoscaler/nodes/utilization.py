@@ -34,8 +34,9 @@ MAX_CONCURRENT = 128
 MAX_NODES_PER_ROUND = 256
 """A page of Ray's agent has about 60 KB."""
 _AGENT_ROUNDS = 5
-"""Rounds between two readings of what only shows: of machines without meters, and of Ray's agent on a machine whose
-exporter gives them."""
+"""Rounds between two readings of values that are only displayed: those of machines without meters, and those of Ray's
+agent on a machine whose exporter has the meters.
+"""
 
 
 class MeterReader:

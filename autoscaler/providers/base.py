@@ -22,11 +22,11 @@ class Machine:
     ended_at_s: float | None = None
     address: str = ""
     ray_id: str = ""
-    """Ray's name for it where that is not raytide's id: KubeRay starts each raylet under its pod's name."""
+    """Ray's name for the machine if it is not raytide's id: KubeRay starts each raylet under its pod's name."""
     meter: str = ""
     """`host:port` of the machine's own utilization exporter; empty where Ray's agent covers the machine."""
     reason: str = ""
-    """The reason for its end: "terminated", "reclaimed", "exited with 1"."""
+    """The reason for the machine's end: "terminated", "reclaimed", "exited with 1"."""
     earlier: tuple[tuple[float, int], ...] = ()
     """Earlier prices as (valid until, micro-dollars an hour), oldest first."""
 

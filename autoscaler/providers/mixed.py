@@ -44,9 +44,9 @@ class MixedProvider:
         self._silent: dict[str, str] = {}
         """Errors of the providers that did not list their machines the last time."""
         self._failures: dict[str, str] = {}
-        """Errors of other calls to the others since then."""
+        """Errors of other calls since then, by provider, for the providers that did list their machines."""
         self._in_doubt: set[str] = set()
-        """Nodes whose launch failed otherwise than by a refusal: they may have been bought."""
+        """Nodes whose launch failed with an error other than a refusal, so that they may have been bought."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         """Buys the machine. A provider that does not answer counts as having no machine, so that other pools are tried,

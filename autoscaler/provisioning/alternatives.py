@@ -11,7 +11,7 @@ from raytide.core.objects.plan import Rejected
 from raytide.scheduling.offerings import Offering, Offerings, OfferingTable
 
 CHEAPER, DEARER = 2, 2
-"""The number reported of each."""
+"""The numbers of cheaper and of dearer alternatives that are reported."""
 
 
 def rejected(

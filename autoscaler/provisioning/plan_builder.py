@@ -39,7 +39,7 @@ class PlanBuilder:
     occupancy: NodeOccupancy
     actions: list[Action]
     assignments: list[tuple[int, Assignment]] = field(default_factory=list)
-    """Each with its insertion index in `actions`."""
+    """The assignments, each with its insertion index in `actions`."""
     alternatives: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
     """Rejected offerings by shape, offering and members: many nodes of a plan share them."""
     nominated: set[str] = field(default_factory=set)

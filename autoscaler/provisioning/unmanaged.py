@@ -28,11 +28,11 @@ class UnmanagedPlacement:
     """The placement of unmanaged work, and what it may still buy."""
 
     node_types: tuple[NodeType, ...]
-    """The types that it may buy."""
+    """The node types that may be bought for unmanaged work."""
     max_nodes: int
-    """The cap on nodes bought for it."""
+    """The cap on nodes that are bought for unmanaged work."""
     bought: int
-    """Bought nodes, those of this plan included."""
+    """The number of nodes bought for unmanaged work, including those of this plan."""
     slots: tuple[tuple[str, Resources], ...]
     """Node id and resources of each unit of pending work that was placed."""
 

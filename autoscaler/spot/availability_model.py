@@ -46,13 +46,15 @@ class ReclaimRates:
     """The learned rates, per second and by age band."""
 
     lost: Floats
-    """The held zone is lost and no other is up."""
+    """The rate at which the held zone is lost while no other is up, by age band."""
     switched: Floats
-    """The held zone is lost while another is up; by band of the held one, then of the other."""
+    """The rate at which the held zone is lost while another is up, by the age band of the held zone,
+    then of the other.
+    """
     found: Floats
-    """Some zone comes up while none is; by the age of the drought."""
+    """The rate at which some zone comes up while none is up, by the age band of the drought."""
     zone_hazard: Floats
-    """The loss of each zone, by zone and band."""
+    """The rate at which each zone is lost, by zone and age band."""
 
 
 class AvailabilityModel:

@@ -15,7 +15,7 @@ from raytide.core.objects.snapshot import Quote
 RECENT_S = 900.0
 REPLAY_STEP_S = STALE_S / 2
 MAX_REPLAY_STEPS = 2000
-"""A week of them."""
+"""The most steps of one replay: those of a week."""
 SAME_REGION, ELSEWHERE = 0.4, 0.16
 """Correlation of zones on recorded V100 spot traces: within a region, and across."""
 

@@ -31,7 +31,7 @@ STALE_S = 600.0
 @dataclass(slots=True)
 class _Zone:
     since_s: float
-    """Since when nodes have run there, or launches succeeded."""
+    """The time since when nodes have run in the zone, or launches there have succeeded."""
     seen_s: float
     lost_s: float = -math.inf
     """The time of the last reclaim of a node."""

@@ -22,7 +22,7 @@ _LABELS = {
     "rollback": ("endpoint",),
     "pause_budget": ("team",),
 }
-"""The labels of an alert that name what an action is done to."""
+"""The labels of an alert that name the object of an action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class DueAction:
     action: AlertAction
     alert: Alert
     object: str
-    """The object that it is done to; for commands and webhooks, the alert. Empty if the alert does not name one."""
+    """The object of the action; for commands and webhooks, the alert. Empty if the alert does not name one."""
     held: str = ""
-    """The reason why it is not done yet; empty if it is due."""
+    """The reason why the action has to wait; empty if it may be run now."""
 
 
 def entry_of(action: AlertAction) -> str:

@@ -19,9 +19,9 @@ from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
 from raytide.gateway.files.database import FileDatabase
 
 FILE = "alerts.sqlite"
-"""Its name in the run folder."""
+"""The file's name in the run folder."""
 MOST_ALERTS = 5000
-"""The most alerts of one source that are not over."""
+"""The most unresolved alerts of one source."""
 
 _KEPT_S = 30 * 86_400.0
 _MOST_ROWS = 20_000
@@ -77,11 +77,11 @@ class ActionRecord:
     alert: str
     kind: ActionKind
     entry: str
-    """The identity of its entry in cluster.yaml, by which cool-down and rate limit count."""
+    """The identity of the action's entry in cluster.yaml; cool-down and rate limit apply to each entry."""
     object: str
     state: ActionState
     plan: Mapping[str, Any]
-    """The decisions that were made before it started, by which an interrupted one goes on."""
+    """The decisions that were made before the action began; an interrupted action continues with them."""
     outcome: str = ""
     ended_at_s: float | None = None
 

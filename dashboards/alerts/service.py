@@ -40,7 +40,7 @@ _MOST_SILENCE_S = 30 * 86_400.0
 class SilenceRequest(Config):
     name: AlertName
     for_s: float = Field(ge=0, le=_MOST_SILENCE_S)
-    """0 lifts the silence."""
+    """The seconds of silence; 0 lifts a silence."""
 
 
 class AlertTest(Config):

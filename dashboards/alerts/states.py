@@ -38,11 +38,13 @@ class Alert:
     since_s: float
     """The begin of the state."""
     fired_at_s: float | None = None
-    """The begin of the episode, which names it in the log of actions; None while it is pending."""
+    """The time at which the alert began to fire, by which the log of actions names the episode; None while it is
+    pending.
+    """
     value: float | None = None
     summary: str = ""
     page: str = ""
-    """The runbook: what it means, and what to do."""
+    """The page of the runbook: the meaning of the alert, and what to do."""
     source: AlertSource = "raytide"
 
     @property

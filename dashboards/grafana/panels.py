@@ -52,7 +52,7 @@ class Query:
     is_promise: bool = False
     """Drawn as a dashed line."""
     is_rare: bool = False
-    """Zero, not nothing, before the first event."""
+    """True if the query is zero, and not without a value, before the first event."""
 
     def promql(self, variables: tuple[str, ...] = VARIABLES) -> str:
         """Returns the query in PromQL, filtered by those variables of the dashboard that its metrics have as labels."""
@@ -78,7 +78,7 @@ class Panel:
     is_stacked: bool = False
     description: str = ""
     empty: str = ""
-    """The text where nothing is measured, of a panel whose zero would say something else."""
+    """The text that is shown if nothing is measured, for a panel in which zero would be misleading."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ CREATE TABLE rows (
 CREATE TABLE times (level INTEGER NOT NULL, at_s REAL NOT NULL, PRIMARY KEY (level, at_s)) WITHOUT ROWID;
 CREATE TABLE progress (level INTEGER PRIMARY KEY, until_s REAL NOT NULL);
 """
-"""`times` holds the times of the rows, and `progress` the time until which a level is complete. An id of a series is
-never used again, so that the points of one that was forgotten belong to nobody."""
+"""`times` holds the times of the rows, and `progress` the time until which a level is complete. The id of a series is
+never reused, so that remaining points of a forgotten series are not attributed to another one.
+"""
 
 _DAY_S = 86_400.0
 

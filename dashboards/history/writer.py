@@ -21,12 +21,14 @@ from raytide.dashboards.history.points import Labels, Row, downsampled
 from raytide.dashboards.history.schema import SCHEMA, VERSION, Level, levels, pack, unpack
 
 FILE = "history.sqlite"
-"""Its name in the run folder."""
+"""The file's name in the run folder."""
 MOST_SERIES = 20_000
 MOST_BYTES = 256 << 20
 """The largest size of the file. The write-ahead log beside it takes a few megabytes more."""
 LOW_BYTES = 256 << 20
-"""Nothing is written below this free space, so that the control plane's records keep theirs."""
+"""If the disk has less free space than this, nothing is written, so that the control plane's records
+still have room.
+"""
 
 _FULL = 0.9
 """The share of `MOST_BYTES` from which the oldest rows are deleted."""
@@ -38,7 +40,9 @@ _FUTURE_S = 3600.0
 _PRUNE_S = 600.0
 _BUSY_S = 5.0
 _CATCH_UP = 30
-"""The most steps of a level that one write downsamples, so that one after a long pause is no burst."""
+"""The most steps of a level that one write downsamples, so that the first write after a long pause does
+not take long.
+"""
 
 log = logger(__name__)
 
@@ -51,7 +55,7 @@ class Series:
     labels: Labels
     is_counter: bool
     id: int = 0
-    """0 until the first point is written; another one once it was forgotten and came back."""
+    """0 until the first point is written. A series that was forgotten and came back has a new id."""
     seen_s: float = 0.0
 
 

@@ -25,9 +25,9 @@ log = logger(__name__)
 
 STEP_S = 600.0
 LEAST_VALUES = 24
-"""Below this number of earlier values (four hours) nothing is said."""
+"""The least number of earlier values (four hours) for a score other than 0."""
 _RECENT = 3
-"""The last values, which are not part of what is usual."""
+"""The number of last values that do not count as earlier values."""
 _LEAST_SPREAD = 0.05
 """The smallest deviation that counts as one, as a share of the median: a constant has no spread at all."""
 _MAD_TO_SIGMA = 1.4826

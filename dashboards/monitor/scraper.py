@@ -31,7 +31,7 @@ class ScrapeTarget:
 
     url: str
     labels: tuple[tuple[str, str], ...]
-    """Those of its series, `job` and `instance` among them."""
+    """The labels of all series of the page, including `job` and `instance`."""
 
 
 def targets_from_discovery(listed: object) -> list[ScrapeTarget]:

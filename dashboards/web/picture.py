@@ -64,7 +64,7 @@ class PagePicture:
     teams: Table = field(default_factory=dict)
     alerts: Table = field(default_factory=dict)
     price_micro_usd_h: Mapping[str, int] = field(default_factory=dict)
-    """The amounts by team; "" pays for what nobody holds."""
+    """The price by team; "" pays for the part that no team holds."""
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:

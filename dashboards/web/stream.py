@@ -25,7 +25,9 @@ BEAT_S = 10.0
 SEND_S = 15.0
 """A listener that does not take a message within this time is dropped; it may come back."""
 MOST_QUEUED = 20
-"""Messages that wait for a listener, beyond which it is dropped: it would otherwise be shown the past."""
+"""The most messages that may wait for a listener. Beyond it the listener is dropped, because it would show an outdated
+state.
+"""
 MOST_LISTENERS = 200
 LONGEST_S = 3600.0
 """After this time a stream ends, and the page opens another one."""

@@ -32,7 +32,7 @@ class CompressionCard:
     bytes: int
     steps: tuple[StepCard, ...]
     asked: Mapping[str, object]
-    """The recipe's quality and speed, by which a card is recognised as the one to be made."""
+    """The quality and speed that the recipe asks for, by which a finished card is recognised as that of this recipe."""
     quality: Mapping[str, object] | None = None
     """The report of the suite: corpora, tasks and metrics."""
     speed: Mapping[str, float] | None = None

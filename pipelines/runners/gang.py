@@ -25,14 +25,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Members = Callable[[], "Mapping[str, PlacementGroup | None]"]
-"""Returns the usable members, by a name that no later member gets; None for one without a placement group."""
+"""A function that returns the placement groups of usable members, by names that are never reused; None for a member
+without one.
+"""
 
 RESOURCE_UNITS = 10_000
 """Ray counts resources in steps of 1/10000."""
 BYTES_PER_WORKER = 32 << 20
 """Input for which it pays to start another worker: a start takes about as long as reading and encoding this much."""
 MOST_CRASHES = 3
-"""A task that ended so many workers, whose members live, fails the build."""
+"""A task fails the build once this many workers have died while running it although their members live."""
 POLL_S = 1.0
 GET_TIMEOUT_S = 300.0
 MEMBERS_TIMEOUT_S = 1800.0

@@ -45,7 +45,7 @@ PROBES = (
 )
 """Texts on which tokenizers of different Unicode tables, or of different care with white space, differ."""
 CHECKED_SHARE = 500
-"""One character of so many is compared with `tokenizers`, and at least CHECKED_CHARS of a chunk."""
+"""One of this many characters is compared with `tokenizers`, but at least CHECKED_CHARS characters of a chunk."""
 CHECKED_CHARS = 2048
 CHECKED_DOCUMENTS = 8
 

@@ -34,7 +34,7 @@ class ChunkTokens:
     tokens: str
     """The name of its tokens in the store."""
     lengths: Lengths
-    """Those of all its documents."""
+    """The number of tokens of each document of the chunk."""
     keep: NDArray[np.bool_]
 
 

@@ -23,7 +23,7 @@ SAMPLES = "dropped.jsonl"
 TEXTS = "texts"
 TEXT_NAME = re.compile(r"\d{5,}\.(jsonl\.gz|parquet)(\.[0-9a-f]{32}\.part)?")
 FILE_CHARS = 64 << 20
-"""A file ends with the chunk that reaches this."""
+"""The size in characters at which a text file ends, with the chunk that reaches it."""
 SUFFIXES = {"jsonl": "jsonl.gz", "parquet": "parquet"}
 
 

@@ -27,7 +27,7 @@ GPU_QUERIES = {
     "ecc": "index,ecc.errors.uncorrected.volatile.total",
     "slowdown": "index,clocks_throttle_reasons.hw_slowdown",
 }
-"""Fields of nvidia-smi, in groups: a driver that does not know one field answers nothing for its group."""
+"""Fields of nvidia-smi in groups: if a driver does not know one field, it returns nothing for the whole group."""
 
 
 def describe(ports: list[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import Node, NodeType
 
 HOSTS_FOLDER = "hosts"
-"""The folder of the run folder with the purchases, the machines of nodes, and the quarantine."""
+"""The subfolder of the run folder with the purchases, the machine of each node, and the quarantine."""
 NODE_ID_LABEL = "raytide.io/node-id"
 _POLL_S = 3.0
 _START_S, _LIST_S, _END_S = 60.0, 20.0, 60.0
@@ -60,7 +60,7 @@ class _Binding:
 class _Failure:
     reason: str
     may_run: bool
-    """The raylet may have been started."""
+    """True if the raylet may have been started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class HostsProvider(Provider):
         self._at_work: dict[str, threading.Thread] = {}
         self._ending: set[str] = set()
         self._abandoned = {entry.host for entry in self._quarantine.all_held()}
-        """Machines that may run a raylet whose node has ended in the records."""
+        """Machines that may still run a raylet although its node has ended in the records."""
         self._silent: dict[str, str] = {}
         """Machines that did not answer the last request for their nodes, with the error."""
         self._bound: dict[str, _Binding] = {}

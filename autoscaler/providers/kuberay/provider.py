@@ -44,12 +44,12 @@ class _Pod:
     name: str
     group: str
     node_id: str
-    """Empty until it is assigned to a node."""
+    """The node's id; empty until the pod is assigned to a node."""
     address: str
     machine: str
-    """The Kubernetes node that it runs on."""
+    """The Kubernetes node on which the pod runs."""
     leaves_at_s: float | None
-    """The time at which Kubernetes kills it; None while it stays."""
+    """The time at which Kubernetes kills the pod; None while the pod stays."""
 
 
 class KubeRayProvider(Provider):

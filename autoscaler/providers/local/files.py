@@ -31,7 +31,7 @@ class LocalMachine:
     price_micro_usd_h: int
     started_at_s: float
     slot: int
-    """N of its address 127.0.K.N."""
+    """N in the node's address 127.0.K.N."""
     address: str
     resources: dict[str, float]
     labels: dict[str, str]

@@ -26,7 +26,7 @@ RAYLET_ENDED = "its raylet ended"
 _LEAVE_S = 2.0
 """The time that a raylet has to report its end to the GCS."""
 _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
-"""Below Linux's ephemeral range, so that no outgoing connection uses one."""
+"""The ports are below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 
 
 def main(path: str, lock: str) -> int:

@@ -25,7 +25,7 @@ from raytide.core.objects.hardware.slurm import SlurmSection
 from raytide.core.objects.node import Node, NodeType
 
 SLURM_FOLDER = "slurm"
-"""The folder of the run folder with the purchases, and by default with the requests and logs of nodes."""
+"""The subfolder of the run folder with the purchases, and by default with the requests and logs of nodes."""
 NODE_PROGRAM = "raytide.autoscaler.providers.slurm.node"
 _LEAVE_S = 15.0
 """The time that a node has to leave after SIGINT, before its job is cancelled."""

@@ -28,7 +28,7 @@ class Signatures:
     """The low 16 bits of each slot, by which candidates are verified."""
     bands: NDArray[np.uint64]
     rows: NDArray[np.int64] | None = None
-    """The row of `slots` of each document, where they are not in order: they may lie in a file."""
+    """The row in `slots` of each document; None if they are in order. `slots` may be in a file."""
 
 
 def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicates) -> Signatures:

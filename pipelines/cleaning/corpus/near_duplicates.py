@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from raytide.pipelines.cleaning.corpus.minhash import Signatures
 
 MOST_LEADERS = 64
-"""A bucket of false candidates is tried against so many of its documents."""
+"""The members of a bucket are compared with at most this many of its documents, in case most of its pairs are false
+candidates.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from raytide.pipelines.compress.recipe import MaskStep, PruneStep
 from raytide.pipelines.compress.step_task import StepTask, calibration_windows
 
 _CHOICE = ".kept.json"
-"""The file of a directory in the making that has what stays, so that a resumed step does not measure again."""
+"""The file in an unfinished directory that lists the parts to keep, so that a resumed step does not measure again."""
 _FIELDS = {
     "hidden_size": ("hidden_size", "n_embd"),
     "ffn_size": ("intermediate_size", "n_inner"),

@@ -27,7 +27,7 @@ from raytide.gateway.tracing import RequestTracing, TracedRequests
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})
-"""Routes without a version and with nothing below them: endpoints may have their names."""
+"""Routes without a version and without routes below them, so that endpoints may have the same names."""
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 _CLOSED = ("/v1/", "/v2/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank")

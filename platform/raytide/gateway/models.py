@@ -82,11 +82,11 @@ class EndpointModels:
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
         self._shadows = ShadowTraffic()
         self._unserved = ValueRecorder(REQUESTS)
-        """Requests that no endpoint has counted, since they name none."""
+        """Counts requests that name no endpoint, since no endpoint counts them."""
         self._retired: list[ReplicaSet] = []
         """Replicas of deleted endpoints, which finish their requests."""
         self.listed = asyncio.Event()
-        """Set once the endpoints were read: before that, a model that is not known may exist."""
+        """Set once the endpoints have been read; before that, an unknown model may still exist."""
 
     def update(self, listing: Listing) -> None:
         """Updates the models to the endpoints and replicas that exist now."""

@@ -13,7 +13,7 @@ from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST, _MOST = 0.2, 20.0
-"""A correction beyond these says that the run measured something else."""
+"""Bounds of plausible corrections; with one beyond them, the run measured something else."""
 
 
 @dataclass(frozen=True, slots=True)

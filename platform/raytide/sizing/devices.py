@@ -37,10 +37,11 @@ class Accelerator:
     matmul_efficiency: float = 0.82
     """The share of the peak that large matrix products reach (798 of 989 TFLOP/s on an H100)."""
     narrow_width: float = 400.0
-    """Products whose shorter side has as many elements reach half of that: tensor parallelism makes them narrow. Fitted
-    to Megatron's runs of 22e9 to 1e12 parameters (arXiv 2205.05198, table 5)."""
+    """A product whose shorter side has this many elements reaches half of `matmul_efficiency`; tensor parallelism makes
+    products narrow. Fitted to Megatron's runs of 22e9 to 1e12 parameters (arXiv 2205.05198, table 5).
+    """
     attention_efficiency: float = 0.4
-    """The same of FlashAttention, forward and backward."""
+    """The share of the peak that FlashAttention reaches, forward and backward."""
     overlap: float = 0.7
     """The share of computation behind which sharded data parallelism hides its collectives."""
     launch_s: float = 6e-6

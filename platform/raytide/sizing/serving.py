@@ -61,7 +61,7 @@ class ReplicaPlan:
     gpus: int
     """GPUs of one replica, which divide the model by tensor parallelism."""
     slots: int
-    """Sequences that it decodes at once."""
+    """The number of sequences that a replica decodes at once."""
     kv_bytes_per_token: float
     kv_bytes: float
     """Room for KV caches on all GPUs of the replica."""

@@ -89,7 +89,7 @@ class StepTime:
     arithmetic: float
     """The model's FLOPs at the device's peak: what MFU counts as useful."""
     below_peak: float
-    """The further time of its products, because no kernel reaches the peak."""
+    """The additional time of matrix products, because no kernel reaches the peak."""
     memory_bound: float
     """Norms, activations and the loss, at the bandwidth of memory."""
     launches: float

@@ -40,8 +40,9 @@ _RESUME_S = 30.0
 _FULL_PAUSE_S = 0.2
 _PAUSE_S = 0.02
 _MAX_DEATHS = 3
-"""Replicas that may die one after the other with a request before its next token: then it is refused, since it may be
-what kills them."""
+"""The number of replicas that may die one after another while they serve a request, before its next token. Then the
+request is refused, since it may be what kills them.
+"""
 
 
 class _GoneError(Exception):

@@ -18,7 +18,7 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 
 _RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)?[0-9a-f]{32}")
-"""The ids of responses; nobody needs to be asked for others."""
+"""The pattern of response ids; the API is not asked for an id that does not match."""
 _UNREPORTED_S = (0.6, 1.2)
 """The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
 

@@ -79,7 +79,7 @@ class Comparison:
     """One look at a test."""
 
     difference: float = 0.0
-    """The mean of b, less that of a."""
+    """The mean of b minus the mean of a."""
     low: float = -math.inf
     """The interval holds the true difference at all looks together, with a probability of 1 - alpha."""
     high: float = math.inf

@@ -90,7 +90,7 @@ class CanaryState:
     requests: int = 0
     """The challenger's requests in this step."""
     tests: Mapping[str, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
-    """The tests, one for each criterion."""
+    """The sequential tests by criterion."""
 
 
 @dataclass(frozen=True, slots=True)

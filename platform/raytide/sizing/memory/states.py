@@ -35,7 +35,7 @@ class StateBytes:
     computed: int
     """Elements of the rank's part of the model, gathered over the shard axis."""
     computed_trained: int
-    """Those of them that are trained."""
+    """The elements of `computed` that are trained."""
     largest_layer: int
     """Elements of its largest layer, gathered."""
     outside: int

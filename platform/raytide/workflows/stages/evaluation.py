@@ -63,8 +63,8 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
 
 
 def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str, float]:
-    """Returns the share of prompts whose answer contains the expected text. `ask(prompt)` returns an answer; by default
-    the endpoint answers greedily.
+    """Returns the metrics `accuracy`, the share of prompts with an expected answer, and `prompts`, their number.
+    `ask(prompt)` returns an answer; by default the endpoint answers greedily.
     """
     cases = read_cases(spec.prompts)
     ask = ask or _endpoint(spec)

@@ -11,7 +11,9 @@ from hashlib import blake2b
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
 MAX_BLOCKS = 2048
-"""Blocks of one prompt that are hashed, 32,768 tokens: 2 ms. What follows them is where they are."""
+"""The most blocks of a prompt that are hashed: 32,768 tokens, which takes 2 ms. Later blocks are cached where these
+are.
+"""
 MAX_INDEXED_BLOCKS = 1 << 17
 """Blocks in the index of one replica: about 20 MB."""
 _WIDTH = array("i").itemsize * BLOCK_TOKENS

@@ -32,7 +32,7 @@ SHORTAGE_WEIGHT = 16.0
 SLACK = 0.25
 """Share of its own tokens that a request waits longer, so that gateways agree on the replica of a new prefix."""
 SESSION_TOKENS = 512
-"""A session moves for no less work in front of it."""
+"""A session moves only to a replica whose cost is lower by more than this many tokens."""
 MAX_SESSIONS = 1 << 16
 
 
@@ -113,7 +113,7 @@ class Route:
         self._last_uses = [0 if use in pending else use for use in assigned.index.last_uses(keys[:matched])]
         self._use = assigned.index.use(keys)
         self.new_tokens = max(1, prompt_tokens - self.cached_tokens)
-        """The others, which are computed before its first token."""
+        """The other tokens of the prompt, which are computed before the first token."""
         assigned.unanswered.add(self._use)
         assigned.pending_tokens += self.new_tokens
         assigned.in_flight.add(self)
