@@ -80,8 +80,9 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Returns work that Ray cannot place and that a new node might help, then what `request_resources` asks for.
-        raytide's own placement groups are pinned to nodes and left out."""
+        """Returns the work that Ray cannot place and for which a new node might help, then the resources that
+        `request_resources` asks for. raytide's own placement groups are pinned to nodes and left out.
+        """
         state = self._state()
         found: dict[_Key, int] = {}
         for pending in state.pending_resource_requests:

@@ -131,7 +131,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Returns what `pack_blob` packed. Raises AlteredError if it was altered."""
+    """Returns the arrays and the object that `pack_blob` packed. Raises AlteredError if the blob was altered."""
     view = memoryview(blob)
     if len(blob) < 24 or hashlib.sha256(view[16:]).digest()[:16] != bytes(view[:16]):
         raise AlteredError(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")

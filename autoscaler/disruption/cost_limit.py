@@ -1,8 +1,9 @@
 """The limit on the fleet's cost per hour: while the fleet costs more, the least valuable nodes leave.
 
-Empty nodes leave first, then those with work without a lease, then those of gangs that may be preempted, the lowest
-class first: within a class elastic gangs shrink before any gang stops. All of them have `NOTICE_S` for a checkpoint.
-Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide on the rest.
+Empty nodes leave first, then nodes with work without a lease, then nodes of gangs that may be preempted, the lowest
+priority class first. Within a class, elastic gangs shrink before any gang stops. Members get `NOTICE_S` for a
+checkpoint. Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide
+on the rest.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The cost of moving members of gangs: an elastic gang continues with fewer members, others stop for a checkpoint and a
-restart."""
+"""The cost of moving members of gangs: an elastic gang continues with fewer members, any other gang stops for a
+checkpoint and a restart.
+"""
 
 from __future__ import annotations
 

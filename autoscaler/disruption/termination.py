@@ -1,4 +1,4 @@
-"""Terminates nodes: idle ones that the plan does not need, and those whose drain or launch is overdue."""
+"""Terminates nodes: idle nodes that the plan does not need, and nodes whose drain or launch is overdue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The value of an endpoint's replicas, learned from its requests: how many avoid enough late requests to be worth the
-price of spot, and how many that of on demand. Without clock or I/O.
+spot price, and how many to be worth the on-demand price. It uses no clock and no I/O.
 
 A replica is bought when the late requests that it avoids are worth more than its cost. It is released once its cost in
 excess of its value adds up to that of a new start; this costs at most twice the optimum (ski rental). On-demand

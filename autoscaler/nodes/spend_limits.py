@@ -1,4 +1,4 @@
-"""The limits on the fleet's cost per hour: the configured ones, lowered to what the month's budget leaves."""
+"""The limits on the fleet's cost per hour: the configured limits, lowered so that the month's budget lasts."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Notice:
 
 
 class Bill(Protocol):
-    """The machines of a cluster, with what they cost."""
+    """The machines of a cluster, with their prices and billed times."""
 
     def machines(self) -> tuple[Machine, ...]:
         """Returns every machine of this cluster, ended ones included."""

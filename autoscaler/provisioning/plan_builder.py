@@ -115,7 +115,9 @@ class PlanBuilder:
         )
 
     def _alternatives(self, slot: Slot, offering: Offering, endpoint: EndpointView | None) -> tuple[Rejected, ...]:
-        """Returns the rejected offerings for the node's first tenant; for replicas, those of every zone."""
+        """Returns the rejected offerings for the node's first tenant; if it is a replica, the offerings
+        of every zone.
+        """
         shapes = [tenant.shape for tenant in self.state.tenants[slot.node_id]]
         if not shapes:
             return ()

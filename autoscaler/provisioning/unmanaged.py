@@ -25,7 +25,7 @@ from raytide.scheduling.unattributed import UnattributedUsage
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedPlacement:
-    """The placement of unmanaged work, and what it may still buy."""
+    """The placement of unmanaged work, and the nodes that may still be bought for it."""
 
     node_types: tuple[NodeType, ...]
     """The node types that may be bought for unmanaged work."""

@@ -98,7 +98,7 @@ class MonitoringService:
         return self._history.metrics()
 
     def alerts(self, caller: Caller) -> list[dict[str, Any]]:
-        """Returns the alerts of the source that acts, firing ones first, each with its last action."""
+        """Returns the alerts of the source whose alerts act, firing alerts first, each with its last action."""
         source = acting_source(self._run_dir)
         actions: dict[str, ActionRecord] = {}
         for record in self._alerts.actions():

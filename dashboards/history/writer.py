@@ -179,7 +179,7 @@ class HistoryWriter:
         return True
 
     def _forget_oldest(self, at_s: float) -> bool:
-        """Forgets a share of the series, those without points for the longest time first."""
+        """Forgets a share of the series: those whose last points are oldest."""
         old = sorted(
             (series for series in self._stored.values() if series.seen_s < at_s - _LIVE_S), key=lambda s: s.seen_s
         )

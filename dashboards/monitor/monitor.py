@@ -81,7 +81,7 @@ class Monitor:
         await asyncio.to_thread(work)
 
     async def _find_targets(self, timeout_s: float) -> None:
-        """Asks the API for its targets. The last ones stay while it does not answer."""
+        """Asks the API for the scrape targets. While the API does not answer, the last targets stay."""
         try:
             response = await self._http.get(f"{self._api_url}/v1/targets", timeout=timeout_s)
             response.raise_for_status()

@@ -56,7 +56,7 @@ class Listener:
 
 
 class Streams:
-    """Takes pictures while anyone listens, and tells each team what changed."""
+    """Takes pictures while there are listeners, and sends each team's listeners the changes."""
 
     def __init__(self, take: Callable[[], PagePicture], period_s: float = PERIOD_S) -> None:
         self._take, self._period_s = take, period_s

@@ -79,7 +79,9 @@ class Tide:
         return TideView(now_s, begin_us / 1e6, step_us / 1e6, series)
 
     def _read(self, begin_us: int, end_us: int, step_us: int, now_s: float) -> Mapping[int, list[NodeHours]]:
-        """Returns the entries of each step, after reading those that are missing or may still grow."""
+        """Returns the entries of each step. It first reads the steps that are missing or whose entries
+        may still grow.
+        """
         kept = self._kept.setdefault(step_us, {})
         if now_s - self._read_at_s.get(step_us, float("-inf")) < FRESH_S and begin_us in kept:
             return kept

@@ -49,7 +49,7 @@ class CleaningReport(Config):
 
 @dataclass(slots=True)
 class CleaningCounts:
-    """Counts of some documents, which add up to those of a corpus."""
+    """The counts of some documents; the counts of all parts of a corpus can be added up."""
 
     kept: Counter[int] = field(default_factory=Counter)
     """Documents by bucket of length."""

@@ -144,7 +144,7 @@ class GangRunner:
         return [worker for worker in self._workers if worker.member in usable]
 
     def _adjust(self, waiting: deque[_Item]) -> None:
-        """Starts workers on new members, and takes back the tasks of those that are lost."""
+        """Starts workers on new members, and takes back the tasks of lost members."""
         members = self._members()
         for worker in [worker for worker in self._workers if worker.member not in members]:
             if not worker.running:

@@ -38,7 +38,7 @@ def texts_blob(texts: Sequence[str]) -> bytes:
 
 
 def texts_from(blob: bytes, name: str) -> list[str]:
-    """Returns what `texts_blob` packed."""
+    """Returns the texts that `texts_blob` packed."""
     import pyarrow as pa
 
     arrays, about = unpack_blob(blob, name)

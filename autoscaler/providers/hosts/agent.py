@@ -160,7 +160,9 @@ def _root(request: Mapping[str, Any]) -> Path:
 
 
 def _temp_dir(root: Path) -> Path:
-    """Returns a folder for Ray that only this user enters. Its path is short, as those of unix sockets must be."""
+    """Returns a folder for Ray that only this user can enter. Its path is short, because the paths of unix sockets in
+    it must be.
+    """
     return private_folder("ray", hashlib.sha256(str(root).encode()).hexdigest()[:8])
 
 

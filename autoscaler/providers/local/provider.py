@@ -83,7 +83,7 @@ class LocalProvider(Provider):
                 os.close(lock)
 
     def terminate(self, node_id: str) -> None:
-        """Starts ending the node and returns; a thread kills what is left of it within a few seconds."""
+        """Starts ending the node and returns; a thread kills the node's remaining processes within a few seconds."""
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
         if folder.machine() is None or folder.end() is not None:
             return

@@ -115,7 +115,7 @@ class SlurmProvider(Provider):
             self._cancel_strays(node_id, jobs)
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns the nodes whose jobs have started, and the ended ones."""
+        """Returns the nodes whose jobs have started, ended nodes included."""
         with self._lock:
             self._look_if_due()
             for node_id, jobs in self._jobs.items():

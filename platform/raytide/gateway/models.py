@@ -226,7 +226,7 @@ class EndpointModels:
     async def _champion_answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns the champion's response; that of its successor if it was replaced meanwhile."""
+        """Returns the champion's response; if the champion was replaced meanwhile, the response of its successor."""
         while True:
             server = await self.server(model, request, body)
             champion = self._serving(model)
@@ -290,8 +290,8 @@ class EndpointModels:
             yield from each.metrics.samples()
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
-        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums over their
-        replicas as those last reported.
+        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums of the last
+        reports of their replicas.
         """
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:

@@ -112,7 +112,7 @@ class FlowGraph:
 
 
 def svg_of(views: Iterable[StageView]) -> str:
-    """Returns the graph as SVG: a stage is a box, in the column after those of all that it needs."""
+    """Returns the graph as SVG: each stage is a box, in a column to the right of all stages that it needs."""
     stages = {view.name: view for view in views}
     column: dict[str, int] = {}
     for view in stages.values():  # in order: what it needs comes before it

@@ -68,7 +68,7 @@ class ResponseLimits:
 
 
 class SharedResponses:
-    """A ResponseStore for the gateway processes of a cluster. `run` removes what has expired."""
+    """A ResponseStore for the gateway processes of a cluster. `run` removes expired responses."""
 
     def __init__(
         self, folder: Path, limits: ResponseLimits | None = None, now_s: Callable[[], float] = time.time

@@ -87,7 +87,9 @@ class ShadowTraffic:
 
 
 class _Copier(Anybody):
-    """The caller of a copy: it pays nothing, and its prompts are cached in the salt of the request's sender."""
+    """The caller of a copy: it pays nothing, and its prompts are cached apart from others, under the team of the
+    request's sender.
+    """
 
     def __init__(self, caller: RequestCaller) -> None:
         self.team, self.is_known = caller.team, caller.is_known

@@ -1,4 +1,4 @@
-"""A sequential test of two shares, such as those of failed requests, that is valid however often it is looked at.
+"""A sequential test of two shares, such as shares of failed requests, that is valid however often its result is read.
 
 The test multiplies E-variables of blocks of observations: for n_a and n_b observations with the shares theta_a <
 theta_b of the alternative, and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against

@@ -115,7 +115,7 @@ class SimulatedFleet:
                 self.router.send_again(handed, self.now_s)
 
     def update_counts(self) -> None:
-        """Removes finished requests, and counts ongoing ones second by second."""
+        """Removes finished requests, and counts the ongoing requests of each second."""
         for replica in self.alive:
             jobs = replica.jobs
             while jobs and self.router.done_s[jobs[0]] <= self.now_s:

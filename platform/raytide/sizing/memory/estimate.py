@@ -178,9 +178,8 @@ def estimate(
 def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
     """Returns the number of micro-batches whose activations a stage holds at once.
 
-    1F1B: one for each stage from this one to the last (Narayanan et al. 2021); interleaved: (1 + (p-1) / (p v)) times
-    those of a pass over all stages of the rank; V-shaped schedules: those of p stages on every rank; GPipe and looped
-    BFS: all.
+    1F1B: one for each stage from this one to the last (Narayanan et al. 2021); interleaved: p (1 + (p-1) / (p v));
+    V-shaped schedules: p on every rank; GPipe and looped BFS: all.
     """
     layout, ranks = strategy.layout, strategy.layout.pipeline
     if ranks == 1:

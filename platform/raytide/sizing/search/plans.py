@@ -117,7 +117,7 @@ def _zeros(pipeline: int, ranks: int) -> tuple[Literal[1, 2, 3], ...]:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One way to run a workload, with what it needs."""
+    """One way to run a workload, with its memory, time and cost."""
 
     node_type: NodeType
     nodes: int

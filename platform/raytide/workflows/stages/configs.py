@@ -64,8 +64,8 @@ class EvalSpec(Config):
     """The evaluation of a model: its loss on a dataset that it has not seen, its answers to prompts, a suite that
     compares it with its parent, or several of these.
 
-    The metrics are `loss` (nats a token), `perplexity` and `tokens`; `accuracy` and `prompts`; and those of the suite,
-    such as `kl`. A suite's gate that is not passed fails the stage.
+    The metrics are `loss` (nats a token), `perplexity` and `tokens` of a dataset; `accuracy` and `prompts` of prompts;
+    and the metrics of the suite, such as `kl`. If the suite's gate is not passed, the stage fails.
     """
 
     model: bounds.Location = ""

@@ -42,7 +42,8 @@ def smoothed(curve: Curve, step: int) -> float | None:
 def goes_on(
     value: float | None, others: Iterable[float | None], spec: HalvingSpec, mode: Literal["min", "max"]
 ) -> bool:
-    """Returns whether a trial with this value at a rung is among the best `1 / factor` of those that reached it.
+    """Returns whether a trial with this value at a rung is among the best `1 / factor` of the trials that reached the
+    rung.
 
     `others` are the values of all other trials at that rung. At least one trial goes on. A value that is not finite is
     the worst.

@@ -211,7 +211,7 @@ class Router:
             assigned.others_tokens = max(0, pending_tokens - assigned.pending_tokens)
 
     def forget(self, replica: str) -> None:
-        """Drops what is known of a replica whose cache is lost."""
+        """Drops the index and the load of a replica whose cache is lost."""
         self._assigned.pop(replica, None)
 
     def _cheapest(
