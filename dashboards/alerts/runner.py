@@ -46,7 +46,7 @@ class ActionRunner:
         """Actions by kind and outcome, since this process began."""
 
     def resume(self, now_s: float) -> None:
-        """Finishes the actions that an earlier process began."""
+        """Continues the actions that an earlier process began, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}
         for record in self._records.actions():
             if record.state != "started":

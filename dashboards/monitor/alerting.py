@@ -54,7 +54,7 @@ class Alerting:
         """The alerts that fire now, by name and severity."""
 
     def resume(self, now_s: float) -> None:
-        """Finishes the actions that an earlier process began."""
+        """Continues the actions that an earlier process began, or records them as interrupted."""
         self._guarded("interrupted actions", lambda: self._runner.resume(now_s))
 
     def evaluate(self, now_s: float) -> None:
