@@ -28,8 +28,9 @@ AFTER_KIND = 21
 
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns one line for each action, oldest first: time, kind, object, reason, cost; then one for each rejected
-    alternative. A wait that continues is listed once."""
+    """Returns one line for each action (time, kind, object, reason and cost), oldest first, each followed by one line
+    for each rejected alternative. A wait that continues is listed once.
+    """
     last: dict[tuple[str, str], str] = {}
     out = []
     for plan in plans:

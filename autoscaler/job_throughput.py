@@ -1,5 +1,5 @@
-"""The throughput of each job on each node type, in steps per second and GPU, from the `step` that its driver reports;
-where nothing was measured, the node type's `speed` counts.
+"""The throughput of each job on each node type, in steps per second and GPU, from the `step` that the job's driver
+reports. Where nothing was measured, the node type's configured `speed` is used instead.
 
 Only stretches in which the gang did not change, with all members on nodes of one type, are measured.
 """
@@ -63,7 +63,7 @@ class _Meter:
 
 
 class JobThroughput:
-    """The throughput of all jobs. `known`: as an earlier controller learned it."""
+    """The throughput of all jobs. `known`: the values that an earlier controller learned."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
         on_cpus, on_gpus = (AcceleratorClasses.of(node_types, {name: 1.0}) for name in ("CPU", "GPU"))
@@ -93,7 +93,7 @@ class JobThroughput:
                 meter.observe((lease.id, lease.epoch), node_type, gpus, step, now_s)
 
     def paces(self, jobs: Iterable[Job]) -> dict[str, Throughputs]:
-        """Returns the relative throughputs of jobs that are not equally fast on all node types."""
+        """Returns the relative throughputs by node type of each job that is not equally fast on all types."""
         found = ((job.id, self._of(job)) for job in jobs)
         return {job_id: paces for job_id, paces in found if paces}
 

@@ -1,8 +1,8 @@
 """The autoscaler's decision: a pure function from a Snapshot to actions, each with its reason in words.
 
-The order is the priority: published replicas, admitted leases, work without a lease, resources requested from Ray, then
-the minimum and the warm nodes of each type. Then nodes that are idle for long enough and not nominated are drained, and
-replicas and gangs move to where they cost less.
+Needs are served in order of priority: published replicas, admitted leases, work without a lease, resources requested
+from Ray, then the minimum and the warm nodes of each type. Then nodes that have been idle for long enough and are not
+nominated are drained, and replicas and gangs move to where they cost less.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARM = "warm"
 def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
     """Returns the actions for nodes and placements. `snapshot` already has this decision's targets and admitted leases.
 
-    `room` is that of the snapshot, if there is one already; it is changed.
+    `room` is the scheduling state of the snapshot, if it exists already; this call changes it.
     """
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"

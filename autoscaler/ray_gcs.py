@@ -25,7 +25,7 @@ from raytide.core.ray_internals import (
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node as Ray sees it, matched to its record by the instance id that every raylet is started with."""
+    """A node as Ray sees it. The instance id, with which every raylet is started, links it to raytide's record."""
 
     ray_node_id: str
     """Ray's id, in hex."""
@@ -40,7 +40,9 @@ class RayNode:
     idle_ms: int = 0
     """Ray's own idle time. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
     activity: tuple[str, ...] = ()
-    """Ray's reasons for calling it busy. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
+    """Ray's reasons why the node is busy. Ray keeps them when the node becomes idle, so they count only while `idle_ms`
+    is 0.
+    """
 
     @property
     def is_busy(self) -> bool:
@@ -78,8 +80,9 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Returns work that Ray cannot place and that a new node might help, then what `request_resources` asks for.
-        raytide's own placement groups are pinned to nodes and left out."""
+        """Returns the work that Ray cannot place and for which a new node might help, then the resources that
+        `request_resources` asks for. raytide's own placement groups are pinned to nodes and left out.
+        """
         state = self._state()
         found: dict[_Key, int] = {}
         for pending in state.pending_resource_requests:
@@ -94,7 +97,9 @@ class GcsReader:
         return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(requested)))
 
     def metrics_addresses(self) -> dict[str, str]:
-        """Returns `host:port` of the metrics of Ray's agent by instance id, `head` for the head, for each live node."""
+        """Returns `host:port` of the metrics page of Ray's agent on each live node, by instance id (`head` for the
+        head).
+        """
         nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
         return {
             name: f"{node.node_manager_address}:{node.metrics_export_port}"
@@ -158,8 +163,8 @@ class GcsReader:
 
 
 class GcsEntries:
-    """Entries under one prefix in the key-value store of Ray's GCS, where processes of nodes leave what the controller
-    reads. `connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found.
+    """Entries under one prefix in the key-value store of Ray's GCS: processes on nodes write them, and the controller
+    reads them. `connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found.
     """
 
     def __init__(self, prefix: str, connect: Callable[[], GcsClient]) -> None:
@@ -173,7 +178,7 @@ class GcsEntries:
         self._call(lambda gcs: gcs.internal_kv_del(self._key(name), False, _NAMESPACE, CALL_TIMEOUT_S))
 
     def all(self) -> dict[str, bytes]:
-        """Returns the bodies by name."""
+        """Returns the contents of all entries by name."""
         keys = self._call(lambda gcs: gcs.internal_kv_keys(self._prefix, _NAMESPACE, CALL_TIMEOUT_S))
         if not keys:
             return {}
@@ -216,13 +221,14 @@ def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
 
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Drops the marker resources that Ray adds to every node and placement group."""
+    """Returns the resources without the markers that Ray adds to every node and placement group."""
     return {k: v for k, v in sorted(amounts.items()) if _GROUP_MARK not in k and not k.startswith("node:")}
 
 
 def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Rounds to Ray's precision. `request_resources` validates nothing: NaN and negative amounts count as 0, infinite
-    ones as more than any node has."""
+    """Returns the amount rounded to Ray's precision. `request_resources` validates nothing, so NaN and negative amounts
+    count as 0, infinite ones as more than any node has.
+    """
     rounded = {name: max(0.0, round(amount, 4)) for name, amount in _resources(amounts).items()}
     return {name: min(amount, _ENDLESS) for name, amount in rounded.items()}
 
@@ -251,7 +257,7 @@ def _count(found: dict[_Key, int], request: Any, count: int, together: str = "",
 
 
 def _labels(selectors: Any) -> dict[str, str]:
-    """Returns the first label selector (further ones are fallbacks); values are sorted, since Ray shuffles them."""
+    """Returns the first label selector (the others are fallbacks), with sorted values, since Ray shuffles them."""
     labels = {}
     for constraint in selectors[0].label_constraints if selectors else ():
         values = sorted(constraint.label_values)

@@ -1,4 +1,4 @@
-"""The signals that endpoints scale on beside their requests: meters of their nodes, and values that users report."""
+"""The signals other than requests on which endpoints scale: meters of their nodes, and values that users report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def with_signals(
 ) -> dict[str, EndpointLoad]:
     """Returns the loads with the fresh values of their endpoints' signals.
 
-    `nodes` are raytide's ids of nodes by Ray's; `use` and `measured` are by raytide's.
+    `nodes` maps Ray's node ids to raytide's; `use` and `measured` have raytide's node ids as keys.
     """
     found = dict(loads)
     for endpoint in endpoints:

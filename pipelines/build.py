@@ -1,4 +1,6 @@
-"""Builds a token dataset: find, survey, learn, encode, write. Finished chunks are kept until the dataset is whole."""
+"""Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write. Finished chunks are kept until
+the dataset is complete.
+"""
 
 from __future__ import annotations
 
@@ -241,8 +243,9 @@ class _Build:
         return learned
 
     def _encode(self, plan: EncodePlan) -> EncodePlan:
-        """Encodes the corpus, and returns the plan by which that was done: `tokenizers` does it where the first engine
-        is not exact."""
+        """Encodes the corpus, and returns the plan that was used: if the first engine is not exact, `tokenizers`
+        encodes instead.
+        """
         was_surveyed = self.passes.corpus is not None
         for engine in dict.fromkeys((plan.engine.name, "tokenizers")):
             plan = EncodePlan(
@@ -318,7 +321,9 @@ class _Build:
             yield ChunkTexts(self.passes.texts_name(chunk), self.passes.kept(chunk), sources, size)
 
     def _written(self, stage: Callable[[P], W | None], write: Callable[[P], W], plans: Iterable[P]) -> Sequence[W]:
-        """Returns the files of all plans, in order. The driver writes those that a worker cannot reach."""
+        """Writes the files of all plans and returns them, in order. The driver writes the files that a worker cannot
+        reach.
+        """
         listed, files = list[P](), dict[int, W]()
 
         def sent() -> Iterator[P]:
@@ -342,7 +347,9 @@ class _Build:
         return DatasetFile(file=SAMPLES, sha256=sha256(body))
 
     def _needed_bytes(self) -> int:
-        """Estimate the dataset's bytes, and as many again for its chunks, from the share encoded so far."""
+        """Returns an estimate, from the share encoded so far, of the bytes of the dataset plus the same number for its
+        chunks.
+        """
         tokens = sum(int(lengths.sum()) for lengths in self.passes.lengths if lengths is not None)
         size = sum(part.size for chunk in self.chunks for part in chunk.parts)
         share = self.passes.done_bytes / size if size and self.passes.done_bytes else 1.0
@@ -354,7 +361,7 @@ class _Build:
 
 
 class _EmptyCorpusError(DataError):
-    """Nothing was kept: there is nothing to go on from."""
+    """No document was kept, so there is no dataset to build."""
 
 
 def _identity(

@@ -1,8 +1,9 @@
 """Finished chunks of a build, kept beside its output so that a killed build goes on from them.
 
-A chunk's name is a hash of everything that decides its bytes, so any gang may go on, and so may a build of a changed
-spec where the change does not concern the chunk. A worker that sees the folder writes its results itself; the driver
-writes those of the others. `out` is claimed by one build, so one driver at a time uses the folder.
+A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build of a
+changed spec reuses the chunks that the change does not concern. A worker that can reach the folder writes its results
+itself; the driver writes the results of all other workers. One build at a time claims `out`, so only one driver uses
+the folder.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ MARK = "mark"
 
 
 class AlteredError(ClusterError):
-    """A stored result is not what was stored: after a power failure, or by another's hand."""
+    """A stored result has changed since it was stored: by a power failure, or because someone altered it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The results of a task, by the name under which they are stored; the large ones only if they are not yet."""
+    """The results of a task, by the names under which they are stored; large results are included only if they are not
+    stored yet.
+    """
 
     blobs: dict[str, bytes]
     is_stored: bool
@@ -50,7 +53,7 @@ class ChunkStore:
         return store
 
     def is_visible(self) -> bool:
-        """Returns whether this process sees the folder that the driver made."""
+        """Returns whether this process can reach the folder that the driver created."""
         return _is_visible(self)
 
     def names(self) -> set[str]:
@@ -61,7 +64,7 @@ class ChunkStore:
         return {name for name in found if name != MARK and not name.endswith(".part")}
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
-        """Writes results in the order given, so that the last one says that all are there."""
+        """Writes results in the given order, so that the existence of the last one implies that of all."""
         for name, body in blobs.items():
             write_bytes(join(self.folder, name), body, is_durable=False)
 
@@ -75,7 +78,9 @@ class ChunkStore:
                 fs.rm_file(join(path, name))
 
     def hand_over(self, blobs: Mapping[str, bytes], small: frozenset[str]) -> Delivery:
-        """Returns what a worker sends to the driver: the `small` kinds, and all that it could not store itself."""
+        """Stores a worker's results and returns what it sends to the driver: the `small` kinds, or all results if the
+        worker cannot reach the folder.
+        """
         if not self.is_visible():
             return Delivery(dict(blobs), is_stored=False)
         self.put(blobs)
@@ -98,14 +103,14 @@ def remove_partial(out: str) -> None:
 
 
 def chunk_key(identity: object, parts: Iterable[InputPart], extra: bytes = b"") -> str:
-    """Returns the hash of a chunk: its parts, and the `identity` and `extra` of what is done to them."""
+    """Returns the hash of a chunk's parts, and of the `identity` and `extra` that describe how they are processed."""
     listed = [(part.url, part.size, part.version, part.reader, part.span) for part in parts]
     body = json.dumps([identity, listed], sort_keys=True).encode()
     return hashlib.sha256(body + b"\0" + extra).hexdigest()[:40]
 
 
 def has_versions(parts: Iterable[InputPart]) -> bool:
-    """Returns whether a change of any of these files would be noticed."""
+    """Returns whether all these files have versions, by which a change would be noticed."""
     return all(part.version for part in parts)
 
 
@@ -126,7 +131,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Returns what `pack_blob` packed. Raises AlteredError if it was altered."""
+    """Returns the arrays and the object that `pack_blob` packed. Raises AlteredError if the blob was altered."""
     view = memoryview(blob)
     if len(blob) < 24 or hashlib.sha256(view[16:]).digest()[:16] != bytes(view[:16]):
         raise AlteredError(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")

@@ -1,4 +1,4 @@
-"""The work of a worker on a chunk: survey it, encode it to token ids, or both in one pass over its text."""
+"""The work on a chunk in a worker: surveying it, encoding it to token ids, or both in one pass over its text."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ class ChunkStage:
 
 
 def encode_texts(plan: EncodePlan, texts: list[str], task: ChunkTask) -> dict[str, bytes]:
-    """Returns the tokens of a chunk, or that the engine is not exact on it. The lengths come last: they say that the
-    tokens are there."""
+    """Returns the tokens of a chunk, or a mark that the engine is not exact on it. The lengths are stored last, so that
+    they imply that the tokens are stored.
+    """
     if not plan.is_exact(texts):
         return {task.lengths: pack_blob({}, {"is_exact": False})}
     try:
@@ -164,7 +165,9 @@ class LearnTask:
 
 
 def learn_tokenizer(task: LearnTask) -> bytes:
-    """Learn a BPE: the worker reads the sample itself and uses as many threads as its node's lease has CPUs."""
+    """Learns a BPE tokenizer. The worker reads the sample itself and uses as many threads as its node's
+    lease has CPUs.
+    """
     os.environ["RAYON_NUM_THREADS"] = str(task.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     return train_bpe((text for each in task.selections for text in each.read(task.options, task.examiner)), task.train)

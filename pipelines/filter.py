@@ -18,7 +18,7 @@ from raytide.pipelines.readers.base import Drop, Record
 
 DIGEST_BYTES = 16
 MOST_REASONS = 255
-"""A verdict takes one byte."""
+"""The most reasons of a survey, since a verdict takes one byte."""
 
 
 class FilterVerdict(IntEnum):
@@ -43,7 +43,9 @@ REASONS = tuple(verdict.reason for verdict in FilterVerdict)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Verdicts and digests of documents: 17 bytes each, so a hundred million fit in a driver's memory."""
+    """The verdict and the digest of each document: 17 bytes a document, so those of a hundred million fit in a driver's
+    memory.
+    """
 
     verdicts: NDArray[np.uint8]
     """Index in `reasons` of each document's verdict."""
@@ -69,7 +71,9 @@ class Survey:
         return {reason: int(counts[i]) for i, reason in enumerate(self.reasons) if i and counts[i]}
 
     def drop(self, documents: NDArray[np.int64], reason: str) -> Survey:
-        """Returns the survey with these documents dropped too: how each step over the whole corpus takes some away."""
+        """Returns the survey with these documents dropped too. Each step over the whole corpus drops documents by this
+        call.
+        """
         reasons = self.reasons if reason in self.reasons else (*self.reasons, reason)
         verdicts = self.verdicts.copy()
         verdicts[documents] = reasons.index(reason)
@@ -78,7 +82,7 @@ class Survey:
 
 @dataclass(slots=True)
 class ReasonTable:
-    """Numbers reasons as they come."""
+    """Gives each new reason the next number."""
 
     reasons: list[str] = field(default_factory=lambda: list(REASONS))
 
@@ -101,7 +105,9 @@ class Examined:
     """The result of cleaning, if the document came that far."""
 
     def digest(self, record: Record) -> bytes:
-        """Returns the digest by which duplicates and changed inputs are found: that of the cleaned text, if any."""
+        """Returns the digest by which duplicates and changed inputs are found: that of the cleaned text if there is
+        one.
+        """
         return digest(record if self.cleaned is None else self.cleaned.text.encode())
 
 
@@ -126,7 +132,9 @@ class Examiner:
         return Examined(text)
 
     def examine_all(self, records: Sequence[Record], places: Sequence[Place]) -> Iterator[list[Examined]]:
-        """Applies the filter and cleaning. Yields the documents of each record: one, or several that a stage made."""
+        """Applies the filter and cleaning. Yields the documents of each record: one, or those that a
+        stage made of it.
+        """
         filtered = [self.examine(record) for record in records]
         if self.cleaner is None:
             yield from ([each] for each in filtered)
@@ -169,7 +177,9 @@ def survey_from_bytes(verdicts: bytes, digests: bytes, reasons: tuple[str, ...] 
 
 
 def drop_duplicates(survey: Survey) -> Survey:
-    """Keep only the first of kept documents with equal digests, in dataset order."""
+    """Returns the survey in which, of kept documents with equal digests, only the first in dataset order
+    is still kept.
+    """
     kept = np.flatnonzero(survey.keep)
     _, first = np.unique(survey.digests[kept], return_index=True)
     is_repeat = np.ones(len(kept), np.bool_)

@@ -64,8 +64,9 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
 
 
 def _special(path: str, info: dict[str, Any]) -> InputFile:
-    """Returns what a link leads to; a file of no bytes if that is no file, and for a pipe or a socket, which would be
-    read without end."""
+    """Returns the file to which a link leads. If it leads to no file, or to a pipe or a socket, whose reading might
+    never end, returns a file of no bytes.
+    """
     if not os.path.isfile(path):
         return InputFile(path, 0, _version(info), leads_nowhere=True)
     target = os.stat(path)
@@ -106,10 +107,10 @@ def _parts(split: Future[list[InputPart]] | list[InputPart]) -> list[InputPart]:
 
 
 def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
-    """Group consecutive parts up to about `chunk_bytes`, so that a task is worth its overhead.
+    """Returns chunks of consecutive parts of up to about `chunk_bytes`, so that a task is worth its overhead.
 
-    A chunk of at least half that size may end at any part, by a hash of the next part's name: a file that is added or
-    removed then changes the chunks near it, and not all that follow.
+    A chunk of at least half that size may end at any part; a hash of the next part's name decides. So a file that is
+    added or removed changes only the chunks near it, not all later chunks.
     """
     chunks: list[InputChunk] = []
     group: list[InputPart] = []

@@ -1,4 +1,6 @@
-"""The passes over a corpus: each chunk is surveyed and encoded once, by any worker, and found again after a kill."""
+"""The passes over a corpus: each chunk is surveyed and encoded once, by any worker, and its results are found again
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class NotExactError(Exception):
 
 
 class Passes:
-    """The chunks of a build and what is known of each."""
+    """The chunks of a build, and the finished results of each."""
 
     def __init__(
         self,
@@ -115,8 +117,9 @@ class Passes:
         return self._join()
 
     def encode(self, plan: EncodePlan) -> Corpus:
-        """Encodes every document that is not dropped by itself, and examines it first where `survey` did not. Raises
-        NotExactError, for the caller to come back with a plan of another engine."""
+        """Encodes every document that its own examination does not drop, and examines it first if `survey` did not.
+        Raises NotExactError if the engine is not exact; the caller then repeats the call with a plan of another engine.
+        """
         self.done_bytes = 0
         self._run(plan)
         return self.corpus or self._join()
@@ -148,7 +151,9 @@ class Passes:
             self._stored |= sent[position].names
 
     def _tasks(self, plan: EncodePlan | None, sent: list[ChunkTask]) -> Iterator[ChunkTask]:
-        """Yields a task for each chunk that is not finished, and appends it to `sent`, there without its documents."""
+        """Yields a task for each chunk that is not finished, and appends the task to `sent`, without the documents that
+        it carries.
+        """
         for chunk in self.chunks:
             task = self._task(chunk, plan)
             self._load(task)
@@ -169,7 +174,7 @@ class Passes:
         return ChunkTask(chunk, survey, texts, tokens.replace("tokens", "lengths", 1), tokens)
 
     def _load(self, task: ChunkTask) -> None:
-        """Takes in what an earlier run of this build has stored."""
+        """Loads the results that an earlier run of this build has stored."""
         index = task.chunk.index
         for name, is_known in ((task.survey, self.surveys[index] is not None), (task.lengths, False)):
             if name in self._stored and not is_known:

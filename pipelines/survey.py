@@ -1,7 +1,8 @@
 """Examines every document of a corpus before anything is learned or packed, and decides which are kept.
 
-A chunk's documents are examined where they are read; the driver keeps 17 bytes of each and no text, so a corpus may be
-larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, come after that.
+A chunk's documents are examined in the worker that reads them. The driver keeps 17 bytes for each document and no text,
+so a corpus may be larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, run
+afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAMPLE_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class DropSample:
-    """A dropped document, for people to look at."""
+    """A dropped document that is kept for inspection."""
 
     reason: str
     file: str
@@ -47,8 +48,9 @@ class DropSample:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSurvey:
-    """The verdicts on a chunk's documents, and samples of dropped ones, whose rows count from the first part of their
-    file in the chunk."""
+    """The verdicts on a chunk's documents, and samples of dropped documents. A sample's row counts from the first part
+    of its file in the chunk.
+    """
 
     counts: NDArray[np.int64]
     """Documents of each part."""
@@ -104,7 +106,7 @@ def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Exa
 def examine_parts(
     parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner
 ) -> Iterator[tuple[int, Record, Examined]]:
-    """Yields each document of the parts, with the index of its part and the record that it was made of."""
+    """Yields each document of the parts, with the index of its part and the record from which it was made."""
     if examiner.cleaner is None:
         for part, record in read_parts(parts, options):
             yield part, record, examiner.examine(record)
@@ -149,7 +151,7 @@ def _first_of_file(parts: Sequence[InputPart], part: int) -> int:
 
 
 class TextCache:
-    """Texts of the chunks that this process read last, up to CACHED_CHARS."""
+    """A cache of the texts of the chunks that this process read last, up to CACHED_CHARS characters."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, list[str]] = OrderedDict()
@@ -165,7 +167,7 @@ class TextCache:
             self._chars += chars
 
     def take(self, key: str) -> list[str] | None:
-        """Removes and returns the texts of a chunk; None if they are not here."""
+        """Removes and returns the cached texts of a chunk; None if they are not in this process."""
         with self._lock:
             texts = self._texts.pop(key, None)
             self._chars -= sum(map(len, texts)) if texts else 0
@@ -182,7 +184,7 @@ TEXT_CACHE = TextCache()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Parts, and a mask of the selected documents in them."""
+    """Parts of inputs, with a mask of the selected documents in them."""
 
     parts: tuple[InputPart, ...]
     keep: NDArray[np.bool_]
@@ -222,7 +224,7 @@ class Corpus:
         self.examined = self.found.keep
 
     def bounds(self) -> NDArray[np.int64]:
-        """Returns the first document of each chunk, and the number of documents after the last."""
+        """Returns the index of the first document of each chunk, followed by the number of all documents."""
         parts = np.cumsum([0, *(len(chunk.parts) for chunk in self.chunks)])
         bounds: NDArray[np.int64] = self._starts()[parts]
         return bounds
@@ -249,8 +251,9 @@ class Corpus:
         return [selections[i] for i in sorted(selections)]
 
     def sampled_drops(self, options: ReadOptions, examiner: Examiner) -> list[DropSample]:
-        """Returns a bounded sample of the dropped documents of each reason: the first ones, in dataset order. Texts of
-        those that a step over the corpus dropped are read once more."""
+        """Returns, for each reason, the first dropped documents in dataset order, up to a limit. The texts of documents
+        that a step over the whole corpus dropped are read again.
+        """
         taken, drops = Counter[str](), list[DropSample]()
         for sample in (*self.samples, *self._dropped_by_corpus_steps(options, examiner)):
             taken[sample.reason] += 1
@@ -264,7 +267,9 @@ class Corpus:
         return self._parts()[part].url, int(document - self._starts()[part] + self.first_rows()[part])
 
     def _text(self, document: int, options: ReadOptions, examiner: Examiner) -> str:
-        """Returns the beginning of a document's text; nothing if it cannot be told from its record's other ones."""
+        """Returns the beginning of a document's text; empty if a record can become several documents, because then it
+        is unknown which of them this is.
+        """
         part = self._part_of(document)
         if examiner.cleaner is not None and examiner.cleaner.makes_documents:
             return ""
@@ -345,7 +350,7 @@ def corpus_from(chunks: Sequence[InputChunk], surveys: Sequence[ChunkSurvey]) ->
 
 
 def _samples_of(corpus: Corpus, surveys: Sequence[ChunkSurvey]) -> Iterator[DropSample]:
-    """Yields the samples of all chunks, with rows that count from the start of their file."""
+    """Yields the samples of all chunks; their rows now count from the start of the file."""
     first_rows, first_part, taken = corpus.first_rows(), 0, Counter[str]()
     for chunk, survey in zip(corpus.chunks, surveys, strict=True):
         rows: dict[str, int] = {}

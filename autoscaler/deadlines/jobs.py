@@ -118,7 +118,9 @@ class _Fleet:
         return 60.0 * math.ceil((self.options(job).launch_s + RESUME_S + job.redo_s) / 60.0)
 
     def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
-        """Returns what the gang holds and keeps, and its remaining start-up seconds. Partly on spot counts as spot."""
+        """Returns the allocation that the gang holds and keeps, and its remaining start-up seconds. A gang that is only
+        partly on spot counts as on spot.
+        """
         lease = self.leases.get(job.id)
         held = [m for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
         views = self.occupancy.views
@@ -160,7 +162,7 @@ class _Fleet:
         return _Options(max(launches_s, default=0.0), zones, forecast, _price_ratio(self.offerings, shapes))
 
     def _zone_view(self, shapes: Sequence[Shape], offering: Offering, is_up: bool, since_s: float) -> ZoneView:
-        """Returns the state of a pool. One that may be tried again after a refusal counts as just available again."""
+        """Returns the state of a pool. A pool that may be tried again after a refusal counts as just come up."""
         is_available = self.offerings.refusal(offering) is None or any(
             self._has_room(shape.resources, offering) for shape in shapes
         )
@@ -279,7 +281,7 @@ def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
 
 
 def _shapes_key(job: Job) -> _ShapesKey:
-    """Returns a key that is equal for shapes which the same offerings hold."""
+    """Returns a key of the job's shapes. Jobs with equal keys fit the same offerings."""
     shapes = job.spec.gang.shapes
     return tuple((tuple(shape.resources.items()), tuple(shape.labels.items())) for shape in shapes)
 
@@ -295,7 +297,7 @@ def _spot_pools(offerings: Sequence[Offering]) -> dict[str, Offering]:
 
 
 def _price_ratio(offerings: Offerings, shapes: Sequence[Shape]) -> float:
-    """Returns the cheapest spot over the cheapest on-demand price of a member, for the first shape that has both."""
+    """Returns a member's cheapest spot price divided by its cheapest on-demand price, for the first shape with both."""
     for shape in shapes:
         prices: dict[CapacityType, list[float]] = {CapacityType.SPOT: [], CapacityType.ON_DEMAND: []}
         for offering, fit in offerings.offerings_for(shape):
@@ -306,7 +308,7 @@ def _price_ratio(offerings: Offerings, shapes: Sequence[Shape]) -> float:
 
 
 def _forecast_for(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotForecast:
-    """Returns what was learned of these pools, or the prior."""
+    """Returns the forecast that was learned for these pools, or the prior."""
     found = next((forecast for forecast in snapshot.spot if forecast.pools == pools), None)
     return found or forecast_from_rates(
         pools, [True] * len(pools), [snapshot.at_s] * len(pools), AvailabilityModel(len(pools)).current_rates()

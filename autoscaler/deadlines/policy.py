@@ -1,6 +1,6 @@
 """Decides which node a job with a deadline should hold now: one in a spot zone, an on-demand one, or none.
 
-Two rules: no choice may leave too little time to finish on demand, that start included; among the choices left, the one
+There are two rules. Every choice must leave enough time to start on demand and finish there. Among such choices the one
 with the lowest expected cost to the end wins, by the value table of the learned market.
 """
 
@@ -47,11 +47,11 @@ class DeadlineJob:
 class ZoneView:
     is_up: bool
     age_s: float
-    """The time for which it has been up, or down."""
+    """Seconds for which the zone has been up, or down."""
 
 
 def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Allocation:
-    """Returns what to hold until the next tick. A held zone that is down counts as no allocation."""
+    """Returns the allocation to hold until the next tick. A held zone that is down counts as no allocation."""
     held = None if isinstance(job.allocation, int) and not zones[job.allocation].is_up else job.allocation
     costs = _costs(job, held, zones, values)
     if not costs:
@@ -61,7 +61,7 @@ def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Alloc
 
 
 def _costs(job: DeadlineJob, held: Allocation, zones: Sequence[ZoneView], values: Values) -> dict[Allocation, float]:
-    """Returns the expected cost to the end of each allocation that does not risk the deadline."""
+    """Returns, for each allocation that does not risk the deadline, the expected cost until the job has finished."""
     costs: dict[Allocation, float] = {}
     starting_s = 0.0 if held is None else job.starting_s
     around = _market_state(zones, values)
@@ -85,7 +85,7 @@ def _costs(job: DeadlineJob, held: Allocation, zones: Sequence[ZoneView], values
 
 
 def _expected_cost(mode: int, job: DeadlineJob, starting_s: float, state: int, values: Values) -> float:
-    """Returns the cost of holding this until its start is over, at least for a tick, and then acting optimally."""
+    """Returns the cost of holding this mode until it has started, at least for a tick, and then acting optimally."""
     taken = max(job.tick_s, starting_s) / values.step_s
     done = 0.0 if mode == NONE else taken - starting_s / values.step_s
     slack, work = job.slack_s / values.step_s - (taken - done), job.work_s / values.step_s - done
@@ -100,7 +100,9 @@ def _expected_cost(mode: int, job: DeadlineJob, starting_s: float, state: int, v
 
 
 def _market_state(zones: Sequence[ZoneView], values: Values) -> int:
-    """Returns the market's state for a job that holds no zone: the band of its best zone, or of the drought."""
+    """Returns the market's state for a job that holds no zone: the age band of the best zone, or of the drought if no
+    zone is up.
+    """
     there = [index for index, zone in enumerate(zones) if zone.is_up]
     if not there:
         return BANDS + band(min(zone.age_s for zone in zones))

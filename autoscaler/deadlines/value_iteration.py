@@ -1,7 +1,7 @@
 """The expected cost to finish a deadline job from each state, by dynamic programming over a learned spot market.
 
-Time and work are counted in steps of one restart; a running job does one step of work a step. The slack is the time
-until the deadline minus the remaining work.
+Time and work are counted in steps, each as long as one restart; a running job does one unit of work per step. The slack
+is the time until the deadline minus the remaining work.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ STATES = 2 * BANDS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """The value table; costs are in on-demand prices of one step."""
+    """The value table. The unit of costs is the price of one step on demand."""
 
     cost: NDArray[np.float32]
     """Indexed by steps until the deadline, mode, market state and steps of remaining work."""
     zone_hazard: Floats
     """Reclaims per second by zone and age band, to compare zones."""
     kept: Floats
-    """Transition probabilities over one step while the held zone stays up."""
+    """Transition probabilities between market states over one step in which the held zone stays up."""
     moved: Floats
-    """The values if the held zone is lost, or none was up."""
+    """The same probabilities for a step in which the held zone is lost, or in which no zone was up."""
     step_s: float
     price_ratio: float
     """Spot price over on-demand price."""
@@ -73,7 +73,9 @@ def _step(
     slack: NDArray[np.int64],
     price_ratio: float,
 ) -> None:
-    """Fills one step of the table: the best of waiting, starting and continuing, by remaining work."""
+    """Fills `now`, one step of the table, with the lowest cost of waiting, starting and continuing for each remaining
+    work.
+    """
     idle = (kept + moved) @ after[NONE]
     spot = price_ratio + kept @ after[SPOT] + moved @ after[NONE]
     demand = 1 + (kept + moved) @ after[ON_DEMAND]
@@ -87,7 +89,9 @@ def _step(
 
 
 def _transitions(market: ReclaimRates, step_s: float) -> tuple[Floats, Floats]:
-    """Returns (kept, moved) over one step. Ages are taken to be spread evenly within a band."""
+    """Returns the transition probabilities (kept, moved) of `Values`. Ages are assumed to be spread evenly within a
+    band.
+    """
     widths = np.append(np.diff(AGES_S), np.inf)
     older = np.minimum(1.0, step_s / widths)
     ends = market.lost + market.switched.sum(axis=1)

@@ -1,8 +1,8 @@
 """Consolidation: moves replicas and gangs to where they cost less, onto free capacity or onto cheaper nodes.
 
-A cheaper node is bought first (with subject `move node-7`); the old one is drained only once the new one is ready.
-Serve starts a replica on the new node before it stops the old one. The nodes of a gang move together, in one stop.
-Work without a lease is never moved.
+The cheaper node is bought first (with subject `move node-7`); the old node is drained only once the new one is ready.
+Serve starts a replica on the new node before it stops the old one. The nodes of a gang move together, in one stop. Work
+without a lease is never moved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raytide.scheduling.state import SchedulingState
 
 
 def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState:
-    """Returns a copy with the reservations for unplaced replicas and for tenants that will move."""
+    """Returns a copy of the state with the reservations for unplaced replicas and for tenants that will move."""
     state = replace(state.copy(), snapshot=snapshot, _holders=None)
     for reservation in snapshot.kept.values():
         reservations.reserve(state, reservation)
@@ -37,8 +37,9 @@ def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState
 
 
 def reserve_replacements(builder: PlanBuilder) -> None:
-    """Reserves replacement nodes for the tenants that will move there, unless these may no longer leave or no longer
-    fit."""
+    """Reserves replacement nodes for the tenants that will move there, unless these tenants may no longer leave their
+    nodes or no longer fit.
+    """
     builder.replacements.update(_replacements(builder))
     olds, now_s = _olds(builder), builder.snapshot.at_s
     for node_id, old in olds.items():
@@ -86,7 +87,9 @@ def _olds(builder: PlanBuilder) -> dict[str, Tenants]:
 
 
 def _drain_replaced(builder: PlanBuilder) -> Iterator[Drain]:
-    """Drains nodes whose replacement is ready, once those of the rest of their gangs are ready too."""
+    """Drains nodes whose replacements are ready, once the replacements for all other nodes of their gangs are ready
+    too.
+    """
     olds, replacements = _olds(builder), builder.replacements
     free_to_go = {
         node_id

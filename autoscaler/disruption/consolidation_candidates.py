@@ -1,8 +1,8 @@
 """Consolidation candidates: tenants that would cost less elsewhere, and whether the move pays.
 
-A move must pay back within `PAYBACK_S`, and that of a gang within the time for which it has been stable, so that a
-moved gang is left alone for as long as its move cost. Only preemptible gangs move, and elastic ones that keep their
-minimum.
+A move must pay back within `PAYBACK_S`. The move of a gang must also pay back within the time for which the gang has
+been stable: so the dearer a move was, the longer the gang is left alone. Only preemptible gangs move, and elastic gangs
+that keep their minimum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAYBACK_S = 3600.0
 OVERLAP_S = 300.0
 """The time for which both nodes are paid: the start of the new one and the drain of the old one."""
 DRAIN_S = 600.0
-"""Longer requests on the old node are cut off."""
+"""The time that requests on the old node have to end; longer ones are cut off."""
 MAX_LEAVING_SHARE = 0.1
 """The share of all nodes that may leave at once; one node always may, and all nodes of one gang."""
 
@@ -47,7 +47,7 @@ class _Purchase:
     old: Tenants
     offering: Offering
     cost_micro_usd_h: float
-    """The new node's, including the expected cost of its loss."""
+    """The cost of the new node, including the expected cost of its loss."""
 
 
 class ConsolidationPlanner:
@@ -113,7 +113,9 @@ class ConsolidationPlanner:
         return may_leave(old, self.now_s) and constraint_of(self.builder.snapshot, old) is None
 
     def _is_within(self, olds: Sequence[Tenants]) -> bool:
-        """Returns whether they may leave now; a gang on more nodes than the limit moves alone."""
+        """Returns whether these tenants may leave now. A gang on more nodes than the limit moves when nothing else
+        does.
+        """
         return len(olds) <= self.budget or not self.leaving
 
     def _may_be_left(self, olds: Sequence[Tenants]) -> bool:
@@ -121,7 +123,9 @@ class ConsolidationPlanner:
         return all(self.spare[name] >= count for name, count in leaving.items())
 
     def _gang_groups(self, old: Tenants) -> Iterator[tuple[tuple[Tenants, ...], DisruptionCost]]:
-        """Yields the node with those of its gang that gain too and can leave in the same stop, then the node alone."""
+        """Yields the node together with the gang's other nodes that gain too and can leave in the same stop; then the
+        node alone.
+        """
         occupancy = self.builder.occupancy
         if (alone := disruption_cost(occupancy, (old,), self.now_s)) is None:
             return
@@ -141,7 +145,7 @@ class ConsolidationPlanner:
             yield (old,), alone
 
     def _to_free_room(self, olds: Sequence[Tenants], disruption: DisruptionCost) -> list[Drain | Launch]:
-        """Drains them if all tenants fit on other nodes that are ready and stay."""
+        """Drains the old nodes if all their tenants fit on other nodes that are ready and stay."""
         saved = sum(old.price_micro_usd_h for old in olds)
         if (
             not _pays_back(saved, disruption.cost_micro_usd, disruption)
@@ -177,7 +181,9 @@ class ConsolidationPlanner:
         return [self._launch(purchase, cost, disruption) for purchase in purchases]
 
     def _purchase(self, old: Tenants, other_nodes: int, disruption: DisruptionCost) -> _Purchase | None:
-        """Returns the best offering for one node's tenants. `other_nodes`: bought at about its price."""
+        """Returns the best offering for one node's tenants. `other_nodes`: how many more nodes are bought, at about the
+        same price.
+        """
         table, rows = self.builder.state.offerings.table, self._offers_for(old)
         if not len(rows := rows[self.builder.state.offerings.purchasable()[rows] > 0]):
             return None
@@ -191,7 +197,9 @@ class ConsolidationPlanner:
         return _Purchase(old, table.offerings[rows[best]], float(costs[best]))
 
     def _offers_for(self, old: Tenants) -> Ints:
-        """Returns the rows of available offerings that hold all tenants; none if no offering pays back the overlap."""
+        """Returns the rows of available offerings that hold all tenants; no rows if no offering pays back the time in
+        which both nodes are paid for.
+        """
         if old.shape_key not in self._offers:
             offerings = self.builder.state.offerings
             able = (offerings.table.members(Shape.computed(old.resources, {})) > 0) & (offerings.purchasable() > 0)
@@ -205,14 +213,18 @@ class ConsolidationPlanner:
         return found if pays.any() else found[:0]
 
     def _data_beyond(self, old: Tenants) -> Floats:
-        """Returns, for each offering, what getting the tenants' data there costs an hour beyond their present node."""
+        """Returns, for each offering, how much more an hour it costs to get the tenants' data there than to their
+        present node.
+        """
         table, node = self.builder.state.offerings.table, old.view.node
         data = table.data_cost(old.shapes)
         here = [o.row for o in table.offerings if (o.node_type.name, o.zone) == (node.type, node.zone)]
         return data - data[here[0]] if here else data
 
     def _zones_of(self, old: Tenants) -> Counter[str]:
-        """Counts the zones that the other replicas of its endpoints are in, or are moving to."""
+        """Returns the number of nodes in each zone that host the endpoints of this node's replicas; a node that moves
+        counts at its destination.
+        """
         occupancy, here = self.builder.occupancy, old.view.node.ray_node_id
         hosts = [
             occupancy.in_ray[node]

@@ -1,8 +1,9 @@
-"""The limit on what the fleet costs an hour: while it costs more, the least valuable nodes leave.
+"""The limit on the fleet's cost per hour: while the fleet costs more, the least valuable nodes leave.
 
-Empty nodes leave first, then those with work without a lease, then those of gangs that may be preempted, the lowest
-class first: within a class elastic gangs shrink before any gang stops. All of them have `NOTICE_S` for a checkpoint.
-Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide on the rest.
+Empty nodes leave first, then nodes with work without a lease, then nodes of gangs that may be preempted, the lowest
+priority class first. Within a class, elastic gangs shrink before any gang stops. Members get `NOTICE_S` for a
+checkpoint. Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide
+on the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Returns the nodes and gangs that leave; none while Ray does not answer, because it is unknown what runs where."""
+    """Returns the actions that make nodes and gangs leave; none while Ray does not answer, because then it is unknown
+    which work runs where.
+    """
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:
         return ()
@@ -136,7 +139,7 @@ class _Shedding:
         return stance is not None and stance.is_urgent
 
     def _shed_one(self, rank: DisruptionRank, why: str) -> None:
-        """Sheds, of the nodes of this rank, the cheapest that is enough, else the most expensive."""
+        """Removes one node of this rank: the cheapest whose price covers the excess, else the most expensive."""
         nodes = self.candidates[rank]
         at = bisect_left(nodes, self.cost_micro_usd_h - self.most_micro_usd_h, key=_price)
         newest = bisect_right(nodes, nodes[at].price_micro_usd_h, key=_price) - 1 if at < len(nodes) else -1
@@ -179,7 +182,7 @@ class _Shedding:
                 yield Shrink(lease.job_id, lease_id, tuple(sorted(members)), until_s, reason)
 
     def _would_stop(self, lease: Lease, tenants: Tenants) -> bool:
-        """Returns True if the gang would fall below its minimum without its members here."""
+        """Returns True if the gang would fall below its minimum without its members on this node."""
         leaving = {m.index for held, m in tenants.members if held is lease} | self.yielding.get(lease.id, set())
         staying = sum(m.has_node and not m.gives_way and m.index not in leaving for m in lease.members)
         return staying < lease.shape.at_least

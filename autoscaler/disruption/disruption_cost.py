@@ -1,5 +1,6 @@
-"""The cost of moving members of gangs: an elastic gang continues with fewer members, others stop for a checkpoint and a
-restart."""
+"""The cost of moving members of gangs: an elastic gang continues with fewer members, any other gang stops for a
+checkpoint and a restart.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _STABLE = (MemberState.READY, MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class DisruptionCost:
-    """The loss of a set of gangs when some of their nodes are left."""
+    """The loss of a set of gangs that have to leave some of their nodes."""
 
     in_place: bool = True
     """No gang stops: each keeps its minimum."""
@@ -39,7 +40,7 @@ class DisruptionCost:
 
 
 def disruption_cost(occupancy: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> DisruptionCost | None:
-    """Returns the cost of leaving all these nodes; None if a gang on them may not be disrupted."""
+    """Returns the gangs' cost of leaving all these nodes; None if a gang on them may not be disrupted."""
     leaving = Counter(lease.id for old in olds for lease, _ in old.members)
     found, notes = DisruptionCost(), []
     for lease_id, count in leaving.items():

@@ -1,8 +1,8 @@
 """Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot, or back to on demand
 when their time runs out.
 
-New nodes are bought first; the gang keeps working until all of them are ready. There is no payback check: the deadline
-policy has already compared the costs. A node that other work uses too is not left.
+New nodes are bought first; the gang keeps working on its old nodes until all new ones are ready. There is no payback
+check: the deadline policy has already compared the costs. A gang stays on a node that other work uses too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
 
 
 def is_wanted(constraint: MarketConstraint, new: NodeView) -> bool:
-    """Returns whether a node that was bought for a gang is still of the wanted market."""
+    """Returns whether the market of a node that was bought for a gang is still the wanted one."""
     return constraint.wanted is new.node.market
 
 
@@ -63,13 +63,15 @@ def migrate(builder: PlanBuilder, move: str) -> Iterator[Drain]:
 
 
 def misplaced_nodes(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> dict[str, NodeView]:
-    """Returns the gang's nodes of other markets than the wanted one."""
+    """Returns the gang's nodes that are not of the wanted market, by node id."""
     views = ((id, builder.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
     return {id: view for id, view in views if view is not None and not is_wanted(constraint, view)}
 
 
 def _misplaced(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> list[Tenants]:
-    """Returns the tenants of the gang's misplaced nodes, if it may move and can leave all of them."""
+    """Returns the tenants of the gang's misplaced nodes; an empty list if the gang may not move or cannot leave all of
+    these nodes.
+    """
     if not is_allowed(lease.shape, constraint):
         return []
     olds = [builder.occupancy.tenants_of(view) for view in misplaced_nodes(builder, lease, constraint).values()]
@@ -77,7 +79,7 @@ def _misplaced(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint)
 
 
 def _find_slots(state: SchedulingState, olds: Sequence[Tenants], constraint: MarketConstraint) -> list[Slot] | None:
-    """Returns a node of the wanted market for each of these nodes; None if one has none."""
+    """Returns a slot on a node of the wanted market for each of these tenants; None if one of them fits nowhere."""
     found: list[Slot] = []
     for old in olds:
         (shape,) = constrain([Shape.computed(old.resources, old.shapes[0].labels)], constraint)[:1]

@@ -1,7 +1,7 @@
 """Rescheduling simulation: decides whether the tenants of a node fit on other ready nodes.
 
-Targets are nodes in use, or cheaper ones: an idle node of the same price should rather be terminated itself. Lookups
-are cached by shape, because on thousands of nodes nearly all tenants fit nowhere else.
+Targets are nodes in use, and idle nodes that are cheaper than the present one; an idle node that is not cheaper should
+itself be terminated. Lookups are cached by shape, because on thousands of nodes nearly all tenants fit nowhere else.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class ReschedulingSimulator:
         return found
 
     def could_fit(self, old: Tenants) -> bool:
-        """Returns whether each shape would fit alone: quick, and only a `True` can be wrong."""
+        """Returns whether each of the tenants' shapes would fit if it were the only one. The check is fast; a `False`
+        is certain, a `True` is not.
+        """
         own, price, shape = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
         for key, count in Counter(map(_key, old.shapes)).items():
             if key not in self._members:
@@ -84,7 +86,7 @@ class ReschedulingSimulator:
         return able
 
     def _members_of(self, shape: Shape) -> Rows:
-        """Returns the members of this shape that each node would hold, by row."""
+        """Returns the number of members of this shape that each node has room for, by row."""
         rows, members = self._room.node_table.rows_with_room(shape.resources, shape.labels)
         found = np.zeros(len(self._room.slots), dtype=np.int64)
         found[rows] = members

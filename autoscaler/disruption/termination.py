@@ -1,4 +1,4 @@
-"""Terminates nodes: idle ones that the plan does not need, and those whose drain or launch is overdue."""
+"""Terminates nodes: idle nodes that the plan does not need, and nodes whose drain or launch is overdue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDLE_DRAIN_S = 30.0
 
 
 def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
-    """Terminates expired, drained and never-joined nodes, and passes notices on to Ray."""
+    """Yields actions that terminate expired, drained and never-joined nodes, and that pass notices on to Ray."""
     types = {t.name: t for t in snapshot.node_types}
     yield from expired_drains(snapshot)
     for view in snapshot.nodes:
@@ -27,7 +27,7 @@ def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
-    """Terminates nodes whose drain deadline has passed, whatever else is known, but those in quarantine."""
+    """Terminates every node whose drain deadline has passed, unless it is in quarantine."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
         if view.node.quarantined:
@@ -37,7 +37,9 @@ def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
 
 
 def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
-    """Drains idle nodes outside `keep`; Ray refuses if a task has just started. `leaving`: nodes that leave anyway."""
+    """Drains idle nodes that are not in `keep`; Ray refuses a drain if a task has just started. `leaving`: nodes that
+    leave in any case.
+    """
     types = {t.name: t for t in snapshot.node_types}
     reservation, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
     stay = (view.node for view in snapshot.nodes if view.node.state not in gone)
@@ -77,7 +79,9 @@ def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Te
 
 
 def _nodes_in_use(snapshot: Snapshot) -> set[str]:
-    """Returns the nodes of members, and of replicas by their last report, however old."""
+    """Returns the ids of nodes that hold members, or that host replicas according to the last report, however old that
+    is.
+    """
     with_members = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
     hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes} - {""}
     return with_members | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts}

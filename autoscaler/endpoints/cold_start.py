@@ -22,7 +22,7 @@ QUANTILE = 0.9
 AT_ONCE_S = 60.0
 """The process of a replica starts within this time on a node that was bought for it; else it waited for something."""
 LONGEST_S = 6 * 3600.0
-"""Longer intervals are no starts."""
+"""Longer intervals do not count as starts."""
 FORGET_S = 600.0
 """A replica that reports after a longer silence has restarted."""
 
@@ -30,7 +30,7 @@ FORGET_S = 600.0
 class Start(Config):
     node_type: str
     is_bought: bool
-    """True if its node was bought for it."""
+    """True if the node was bought for this replica."""
     seconds: float
 
 
@@ -46,8 +46,9 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """Seconds including the purchase of a node, or without it if no node was ever bought; None until enough starts
-        were measured."""
+        """The start-up time in seconds, including the purchase of a node unless none was ever bought; None until enough
+        starts were measured.
+        """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None

@@ -1,5 +1,6 @@
-"""The replica count that a load needs: the largest of the targets by requests, KV caches, work and time to first
-token."""
+"""The replica count that a load needs: the largest of several targets, which follow from requests, KV caches, work and
+the time to first token.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
-    """Returns the replica-seconds of one request: its prefill, or its share of the slots if that is more."""
+    """Returns the replica-seconds of one request: the time of its prefill, or its share of the time of a replica's
+    slots if that is more.
+    """
     prefill_s = prompt_tokens / speed.prefill_tps
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
 
@@ -57,7 +60,9 @@ def signal_targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
 
 
 def _signal_target(signal: ScaleSignal, value: float, ready: int) -> LoadTarget:
-    """Returns the replicas at which nodes would have the target's use, or which carry a reported value together."""
+    """Returns the number of replicas at which the nodes' mean use would be at the target, or at which each replica
+    carries at most the target of a value that users report.
+    """
     if signal.name not in METERS:
         return LoadTarget(value / signal.target, f"{signal.name} is {value:g}, {signal.target:g} for each replica")
     ratio = value / signal.target
@@ -66,7 +71,9 @@ def _signal_target(signal: ScaleSignal, value: float, ready: int) -> LoadTarget:
 
 
 def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
-    """Returns the target by KV use: full caches, and what waiting requests would fill at the mean of running ones."""
+    """Returns the target by KV use: the caches that are full, plus those that waiting requests would fill if each used
+    as much as the mean running one.
+    """
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)
     waiting = sum(replica.waiting for replica in load.replicas)
@@ -77,7 +84,9 @@ def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 
 def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: float) -> LoadTarget:
-    """Returns the target by work: it keeps up with the rate, and works off the backlog at the end of a cold start."""
+    """Returns the number of replicas that keep up with the request rate and work off the backlog that will exist after
+    a cold start.
+    """
     busy, traffic = rate_rps * each_s, load.traffic or Traffic()
     waiting = sum(replica.waiting for replica in load.replicas)
     backlog_s = waiting * each_s + (busy - ready_work(load)) * cold_start_s(spec, load)
@@ -87,10 +96,10 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """Returns the number of replicas that do `work`, which is in units of a replica on the slowest node type.
+    """Returns the number of replicas that do `work`, whose unit is the work of a replica on the slowest node type.
 
-    More replicas are counted on the node type that is cheapest for its work. Fewer are counted as if Serve, which
-    chooses the replicas to stop, stopped the fastest.
+    Additional replicas are assumed to be on the node type that is cheapest for its work. If fewer are needed, the
+    fastest are assumed to stop, because Serve chooses them.
     """
     if not traffic.paces:
         return work

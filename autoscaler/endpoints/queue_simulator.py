@@ -1,10 +1,12 @@
-"""Counterfactual fleets of 1, 2, 3... replicas, which simulate the real arrivals and count late requests.
+"""Simulated fleets of 1, 2, 3... replicas. Each serves the real arrivals and counts how many requests would have been
+late.
 
-Each fleet starts requests that can be in time in the order of their arrival, on the replica that is free first (except
-that its slots form one pool). Late ones are left out, since replicas start them after the others (deadline_queue.py).
-So the counts cover bursts of any shape and forecast errors. They are kept by the usual rate of one cold start earlier,
-which is what a launch decision knows about the time in which its node will serve. Single rates are seen for too few
-hours, so counts at nearby rates contribute too, scaled to the same replicas per request.
+Requests that can be in time start in the order of their arrival, on the replica that is free first; the slots of all
+replicas of a fleet form one pool. Late requests are left out, since replicas start them after all others
+(deadline_queue.py). The counts thus cover bursts of any shape and forecast errors. They are indexed by the usual
+request rate of one cold start earlier, because that rate is all that a launch decision knows about the time in which
+its node will serve. Each single rate is observed for too few hours, so counts at nearby rates contribute too, scaled to
+the same number of replicas per request.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class CounterfactualFleets:
         """Requests, and their seconds of work; starts as one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
-        """Simulates a batch. `usual_rps`: the usual rate one cold start before."""
+        """Simulates a batch. `usual_rps`: the usual request rate one cold start before the batch."""
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
@@ -89,7 +91,7 @@ class CounterfactualFleets:
         self._totals = self._totals * fade + [len(requests), work_s.sum()]
 
     def set_speed(self, speed: ReplicaSpeed) -> None:
-        """Sets the speed of further batches; earlier counts stay until they decay."""
+        """Sets the replicas' speed for later batches; earlier counts stay until they decay."""
         if speed.slots != self._speed.slots:
             for fleet in self._fleets:
                 fleet.set_slots(speed.slots)
@@ -97,16 +99,18 @@ class CounterfactualFleets:
 
     @property
     def sizes(self) -> NDArray[np.intp]:
-        """0, and the sizes of the fleets; the largest is the most."""
+        """The sizes of the simulated fleets in replicas, ascending, with 0 in front; the last is the maximum."""
         return self._at
 
     @property
     def saved(self) -> SavedCounts:
-        """The counts to store; the state of the fleets themselves is rebuilt within minutes."""
+        """The counts to store. The fleets' queues are not stored, because a new simulation rebuilds them within
+        minutes.
+        """
         return SavedCounts(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
 
     def restore(self, counted: SavedCounts) -> None:
-        """Restores stored counts, unless they are of other fleet sizes."""
+        """Restores stored counts, unless they were counted for other fleet sizes."""
         if len({len(row) for row in counted.late}) > 1:
             return
         late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals[:2])
@@ -115,14 +119,17 @@ class CounterfactualFleets:
 
     @property
     def request_s(self) -> float:
-        """Mean replica-seconds of one request: its prefill, or its share of the slots."""
+        """The mean replica-seconds of one request: the time of its prefill, or its share of the time of a replica's
+        slots if that is more.
+        """
         requests, work_s = self._totals.tolist()
         return work_s / requests if requests else 0.0
 
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        Counts at nearby rates; the prior is the chance that all replicas are busy, each independently.
+        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, if each is so
+        independently.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -135,8 +142,9 @@ class CounterfactualFleets:
         return convex(late / hours)
 
     def _near(self, rate_bin: int) -> Iterator[tuple[float, int]]:
-        """Yields (weight, bin) for a rate: weight 1 up to the distance of the nearest known bin, then a factor of 1/e
-        for each bin further."""
+        """Yields (weight, bin) for the bins that contribute to a rate: the weight is 1 up to the distance of the
+        nearest well-known bin, and falls by a factor of e with each bin beyond.
+        """
         seen = np.flatnonzero(self._hours)
         far = np.abs(seen - rate_bin)
         known = far[self._hours[seen] > KNOWN_H]
@@ -157,12 +165,16 @@ class DeadlineFleet:
         have millions."""
 
     def set_slots(self, each: int) -> None:
-        """Sets the slots of each replica; of fewer slots, those that are free first go."""
+        """Sets the slots of each replica. If there are fewer slots than before, those that would be free first are
+        removed.
+        """
         self._slots = self.size * each
         self._slots_free_s = sorted(self._slots_free_s)[-self._slots :]
 
     def count_late(self, requests: Iterable[tuple[float, float, float]]) -> int:
-        """Returns how many of the requests (arrival, prefill, decode) get their first token late. A hot loop."""
+        """Returns how many of the requests (arrival, prefill, decode; in seconds) get their first token late. This is a
+        hot loop.
+        """
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
         slots = self._slots
         for arrived_s, prefill_s, decode_s in requests:
@@ -185,7 +197,9 @@ class DeadlineFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """Returns the largest convex decreasing curve below: replicas that help only together share their benefit."""
+    """Returns the largest convex decreasing curve that is nowhere above `late`: replicas that help only together share
+    their benefit.
+    """
     corners: list[int] = []
     values = late.tolist()
     for at, value in enumerate(values):

@@ -1,9 +1,10 @@
 """Plans where to buy replicas of one endpoint and which to release, from their value and the pools. The controller and
 the simulator both use it.
 
-The value gives the number of replicas worth the spot price, how many of them are worth the on-demand price since they
-are never reclaimed (standby), and the number worth the on-demand price if spot is unavailable. Other on-demand
-replicas stay until the spot replicas that replace them serve. Without clock, memory or I/O.
+`ReplicaValue` has three numbers: the replicas that are worth the spot price; those among them that are worth the
+on-demand price because they are never reclaimed (standby); and the replicas that are worth the on-demand price while
+spot is unavailable. Other on-demand replicas stay until the spot replicas that replace them serve. This module has no
+clock, no memory and no I/O.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class FleetNode:
     id: str
     pool: str
     is_spot: bool
-    """Also for capacity that costs no more than spot: a move to spot would save nothing."""
+    """True also for capacity that costs no more than spot, because a move to spot would save nothing."""
     is_ready: bool
     busy: int = 0
     work: float = 1.0
@@ -63,7 +64,9 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The inputs of a plan. `pools` has those of all `nodes`. Spot is bought where it costs least, risk included."""
+    """The inputs of a plan. `pools` includes the pools of all `nodes`. Spot is bought in the pool with the lowest cost,
+    risk included.
+    """
 
     replica_value: ReplicaValue
     pools: Mapping[str, ReplicaPool]
@@ -98,7 +101,7 @@ class FleetState:
         return FleetPlan(tuple(launch), tuple(node.id for node in release), _reason(value))
 
     def _spot_launches(self, work: float) -> list[str]:
-        """Returns the pool of each spot replica to launch: where its work costs least, risk included."""
+        """Returns the pool of each spot replica to launch: the one whose work costs least, risk included."""
         held, total, bought = self._spot_by_region(self.nodes), work_of(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
         limit_usd_h = min(ondemand_usd_h, default=float("inf"))
@@ -128,12 +131,15 @@ class FleetState:
         return chosen
 
     def _beyond(self, name: str, work: float) -> float:
-        """Returns the factor by which a replica there exceeds the needed work, which is paid for too."""
+        """Returns the work of a replica in this pool divided by the needed work, but at least 1: the excess is paid for
+        too.
+        """
         return max(1.0, self.pools[name].work / work)
 
     def _spot_releases(self, work: float) -> list[FleetNode]:
-        """Returns spot nodes to release, with at most `work` in total: unready ones first, then those of the zones
-        where one more would cost most."""
+        """Returns spot nodes to release that do at most `work` in total: unready nodes first, then those in the zones
+        where another replica would cost most.
+        """
         held, total = self._spot_by_region(self.nodes), work_of(self.nodes)
         queues: dict[str, list[FleetNode]] = defaultdict(list)
         for node in sorted(self.nodes, key=_first_to_go, reverse=True):
@@ -166,9 +172,10 @@ class FleetState:
         return held
 
     def _usd_h(self, name: str, regional: Mapping[str, float], total: float) -> float:
-        """Returns the hourly cost of one more unit of work there: price, restarts, and correlated losses.
+        """Returns the cost in dollars an hour of one more unit of work in this pool: price, restarts and correlated
+        losses.
 
-        `regional`: the work in the spot pools of its region; `total`: all work.
+        `regional`: the work in each spot pool of the same region; `total`: the work of all nodes.
         """
         pool, late = self.pools[name], self.replica_value.late_per_h
         held = {**regional, name: regional.get(name, 0) + 1}
@@ -185,7 +192,7 @@ class FleetState:
 
 
 def _reason(value: ReplicaValue) -> str:
-    """Returns what the SLO asks and has attained, and what each replica is held for."""
+    """Returns the reason in words: the SLO, the share of requests that was in time, and the purpose of the replicas."""
     asked = ""
     if value.slo_target is not None:
         attained = "none so far" if value.attained is None else f"{100 * value.attained:.2f} % in the last week"
@@ -202,13 +209,13 @@ def _reason(value: ReplicaValue) -> str:
 
 
 def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]:
-    """Returns `held` with `work` less in one pool."""
+    """Returns a copy of `held` in which one pool has `work` less."""
     left = {other: amount - work * (other == name) for other, amount in held.items()}
     return {other: amount for other, amount in left.items() if amount > _EPS}
 
 
 def _first_to_go(node: FleetNode) -> tuple[bool, int, str]:
-    """Sorts the nodes of one pool, which all do and cost the same, by order of release."""
+    """Returns the sort key by which nodes of one pool are released; apart from it they are alike in work and price."""
     return node.is_ready, node.busy, node.id
 
 

@@ -1,7 +1,7 @@
 """The speed of a replica on one node type, measured while requests wait on it, that is, at full load.
 
-Each stretch at full load gives rates, and the upper quartile of the last stretches counts, because an engine that
-stalled for a moment was not at work. There is no estimate before `ENOUGH` stretches.
+Each stretch at full load gives rates. The estimate is the upper quartile of the last stretches, because an engine that
+stalled for a moment was slower than it can be. There is no estimate before `ENOUGH` stretches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Waiting:
-    """One replica's counts since requests wait on it."""
+    """One replica's counters since requests began to wait on it."""
 
     since_s: float
     counts: Counters = field(default_factory=Counters)
@@ -66,7 +66,7 @@ class ThroughputMeter:
             del self._waiting[replica.id]
 
     def retain(self, replicas: Iterable[ReplicaLoad]) -> None:
-        """Drops the unfinished stretches of replicas that are not in `replicas`: they have ended."""
+        """Drops the unfinished stretches of replicas that are not in `replicas`, because those replicas have ended."""
         ids = {replica.id for replica in replicas}
         self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}
 
@@ -82,8 +82,9 @@ class ThroughputMeter:
         )
 
     def _end(self, seconds: float, waiting: _Waiting) -> None:
-        """Ends a stretch in which every slot was used. One sequence counts as always in prefill, so that the speed
-        explains no more requests than this stretch had."""
+        """Ends a stretch in which every slot was used. One sequence is assumed to be in prefill all the time, so that
+        the measured speed does not predict more requests than the stretch had.
+        """
         counts, running = waiting.counts, waiting.running_s / seconds
         if counts.prompt_tokens > 0:
             tpot_s = max((running - 1.0) * seconds / counts.output_tokens, LEAST_TPOT_S)

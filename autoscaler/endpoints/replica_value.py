@@ -1,14 +1,15 @@
 """The value of an endpoint's replicas, learned from its requests: how many avoid enough late requests to be worth the
-price of spot, and how many that of on demand. Without clock or I/O.
+spot price, and how many to be worth the on-demand price. It uses no clock and no I/O.
 
-A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
-a new start, which costs at most twice the optimum (ski rental). On demand is never lost, so a few such replicas on
-standby can be worth more than many spot spares that are lost together. The price of a late request is the dual variable
-of the SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows,
-and falls while fewer are. It is no higher than the price at which the model predicts as many late requests as the
-target allows, corrected by how many of the predicted ones were late: without this bound, a zone that is lost on the
-first day would make them dear for a week. The misses of the last week count besides, so that an overspent budget is
-earned back.
+A replica is bought when the late requests that it avoids are worth more than its cost. It is released once its cost in
+excess of its value adds up to that of a new start; this costs at most twice the optimum (ski rental). On-demand
+replicas are never lost, so a few on standby can be worth more than many spot spares that are lost together.
+
+The price of a late request is the dual variable of the SLO: it starts at a guess from the cost of a request, rises
+while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
+the model, corrected by its past errors, predicts as many late requests as the target allows: otherwise the loss of a
+zone on the first day would keep the price high for a week. The misses of the last week raise the price too, so that an
+overspent error budget is earned back.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ SETTLE_S = 120.0
 
 
 START_PRICE_FACTOR = 3.0
-"""The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
-root keeps the price bounded for strict targets."""
+"""The initial price of a miss, times the square root of the allowed share, in on-demand costs of a request. The root
+keeps the price bounded for strict targets."""
 GAIN = 6.0
-"""The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
-share: rare misses come in bursts, with a lost zone, so a day of them says less."""
+"""The change of the price's logarithm on a day with twice the allowed misses, over the square root of the allowed
+share: rare misses come in bursts, with a lost zone, so one day with them is weaker evidence."""
 FIRST_GAIN = 2.0
-"""The gain's increase at first, relative to it, since the initial price is a guess; it falls with the days observed."""
+"""The initial increase of the gain, as a multiple of it, because the initial price is a guess; it falls with the days
+observed."""
 KNOWN_DAYS = 0.5
 """Days of predictions after which they count as much as the initial price."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
@@ -95,7 +97,7 @@ class IntervalStats:
 
 
 class SavedModel(Config):
-    """The slowly learned part of a model, as stored for the next controller."""
+    """The part of a model that takes long to learn, as stored for the next controller."""
 
     slo_ttft_s: float
     slo_target: float
@@ -120,7 +122,7 @@ class HysteresisCount:
     """Cost of each replica beyond its value, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
-        """Updates the count. `worth_usd_h`: the value of the first replica, of the second, and so on."""
+        """Updates the count. `worth_usd_h`: the values of the first replica, the second replica, and so on."""
         if len(self._regret_usd) != len(worth_usd_h):
             self._regret_usd = np.zeros(len(worth_usd_h))
         node = np.arange(1, len(worth_usd_h) + 1)
@@ -146,18 +148,18 @@ class SloShadowPrice:
     days: float = 0.0
     """Days observed."""
     predicted: Floats = field(default_factory=lambda: np.zeros(PRICES))
-    """Late requests of about the last week as predicted, had each of `log_prices` been in force."""
+    """The late requests predicted for about the last week if each of `log_prices` had been in force."""
     expected: float = 0.0
-    """Those predicted at the prices that were in force."""
+    """The late requests predicted at the prices that were in force."""
 
     @property
     def attained(self) -> float | None:
-        """The share of the week's requests that were in time; None without any."""
+        """The share of the week's requests that were in time; None without requests."""
         return 1.0 - self.missed / self.requests if self.requests > 0 else None
 
     @property
     def log_prices(self) -> Floats:
-        """The prices of `predicted`, as logarithms relative to the initial price."""
+        """The prices to which the values of `predicted` belong, as logarithms relative to the initial price."""
         low, high = self._bounds
         prices: Floats = np.linspace(low, high, PRICES)
         return prices
@@ -174,7 +176,7 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Counts the late requests predicted for an interval at each of `log_prices`."""
+        """Adds the late requests that are predicted for an interval at each of `log_prices`."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
@@ -203,7 +205,7 @@ class SloShadowPrice:
 
     @property
     def _log_price(self) -> float:
-        """The logarithm of the price relative to the initial one."""
+        """The logarithm of the present price relative to the initial price."""
         debt_days = (self.missed / self._allowed - self.requests) / self.per_day
         debt_days = min(max(debt_days, -MOST_DEBT_DAYS), MOST_DEBT_DAYS)
         log_price = min(self.moved, self._sufficient)
@@ -211,9 +213,9 @@ class SloShadowPrice:
 
     @property
     def _sufficient(self) -> float:
-        """The logarithm of the price at which the allowed share is predicted to be late, weighed with the initial price
-        by the days observed; infinite without a prediction. Predictions are corrected by how many of the expected
-        requests were late."""
+        """The logarithm of the price at which the allowed share is predicted to be late, scaled by the days observed;
+        infinite without a prediction. Predictions are corrected by the ratio of late to expected requests.
+        """
         if self.requests <= 0 or not self.predicted.any():
             return math.inf
         day = self._allowed * self.per_day
@@ -243,11 +245,11 @@ class ReplicaValueModel:
     spot: HysteresisCount = field(default_factory=HysteresisCount)
     """Replicas worth the price of spot, beside those on standby."""
     standby: HysteresisCount = field(default_factory=HysteresisCount)
-    """Replicas worth the price of on demand while spot is to be had, since they are never reclaimed."""
+    """Replicas worth the on-demand price while spot is available, since they are never reclaimed."""
     ondemand: HysteresisCount = field(default_factory=HysteresisCount)
-    """Replicas worth the price of on demand while no more spot is to be had than is held."""
+    """Replicas worth the on-demand price while no spot is available beyond what is held."""
     has_served: bool = False
-    """True once a replica was ready: what came before the first was late at any price."""
+    """True once a replica was ready: requests before the first ready replica were late at any price."""
     burst_count: int = 0
     """Replicas that would be worth the price of spot if none were ever lost."""
     _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
@@ -306,7 +308,7 @@ class ReplicaValueModel:
         )
 
     def restore(self, past: SavedModel) -> None:
-        """Restores a stored model, unless it was of another goal."""
+        """Restores a stored model, unless it was learned for another goal."""
         if _identity(past) == _identity(self.goal):
             self.simulator.restore(past.paper)
             self.price.restore(past)
@@ -332,11 +334,11 @@ class ReplicaValueModel:
 
     @property
     def _work(self) -> float:
-        """The replicas that the usual rate keeps busy; fewer would fall behind for ever."""
+        """The number of replicas that the usual rate keeps busy; with fewer, the backlog would grow without end."""
         return self.usual_rate.rps * self.simulator.request_s
 
     def _count(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
-        """Updates the counts from the late requests of every fleet of spot and on-demand replicas."""
+        """Updates the replica counts from the predicted late requests of every fleet of spot and on-demand replicas."""
         goal, late_usd, held = self.goal, self._late_usd, int(sum(stats.held.values()))
         losses = self._losses(stats, hazard)
         replicas, start_h = np.arange(len(self.late_per_h)), goal.cold_start_s / 3600.0
@@ -366,15 +368,14 @@ class ReplicaValueModel:
             self.price.predict(self._late_by_price(late[is_open], usd_h[is_open]), stats.dt_s)
 
     def _losses(self, stats: IntervalStats, hazard: ReclaimHazard) -> Sequence[tuple[float, float]]:
-        """Returns (share of the time, part of the spot replicas that is missing in it)."""
+        """Returns pairs (share of the time, share of the spot replicas that is missing then)."""
         held = stats.held
         losses = hazard.losses(held, stats.at_s, self._recovery_s)
         part = hazard.lost_share / max(sum(held.values()), 1)
         return [(share, part * sum(held[zone] for zone in zones)) for share, zones in losses]
 
     def _late_by_price(self, late: Floats, usd_h: Floats) -> Floats:
-        """Returns the late requests per hour at each price of the grid, of the cheapest of the fleets with these late
-        requests per hour and prices."""
+        """Returns, for each of `log_prices`, the late requests per hour of the fleet that is cheapest at that price."""
         late_usd = self.price.usd_by_price(self.simulator.request_s, self.goal.ondemand_usd_h)
         best: Floats = late[(late_usd[:, None] * late + usd_h).argmin(axis=1)]
         return best
@@ -388,7 +389,7 @@ def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
     """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses`: (share
-    of the time, part of the spot replicas that is missing in it, at least one replica)."""
+    of the time, share of the spot replicas missing then, at least one replica)."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

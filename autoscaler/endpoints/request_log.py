@@ -29,8 +29,9 @@ class CounterDeltas:
     last_report: dict[str, ReplicaLoad] = field(default_factory=dict)
 
     def update(self, load: EndpointLoad) -> list[CounterDelta]:
-        """Returns the deltas since the last reports. Counts before a replica's first report are left out: their time is
-        unknown."""
+        """Returns the counter deltas since the last reports. Counts from before a replica's first report are left out,
+        because their time is unknown.
+        """
         found = []
         for replica in load.replicas:
             before = self.last_report.get(replica.id)
@@ -45,10 +46,11 @@ class CounterDeltas:
 
 @dataclass(slots=True)
 class Arrivals:
-    """The requests of one endpoint: arrival times, and tokens, which engines count at a request's end.
+    """The requests of one endpoint: their arrival times, and their sizes in tokens, which engines report when a request
+    ends.
 
-    Sizes are taken in the order of ends, which mostly is the order of arrivals; requests that ended between the same
-    two reports get their mean.
+    Sizes are assigned to arrivals in the order in which requests ended, which is mostly the order of arrivals. Requests
+    that ended between the same two reports get their mean size.
     """
 
     arrival_s: list[float] = field(default_factory=list)
@@ -63,13 +65,14 @@ class Arrivals:
             self.sizes.extend([size] * ended)
 
     def correct(self, count: int, from_s: float, until_s: float) -> None:
-        """Adds arrivals that replicas have not taken yet; a negative count removes some that were counted in the
-        queue."""
+        """Adds `count` arrivals that replicas have not taken yet; a negative count removes arrivals that had been
+        counted in the queue.
+        """
         self.arrival_s += spread(count, from_s, until_s)
         del self.arrival_s[max(0, len(self.arrival_s) + min(count, 0)) :]
 
     def take_batch(self, from_s: float, until_s: float) -> RequestBatch:
-        """Removes and returns the arrivals before `until_s`; a request of unknown size gets the last known one.
+        """Removes and returns the arrivals before `until_s`; a request of unknown size gets the last known size.
 
         Sizes beyond the number of arrivals belong to requests that arrived unseen, and are dropped.
         """
@@ -89,7 +92,7 @@ class Arrivals:
 
 @dataclass(slots=True)
 class RouterQueue:
-    """The router's queue, of which only the length is known. First come, first served."""
+    """The router's queue: only its length is known, and it is assumed to be first come, first served."""
 
     arrival_s: deque[float] = field(default_factory=deque)
     late_count: int = 0
@@ -98,8 +101,8 @@ class RouterQueue:
     """Requests at replicas that were reported late here, and that the replicas have not reported yet."""
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
-        """Records the arrivals of an interval and returns their number: in it `taken` requests went to replicas, and at
-        its end `length` wait.
+        """Records the arrivals of an interval and returns their number. `taken` requests went to replicas in the
+        interval, and `length` requests wait at its end.
         """
         count = max(0, taken + length - len(self.arrival_s))
         self.arrival_s.extend(spread(count, from_s, until_s))
@@ -112,7 +115,7 @@ class RouterQueue:
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
         """Returns how many of the `late` requests that replicas report were already reported late while they waited
-        here. A replica reports those as soon as it has them.
+        here. A replica reports such requests as soon as it receives them.
 
         `in_replicas`: requests at replicas now.
         """
@@ -121,7 +124,9 @@ class RouterQueue:
         return found
 
     def count_newly_late(self, before_s: float) -> int:
-        """Counts waiting requests that arrived before `before_s` and have not been reported late."""
+        """Returns how many waiting requests arrived before `before_s` and have not been reported late, and counts them
+        as reported.
+        """
         late = sum(at_s < before_s for at_s in self.arrival_s)
         count, self.late_count = max(0, late - self.late_count), max(late, self.late_count)
         return count

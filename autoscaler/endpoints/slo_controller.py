@@ -1,6 +1,6 @@
 """Keeps a value model for each endpoint with an SLO from tick to tick, and adds replica values to the snapshot.
 
-A new controller releases no replicas of an older endpoint until it has observed it for `MEMORY_S`.
+A new controller releases no replicas of an existing endpoint until it has observed that endpoint for `MEMORY_S`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SavedModels = dict[Key, SavedModel]
 LEARN_PERIOD_S = 20.0
 """The period of the simulator's policies."""
 NEW_ENDPOINT_S = 300.0
-"""An endpoint that is monitored since this age has no unknown past."""
+"""An endpoint that was at most this old when monitoring began has no unknown past."""
 
 MOST_UNITS = 2048
 """The largest simulated fleet in units of the slowest replica, or four times the maximum if that is more."""
@@ -75,8 +75,9 @@ class EndpointMonitor:
             self.kv_least.popleft()
 
     def resume(self, at_s: float) -> None:
-        """Restarts after a gap in the reports, in which arrivals went unseen. After a long gap the usual rate is
-        unknown."""
+        """Restarts after a gap in the reports, because arrivals in the gap were not seen. After a long gap the usual
+        rate is unknown.
+        """
         if at_s - self.learned_at_s > MEMORY_S:
             self.usual_since_s = at_s
         self.learned_at_s = self.complete_since_s = at_s
@@ -111,7 +112,7 @@ class EndpointMonitor:
 
 
 class SloController:
-    """The monitors of all endpoints with an SLO. `known`: models of an earlier controller."""
+    """The value models of all endpoints with an SLO. `known`: models that an earlier controller stored."""
 
     def __init__(self, known: SavedModels | None = None) -> None:
         self._known = known or {}
@@ -119,7 +120,7 @@ class SloController:
 
     @property
     def learned(self) -> SavedModels:
-        """All models to store; for endpoints without reports so far, the earlier ones."""
+        """All models to store; an endpoint without reports so far keeps its model of the earlier controller."""
         return {**self._known, **{key: monitor.model.saved for key, monitor in self._monitors.items()}}
 
     def with_replica_values(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:
@@ -173,7 +174,9 @@ def _has_slo(view: EndpointView) -> bool:
 
 
 def _goal(view: EndpointView, load: EndpointLoad, offerings: Offerings, most: int) -> ServingGoal | None:
-    """Returns the goal, None while the speed is unknown. `most`: the present `max_replicas` of the model."""
+    """Returns the goal; None without an SLO or while the speed is unknown. `most`: the present `max_replicas` of the
+    model.
+    """
     spec, speed = view.endpoint.spec.replicas, load.traffic.speed if load.traffic is not None else None
     if speed is None or spec.slo_target is None or spec.slo_ttft_s is None:
         return None
@@ -191,7 +194,8 @@ def _goal(view: EndpointView, load: EndpointLoad, offerings: Offerings, most: in
 
 
 def _most(replicas: int, paces: Throughputs, before: int) -> int:
-    """Returns the work of `replicas` on the fastest type, in units of the slowest. With slack, and unchanged while it
-    suffices, because the simulated fleets start anew when it changes."""
+    """Returns the work that `replicas` can do on the fastest node type, in units of a replica on the slowest. The
+    result has slack and stays at `before` while that suffices, because the simulated fleets start anew when it changes.
+    """
     most = min(math.ceil(replicas * max(paces.values(), default=1.0)), max(4 * replicas, MOST_UNITS))
     return before if most <= before <= 4 * most else 2 * most if paces else most

@@ -29,7 +29,7 @@ from raytide.scheduling.throughput import cost_per_work
 ELSEWHERE = ""
 """The pool of replicas on foreign nodes, which raytide can neither buy nor end."""
 DRAIN_S = 600.0
-"""Longer requests on a released node are cut off."""
+"""The time that requests on a released node have to end; longer ones are cut off."""
 
 _Offers = Mapping[str, tuple[Offering, int]]
 """Offering and replicas per node, by pool name."""
@@ -48,8 +48,9 @@ class EndpointDecision:
 def decide(
     view: EndpointView, value: ReplicaValue, snapshot: Snapshot, offerings: Offerings, hosts: EndpointHosts
 ) -> EndpointDecision:
-    """Returns the decision for one endpoint. While signals are stale or too little is learned, nothing is released, and
-    so no replacement is bought."""
+    """Returns the decision for one endpoint. While signals are stale or too little is learned, it releases nothing and
+    hence buys no replacement.
+    """
     spec = view.endpoint.spec.replicas
     is_held = may_not_shrink(view, value, snapshot.at_s)
     held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
@@ -79,7 +80,9 @@ def decide(
 def _of_at_least(
     least: int, there: int, state: FleetState, offerings: Offerings, by_pool: _Offers, most_pace: float
 ) -> FleetPlan:
-    """Returns the plan for the least additional work that takes `least` replicas, or for all they can do."""
+    """Returns the plan for the least additional work that needs at least `least` replicas; if no work does, the plan
+    for as much as these replicas can do.
+    """
 
     def plan(more: int) -> FleetPlan:
         value = state.replica_value
@@ -103,7 +106,7 @@ def _count(
     *,
     is_held: bool,
 ) -> int:
-    """Returns the replica count of the plan, including replicas that are worth their price but unavailable now."""
+    """Returns the replica count of the plan, including replicas that are worth their price but cannot be bought now."""
     spec, paces = view.endpoint.spec.replicas, replica_throughputs(view)
     if is_held:  # only capacity without a replica can go
         leaving = [node for node in nodes if "+" in node.id][: len(plan.release)]
@@ -122,7 +125,9 @@ def _count(
 
 
 def _work_of(replicas: int, nodes: Sequence[FleetNode], next_pace: float) -> int:
-    """Returns the work of `replicas`: existing ones at their mean, then coming ones, then further ones."""
+    """Returns the work that `replicas` replicas do: first existing ones at their mean speed, then coming ones, then new
+    ones.
+    """
     present = [node.work for node in nodes if "+" not in node.id]
     coming = [node.work for node in nodes if "+" in node.id]
     usual = fmean(present) if present else 1.0
@@ -137,8 +142,9 @@ def _next_pace(view: EndpointView) -> float:
 
 
 def _goes(node: FleetNode, released: Collection[str]) -> bool:
-    """Returns whether a release removes the replica. On demand only with its node: Serve might stop another replica,
-    and on a shared node it costs nothing."""
+    """Returns whether a release removes the replica. A ready on-demand replica goes only together with its node:
+    otherwise Serve might stop another replica, and on a node that stays it costs nothing.
+    """
     return node.is_spot or not node.is_ready or node.id.partition("#")[0] in released
 
 
@@ -150,14 +156,16 @@ def may_not_shrink(view: EndpointView, value: ReplicaValue, now_s: float) -> boo
 
 
 def kv_least(view: EndpointView) -> int:
-    """Returns the replicas that KV use needs; the value model counts time, not memory."""
+    """Returns the number of replicas that the use of KV caches needs; the value model counts time, not memory."""
     return 0 if view.load is None else math.ceil(kv_target(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
 def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
-    """Yields staying replicas (id with #), starting ones (~), and capacity of nodes bought for the endpoint (+).
+    """Yields staying replicas (their ids have a #), starting ones (~), and free capacity on nodes bought for the
+    endpoint (+).
 
-    A replica on a node that other tenants keep costs no more than spot. `spot_micro_usd_h`: its price on spot.
+    A replica on a node that other tenants keep counts as spot, because it costs no more. `spot_micro_usd_h`: the price
+    of a replica on spot.
     """
     name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, replica_throughputs(view)
     present = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
@@ -192,7 +200,9 @@ def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: fl
 
 
 def _room(view: NodeView, shape: Shape, existing: int) -> int:
-    """Returns the further replicas that fit; Ray's free resources may not reflect the present ones yet."""
+    """Returns how many more replicas fit; the existing ones are subtracted, since Ray's free resources may not reflect
+    them yet.
+    """
     need = round_up_gpu_share(shape.resources)
     left = minus(view.total, {name: existing * amount for name, amount in need.items()})
     return min(copies_that_fit(need, view.available), copies_that_fit(need, left))
@@ -209,8 +219,9 @@ def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
 
 
 def prices(view: EndpointView, offerings: Offerings) -> tuple[float, dict[str, float]]:
-    """Returns the hourly price of a unit of work on demand, and by spot pool. Free offerings get the price of the
-    cheapest paid one, since the value of a late request derives from it."""
+    """Returns the price in dollars an hour of a unit of work on demand, and the prices by spot pool. Free offerings get
+    the price of the cheapest paid one, since the value of a late request derives from the price.
+    """
     found = [(offering, _price(view, offering, fit) / 1e6) for offering, fit in _offers(view, offerings).values()]
     spot = {pool_name(o.node_type.name, o.zone): usd_h for o, usd_h in found if o.node_type.market is CapacityType.SPOT}
     ondemand = [usd_h for offering, usd_h in found if offering.node_type.market is not CapacityType.SPOT]
@@ -219,7 +230,7 @@ def prices(view: EndpointView, offerings: Offerings) -> tuple[float, dict[str, f
 
 
 def _offers(view: EndpointView, offerings: Offerings) -> _Offers:
-    """Returns the offerings by pool, without node types on which first tokens are always late."""
+    """Returns the offerings by pool, except those of node types on which first tokens are always late."""
     traffic = view.load.traffic if view.load is not None else None
     too_slow = traffic.too_slow if traffic is not None else ()
     holding = [(o, fit) for o, fit in offerings.offerings_for(replica_shape(view)) if o.node_type.name not in too_slow]
@@ -227,7 +238,7 @@ def _offers(view: EndpointView, offerings: Offerings) -> _Offers:
 
 
 def _price(view: EndpointView, offering: Offering, fit: int) -> float:
-    """Returns the price of a unit of work there, in micro-dollars an hour."""
+    """Returns the price of a unit of work on this offering, in micro-dollars an hour."""
     return cost_per_work(offering.price_micro_usd_h / fit, offering.node_type.name, replica_throughputs(view))
 
 
@@ -240,8 +251,9 @@ def _cheapest_spot(view: EndpointView, by_pool: _Offers) -> float:
 def _pools(
     view: EndpointView, hosts: EndpointHosts, offerings: Offerings, by_pool: _Offers, *, is_held: bool
 ) -> dict[str, ReplicaPool]:
-    """Returns all pools that could hold a replica. A pool with a recent failure is tried with one replica; not while
-    the target is held, since each failed try would be made up for on demand."""
+    """Returns all pools that could hold a replica. A pool with a recent failure is tried with one replica. It is not
+    tried while the target is held, since each failed try would lead to an on-demand purchase.
+    """
     pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, replica_throughputs(view)
     for node in (node_view.node for node_view in hosts.hosting(view)):
         name, usd_h = pool_name(node.type, node.zone), cost_per_work(node.price_micro_usd_h / 1e6, node.type, paces)
@@ -262,8 +274,9 @@ def _pools(
 
 
 def _affordable(state: FleetState, offerings: Offerings, by_pool: _Offers) -> FleetPlan:
-    """Returns a plan whose launches fit the limits together: zones share a type's maximum, all share the spend
-    limits."""
+    """Returns a plan whose launches are within the limits together: the zones of a node type share its maximum, and all
+    launches share the spend limits.
+    """
     while True:
         plan, purchase, found = state.plan(), Purchase(), Counter[str]()
         for name in plan.launch:
@@ -289,8 +302,9 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _released_nodes(view: EndpointView, hosts: EndpointHosts, release: tuple[str, ...]) -> Iterator[str]:
-    """Yields the nodes to drain: all their replicas go, nothing else runs there, and the type stays at its minimum. On
-    other nodes Serve stops a replica of its own choice."""
+    """Yields the nodes to drain: all their replicas are released, nothing else runs there, and the node type keeps its
+    minimum. On all other nodes Serve chooses the replica to stop.
+    """
     leaving = Counter(node.partition("#")[0] for node in release)
     present = Counter(view.load.replica_nodes) if view.load else Counter()
     shape = replica_shape(view)
@@ -303,14 +317,14 @@ def _released_nodes(view: EndpointView, hosts: EndpointHosts, release: tuple[str
 
 
 def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
-    """Returns whether only `count` replicas run there."""
+    """Returns whether nothing but `count` replicas of this shape runs on the node."""
     each = round_up_gpu_share(shape.resources)
     theirs = {name: count * amount for name, amount in each.items()}
     return fits({name: total - view.available.get(name, 0.0) for name, total in view.stable_total.items()}, theirs)
 
 
 def drains(snapshot: Snapshot) -> Iterator[Drain]:
-    """Drains the nodes that endpoints released; their targets do not count the replicas there any more."""
+    """Drains the nodes that endpoints released; the endpoints' targets no longer count the replicas on these nodes."""
     released = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     nodes = {view.node.id: view.node for view in snapshot.nodes if view.node.id in released}
     for view in snapshot.endpoints:

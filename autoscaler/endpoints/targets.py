@@ -1,7 +1,8 @@
 """The replica targets of endpoints.
 
-With an SLO the serving policy (`slo_policy`) sets the target. Without, it rises after `upscale_delay_s` of high load
-and falls after `downscale_delay_s` of low load. It never falls while a report of Serve, or of one replica, is stale.
+For an endpoint with an SLO the serving policy (`slo_policy`) sets the target. Without an SLO the target rises after
+`upscale_delay_s` of high load and falls after `downscale_delay_s` of low load. It never falls while a report of Serve,
+or of one replica, is stale.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from raytide.scheduling.replicas import SERVING_STATES, is_fresh, silent_replica
 
 
 def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
-    """Returns the snapshot with the new targets, and the Scales that publish them. A second call finds no more."""
+    """Returns the snapshot with the new targets, and the Scales that publish them. A second call on the result changes
+    nothing.
+    """
     if not snapshot.ray_answers:
         return snapshot, ()
     views, scales = [], []
@@ -40,8 +43,8 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 
 def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
-    """Returns the number of replicas that the load needs, within the bounds. Only a minimum of 0 allows none, while
-    there are no requests; a replica that starts is waited for.
+    """Returns the number of replicas that the load needs, within the bounds. It is 0 only if the minimum is 0, there
+    are no requests, and no first replica is starting.
     """
     spec = endpoint.spec
     if spec.backend is not None:
@@ -56,7 +59,7 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
 
 
 def missing(spec: ServeSpec, load: EndpointLoad) -> tuple[str, ...]:
-    """Returns the signals without a value. Meters have none while no replica runs."""
+    """Returns the names of signals without a value. Meters are not expected to have one while no replica is ready."""
     expected = (signal.name for signal in spec.replicas.scale_on if load.ready or signal.name not in METERS)
     return tuple(name for name in expected if name not in load.signals)
 
@@ -66,8 +69,8 @@ def bounded(spec: ServeSpec, replicas: int) -> int:
 
 
 def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
-    """Returns the endpoint with the times since which its load is low or high. A stale report resets both, that of a
-    single replica the low one.
+    """Returns the endpoint with the times since when its load has been low or high. A stale report of Serve resets both
+    times, a stale report of a single replica only that of low load.
     """
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
@@ -86,7 +89,7 @@ def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """Returns the new target by load alone; None to leave it."""
+    """Returns the new target by load alone; None if the target does not change."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
@@ -122,7 +125,7 @@ def _planned(
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:
-    """Returns why the target is held because of missing or stale reports; empty if it is not."""
+    """Returns which missing or stale report keeps the target unchanged, in words; empty if none does."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return ""

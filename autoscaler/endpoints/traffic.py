@@ -1,5 +1,5 @@
-"""The traffic of each endpoint, from the counters of its replicas: rates over the last half minute, the usual rate
-(which is the forecast), and the learned speed and start-up time of replicas by node type, where none is configured.
+"""The traffic of each endpoint, from the counters of its replicas: the request rates over the last half minute, the
+usual rate (which is the forecast), and, where none is configured, the learned speed and start-up time of replicas.
 
 A new controller starts with rates that are too low rather than too high, and with the stored speeds and starts.
 """
@@ -52,11 +52,11 @@ class RequestRate:
 
 @dataclass(slots=True)
 class RateForecast:
-    """The usual request rate with the memory that has forecast best: smooth requests are followed closely, and bursts,
-    which are over before a replica has started, are averaged.
+    """The usual request rate, averaged over the length of memory that has forecast best. A smooth rate is followed
+    closely; bursts, which are over before a replica has started, are averaged.
 
-    The error is that of the rate one cold start later, squared and relative to the variance of random arrivals. Two
-    rates in one forecast (a trend, the shape of the day before) gained nothing.
+    The error of a forecast is its difference from the rate one cold start later, squared, relative to the variance of
+    random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.
     """
 
     rates: tuple[RequestRate, ...] = field(default_factory=lambda: tuple(map(RequestRate, MEMORIES_S)))
@@ -66,7 +66,7 @@ class RateForecast:
     _now_s: float = 0.0
 
     def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
-        """Counts the requests of an interval. `ahead_s`: the time ahead for which the rate is used."""
+        """Counts the requests of an interval. `ahead_s`: how many seconds ahead the rate is used as a forecast."""
         if dt_s <= 0:
             return
         self._now_s += dt_s
@@ -179,8 +179,9 @@ class TrafficMeter:
         return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:
-        """Returns the node types on which even the mean prompt is late (none if that is all), and the relative
-        throughputs of the node types."""
+        """Returns the node types on which even the mean prompt is late (an empty tuple if it is late on all types), and
+        the relative throughputs of the node types.
+        """
         if self.spec.members > 1 or len(self.accelerators.declared) < 2:
             return (), {}
         mean_tokens, slo_s = self._mean_tokens, self.spec.replicas.slo_ttft_s
@@ -197,7 +198,7 @@ class TrafficMeter:
 
     @property
     def _mean_tokens(self) -> tuple[float, float]:
-        """Mean prompt and output tokens of a request."""
+        """The mean numbers of prompt and output tokens of a request."""
         done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
         return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
 
@@ -226,7 +227,7 @@ class TrafficMeter:
 
 
 class TrafficMonitor:
-    """The traffic of all endpoints. `speeds` and `starts`: as an earlier controller learned them."""
+    """The traffic of all endpoints. `speeds` and `starts`: the values that an earlier controller learned."""
 
     def __init__(
         self, node_types: Sequence[NodeType], speeds: Speeds | None = None, starts: Starts | None = None
@@ -271,7 +272,7 @@ def key_of(endpoint: Endpoint) -> Key:
 
 
 def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
-    """Returns the speed on the slowest node type, derived from the slowest measured one if that is another."""
+    """Returns the speed on the slowest node type, derived from the speed on the slowest type that was measured."""
     known = [name for name in speeds if name in paces]
     if not known:
         return speed_of(speeds, ())
@@ -281,7 +282,9 @@ def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """Returns the mean speed over these node types; over all known types if none of these is known; else None."""
+    """Returns the mean speed over these node types; if none of them is known, the mean over all known types; None if no
+    type is known.
+    """
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:
         return None

@@ -12,12 +12,12 @@ NVML, RAPL, ESTIMATE = "nvml", "rapl", "estimate"
 by the CPU-seconds that they worked."""
 
 _LONGEST_GAP_S = 60.0
-"""The time for which a power counts that nothing has confirmed since."""
+"""The longest time for which one power reading is assumed to hold without a newer one."""
 
 
 class EnergyMeter:
-    """Joules since the start of this process, by node and source. Between two readings the power of the first one
-    counts, unless a counter tells the energy itself. Threads may share it.
+    """Joules since the start of this process, by node and source. Between two readings the power of the earlier one is
+    assumed, unless a counter measures the energy itself. The meter is safe to share between threads.
     """
 
     def __init__(self, watts_per_core: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class EnergyMeter:
             return {node_id: dict(sources) for node_id, sources in self._joules.items()}
 
     def power_w(self, node_id: str, reading: NodeReading) -> Mapping[str, float]:
-        """Returns the power of a node in this reading."""
+        """Returns the power of a node in watts by source, according to this reading."""
         cores, cpus = reading.cores_used, self._cpu_power_w.get(node_id)
         found: dict[str, float | None] = {
             NVML: reading.gpu_power_w,
@@ -63,14 +63,16 @@ class EnergyMeter:
         return {source: watts for source, watts in found.items() if watts is not None}
 
     def pending_mj(self) -> dict[str, int]:
-        """Returns the millijoules of each node that are not booked yet."""
+        """Returns, for each node, the millijoules that are not booked yet."""
         return {
             node_id: int(1000.0 * sum(joules.values())) - self._booked_mj.get(node_id, 0)
             for node_id, joules in self.joules().items()
         }
 
     def settle(self, booked_mj: Mapping[str, int], closed: Iterable[str] = ()) -> None:
-        """Takes what was booked off what is pending, and forgets the nodes whose books are closed."""
+        """Subtracts the booked millijoules from the pending ones, and forgets the `closed` nodes, which get no more
+        bookings.
+        """
         with self._lock:
             for node_id, amount in booked_mj.items():
                 self._booked_mj[node_id] = self._booked_mj.get(node_id, 0) + amount
@@ -86,5 +88,5 @@ def _gpu_joules(before: NodeReading, now: NodeReading, seconds: float) -> float 
 
 
 def _risen(before: float | None, now: float | None) -> float | None:
-    """Returns the difference of a counter; None if it is not known, or began anew."""
+    """Returns the increase of a counter; None if a value is unknown or the counter was reset."""
     return now - before if before is not None and now is not None and now >= before else None

@@ -1,6 +1,6 @@
 """The idle time of each node: in Ray, by raytide's own clock, and physically, by the node's meters.
 
-Ray's own idle clock restarts whenever work queues anywhere (ray#60546), and covers only what Ray started.
+Ray's own idle clock restarts whenever work queues on any node (ray#60546), and covers only processes that Ray started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 @dataclass(frozen=True, slots=True)
 class QuietInterval:
-    """An unbroken interval of readings without a meter above its limit."""
+    """An unbroken interval of readings in which no meter was above its limit."""
 
     since_s: float
     last_s: float
@@ -29,7 +29,7 @@ class IdleClock:
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
-        """Returns the clock after an observation of Ray. After a failed observation keep the old clock."""
+        """Returns the clock after an observation of Ray. After a failed observation, callers keep the old clock."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
@@ -49,7 +49,9 @@ class IdleClock:
         return 0.0 if since_s is None else now_s - since_s
 
     def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
-        """Returns why a node that is idle in Ray may be busy, "" if it is idle. Stable text while nothing changes."""
+        """Returns why a node that is idle in Ray may still be busy; "" if it is idle. The text stays the same while
+        nothing changes.
+        """
         for meter, limit in node_type.busy_above.items():
             reading, name = use.get(meter), meter.upper()
             if reading is None:
@@ -66,8 +68,9 @@ class IdleClock:
 
 
 def _quiet_at_s(node_type: NodeType, use: Use) -> float | None:
-    """Returns the time of the oldest reading if all meters are within limits; None if one is not or has no reading, or
-    the type has none."""
+    """Returns the time of the oldest of the meters' readings if all are within their limits. Returns None if a meter is
+    above its limit or has no reading, or if the node type has no meters.
+    """
     readings = [(use.get(meter), limit) for meter, limit in node_type.busy_above.items()]
     if not readings or any(reading is None or reading.value > limit for reading, limit in readings):
         return None

@@ -31,8 +31,9 @@ def after_success(pool: Pool, requested_at_s: float) -> Pool:
 def update_pools(
     pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float
 ) -> tuple[Pool, ...]:
-    """Returns the pools after the change from `before` to `now_nodes`: a node that joined is a success, one that never
-    will is a failure. Failures of a pool in one call count once. Persist the result together with the nodes.
+    """Returns the pools after the change from `before` to `now_nodes`. A node that joined counts as a success of its
+    pool, a node that never will join as a failure. Several failures of a pool in one call count once. Persist the
+    result together with the nodes.
     """
     table = {(pool.node_type, pool.zone): pool for pool in pools}
     was = {node.id: node.state for node in before}

@@ -1,8 +1,8 @@
 """The lifecycle of a node, as pure functions: observations move it forward; decisions are recorded, then carried out.
 
 REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a
-drain) -> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists the
-decisions that have not been carried out.
+drain) -> TERMINATING -> GONE (the provider ended it). Every transition can be repeated after a crash: `overdue` lists
+the decisions that have not been carried out.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 
 def was_taken_back(node: Node) -> bool:
-    """Returns whether this is a spot node that the provider has reclaimed, or will."""
+    """Returns whether this is a spot node that the provider has reclaimed or will reclaim."""
     return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or ENDED_BY_PROVIDER in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:
-    """Returns whether raytide ended it before it could join, which is no failure of its pool."""
+    """Returns whether raytide ended the node before it could join, which does not count as a failure of its pool."""
     return node.reason.startswith(CANCELLED)
 
 
@@ -150,7 +150,7 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
 
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
-    """Returns Ray's nodes by raytide's id; of several raylets of one machine, the live one."""
+    """Returns Ray's nodes by raytide's node id; if a machine has had several raylets, its live one."""
     found: dict[str, RayNode] = {}
     for node in ray_nodes:
         if node.node_id:
@@ -171,8 +171,9 @@ def _noticed(node: Node, notice: Notice) -> Node:
 
 
 def _without_ray(node: Node, *, is_listed: bool, now_s: float) -> Node:
-    """Handles a node that is not alive in Ray. A drained raylet that Ray reports dead left on purpose; others get a
-    grace period. The machine of a quarantined one is kept."""
+    """Handles a node that is not alive in Ray. A drained raylet that Ray reports dead has left on purpose; other nodes
+    get a grace period. A quarantined node keeps its machine.
+    """
     if node.quarantined:
         return node
     if node.state is NodeState.DRAINING and is_listed:
@@ -185,12 +186,12 @@ def _without_ray(node: Node, *, is_listed: bool, now_s: float) -> Node:
 
 
 def _unlisted(node: Node, now_s: float) -> Node:
-    """Ends a node that the provider no longer lists, or whose end was decided before it was bought."""
+    """Ends a node that the provider does not list: its machine is gone, or its end was decided before it was bought."""
     return _gone(node, now_s, _why_ended(node, "it is not listed any more"))
 
 
 def _why_ended(node: Node, provider_reason: str) -> str:
-    """Returns raytide's own reason if raytide asked for the end, else the provider's."""
+    """Returns raytide's own reason if raytide asked for the node's end, else the provider's reason."""
     is_requested = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
     return (
         node.reason

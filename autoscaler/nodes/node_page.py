@@ -39,7 +39,7 @@ PageSamples = Mapping[str, list[tuple[float, float]]]
 
 
 def read_page(page: str, now_s: float) -> PageSamples:
-    """Returns the samples that this module uses; raises ValueError for what is no page of Prometheus'."""
+    """Returns the samples that this module uses; raises ValueError if the text is not in Prometheus' format."""
     lines = [line for line in page.splitlines() if line.startswith(_READ)]  # a page has hundreds of others
     found: dict[str, list[tuple[float, float]]] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
@@ -50,7 +50,7 @@ def read_page(page: str, now_s: float) -> PageSamples:
 
 
 def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
-    """Returns the meters on a page; of several GPUs, the busiest.
+    """Returns the meters on a page; with several GPUs, the value of the busiest counts.
 
     A NaN for any GPU (a failing driver) makes the meter unknown: that GPU may be in use.
     """
@@ -64,7 +64,7 @@ def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
 
 
 def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
-    """Returns what a page says of the machine beside its meters."""
+    """Returns the values on a page that are not meters, such as power and energy."""
 
     def total(name: str) -> float | None:
         values = [value for value, _ in samples.get(name, ())]
@@ -90,8 +90,9 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
 
 
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the agent's reading of a machine with what an exporter measures of its GPUs and its CPUs' energy, at the
-    exporter's time."""
+    """Returns the agent's reading of a machine, with the exporter's values for GPUs and CPU energy, and with the
+    exporter's time.
+    """
     return replace(
         reading,
         at_s=exporter.at_s,

@@ -55,7 +55,9 @@ class Tenants:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape that each tenant needs elsewhere. A gang keeps its accelerator, and the label its members share."""
+        """The shape that each tenant would need on another node. A gang keeps its accelerator, and the label that its
+        members share.
+        """
         gangs = (
             _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
             for lease, _ in self.members
@@ -67,7 +69,9 @@ class Tenants:
 
     @cached_property
     def shape_key(self) -> tuple[object, ...]:
-        """Total resources and each tenant's labels: equal for nodes whose tenants fit the same offerings."""
+        """The tenants' total resources and the labels of each: nodes with equal keys have tenants that fit the same
+        offerings.
+        """
         labels = (tuple(sorted(shape.labels.items())) for shape in self.shapes)
         return (*sorted(self.resources.items()), *labels)
 
@@ -88,8 +92,9 @@ class Tenants:
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
     def _where_as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
-        """Restricts the shape to node types that are at least as fast for this work as the present one: only then do
-        hourly prices compare."""
+        """Restricts the shape to node types that are at least as fast for this work as the present type, because only
+        then can hourly prices be compared.
+        """
         if not paces:
             return shape
         types = at_least_as_fast_as(self.view.node.type, paces)

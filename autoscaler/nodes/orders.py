@@ -1,8 +1,8 @@
-"""Orders about nodes: an operator, or an alert, replaces a node or keeps it out of use. Pure.
+"""Orders about nodes, as pure functions: an operator or an alert replaces a node or keeps it out of use.
 
-A quarantined node is drained as one that the provider takes back: gangs get a notice, Ray places nothing new on it, and
-its demand finds other nodes. Then its machine is kept, without work, until the quarantine is lifted: Ray takes no
-drained node back, so the machine then ends. If the machine ends earlier, so does the quarantine.
+A quarantined node is drained like one that the provider reclaims: gangs get a notice, Ray places nothing new on it, and
+its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted the machine is
+terminated, because Ray does not take a drained node back. If the machine ends earlier, the quarantine ends too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DRAIN_S = 60.0
 def carry_out(
     nodes: Mapping[str, Node], orders: Iterable[Order], now_s: float
 ) -> tuple[dict[str, Node], tuple[Order, ...]]:
-    """Returns the nodes with the orders about them carried out, and those orders with their outcomes."""
+    """Returns the nodes after the orders about them were carried out, and these orders with their outcomes."""
     after, done = dict(nodes), []
     for order in orders:
         if order.kind not in _NODE_ORDERS:

@@ -1,4 +1,4 @@
-"""The limits on the fleet's cost per hour: the configured ones, lowered to what the month's budget leaves."""
+"""The limits on the fleet's cost per hour: the configured limits, lowered so that the month's budget lasts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LEAST_LEFT_H = 1.0
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
-    """Returns the limits at which the fleet, unchanged to the end of the month, stays within budget.
+    """Returns the cost limits at which the month's budget lasts, if the fleet stays unchanged until the end of the
+    month.
 
     `spent_micro_usd`: since the month began.
     """

@@ -34,8 +34,9 @@ MAX_CONCURRENT = 128
 MAX_NODES_PER_ROUND = 256
 """A page of Ray's agent has about 60 KB."""
 _AGENT_ROUNDS = 5
-"""Rounds between two readings of what only shows: of machines without meters, and of Ray's agent on a machine whose
-exporter gives them."""
+"""Rounds between two readings of values that are only displayed: those of machines without meters, and those of Ray's
+agent on a machine whose exporter has the meters.
+"""
 
 
 class MeterReader:
@@ -65,8 +66,8 @@ class MeterReader:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def watch(self, machines: Iterable[Machine], idle: Container[str] = (), others: Iterable[Machine] = ()) -> None:
-        """Sets the machines to read. Of too many, the idle ones come first. The `others` have no meters that decide
-        anything: they are read more rarely.
+        """Sets the machines to read. If there are too many, idle ones come first. The meters of the `others` influence
+        no decision, so these are read more rarely.
         """
         self._machines, self._idle, self._others = tuple(machines), idle, tuple(others)
         if (self._machines or self._others) and not self._thread.is_alive() and not self._stopped.is_set():
@@ -85,12 +86,13 @@ class MeterReader:
         }
 
     def agents(self) -> Mapping[str, str]:
-        """Returns the address of the metrics of Ray's agent by Ray's name of the machine, as last listed."""
+        """Returns the metrics addresses of Ray's agents, keyed by Ray's name of the machine, as last listed."""
         return self._agents
 
     def exporter_of(self, machine: Machine) -> str:
-        """Returns `host:port` of the machine's exporter: the one that its provider knows, else the one that announced
-        itself in Ray's GCS; empty without one."""
+        """Returns `host:port` of the machine's exporter: the exporter that the provider knows, else the one that
+        announced itself in Ray's GCS; empty if there is none.
+        """
         ray_name = machine.ray_id or machine.node_id
         agent, port = self._agents.get(ray_name), self._ports.get(ray_name)
         if machine.meter or agent is None or port is None:
@@ -135,8 +137,9 @@ class MeterReader:
         self._readings = kept
 
     def _next_batch(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
-        """Returns the machines of this round. With too many idle ones a window rotates over them, by one each round, so
-        that each is read without a break for long enough to count as idle."""
+        """Returns the machines to read in this round. If there are too many idle ones, a window moves over them by one
+        machine a round, so that each is read in enough successive rounds to count as idle.
+        """
         idle = tuple(machine for machine in machines if machine.node_id in self._idle)
         self._round += 1
         if len(idle) > MAX_NODES_PER_ROUND:
@@ -153,7 +156,7 @@ class MeterReader:
             self._stopped.wait(PERIOD_S)
 
     def _agent_pages(self, machines: Iterable[Machine]) -> dict[str, str]:
-        """Returns the pages of Ray's agents to read in this round, without those that Ray does not list."""
+        """Returns the pages of Ray's agents to read in this round, except those of machines that Ray does not list."""
         try:
             self._agents = agents = self._gcs.metrics_addresses()
             if self._directory is not None and self._round % _AGENT_ROUNDS == 1:

@@ -22,11 +22,11 @@ class Machine:
     ended_at_s: float | None = None
     address: str = ""
     ray_id: str = ""
-    """Ray's name for it where that is not raytide's id: KubeRay starts each raylet under its pod's name."""
+    """Ray's name for the machine if it is not raytide's id: KubeRay starts each raylet under its pod's name."""
     meter: str = ""
     """`host:port` of the machine's own utilization exporter; empty where Ray's agent covers the machine."""
     reason: str = ""
-    """The reason for its end: "terminated", "reclaimed", "exited with 1"."""
+    """The reason for the machine's end: "terminated", "reclaimed", "exited with 1"."""
     earlier: tuple[tuple[float, int], ...] = ()
     """Earlier prices as (valid until, micro-dollars an hour), oldest first."""
 
@@ -40,7 +40,7 @@ class Notice:
 
 
 class Bill(Protocol):
-    """The machines of a cluster, with what they cost."""
+    """The machines of a cluster, with their prices and billed times."""
 
     def machines(self) -> tuple[Machine, ...]:
         """Returns every machine of this cluster, ended ones included."""
@@ -66,11 +66,13 @@ class Provider(Bill, Protocol):
         return ()
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns present prices by node type and zone, in micro-dollars an hour; missing ones are as configured."""
+        """Returns present prices by node type and zone, in micro-dollars an hour; where one is missing, the configured
+        price holds.
+        """
         return {}
 
     def problems(self) -> tuple[str, ...]:
-        """Returns what an operator should know of this source and no decision waits for, in sentences."""
+        """Returns problems of this source as sentences for the operator; they hold up no decision."""
         return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:

@@ -63,14 +63,14 @@ class FakeProvider(Provider):
         self._watchers.clear()
 
     def is_up(self, node_id: str) -> bool:
-        """Returns whether it runs and has had time to join Ray."""
+        """Returns whether the machine runs and has had time to join Ray."""
         machine = next((m for m in self.machines() if m.node_id == node_id), None)
         if machine is None or machine.ended_at_s is not None:
             return False
         return self._clock.now_s() >= machine.started_at_s + self._launch_delay_s
 
     def set_stock(self, node_type: str, zone: str, nodes: int | None) -> None:
-        """Limits the machines that may run at once in a pool; None for no limit. Running ones continue."""
+        """Limits how many machines may run at once in a pool; None for no limit. Machines that run already continue."""
         if nodes is None:
             self._stock.pop((node_type, zone), None)
         else:
@@ -81,7 +81,7 @@ class FakeProvider(Provider):
         self._prices[(node_type, zone)] = price_micro_usd_h
 
     def give_notice(self, node_id: str, notice_s: float) -> None:
-        """Announces that the machine is reclaimed after `notice_s`."""
+        """Announces that the machine will be reclaimed after `notice_s`."""
         self._notices[node_id] = Notice(node_id, self._clock.now_s() + notice_s)
         self._tell()
 

@@ -28,25 +28,30 @@ class MixedBill:
 
 
 class MixedProvider:
-    """Providers, and the name of each node type's, so that a failure of one does not stop the others: while one does
-    not answer, its machines are those of its last answer, or as recorded, and only calls for its own nodes fail."""
+    """Several providers as one; a failure of one does not stop the others. While a provider does not answer, its
+    machines are those of its last answer or of its records, and only calls for its own nodes fail. `node_types` has the
+    provider's name for each node type.
+    """
 
     def __init__(
         self, sources: Iterable[ProviderSource], node_types: Mapping[str, str], *, began_s: float = 0.0
     ) -> None:
-        """`began_s`: nodes requested before that may have been bought by an earlier process."""
+        """`began_s`: the time at which this process began; nodes requested earlier may have been bought by an earlier
+        process.
+        """
         self._sources = {source.name: source for source in sources}
         self._node_types, self._began_s = dict(node_types), began_s
         self._silent: dict[str, str] = {}
         """Errors of the providers that did not list their machines the last time."""
         self._failures: dict[str, str] = {}
-        """Errors of other calls to the others since then."""
+        """Errors of other calls since then, by provider, for the providers that did list their machines."""
         self._in_doubt: set[str] = set()
-        """Nodes whose launch failed otherwise than by a refusal: they may have been bought."""
+        """Nodes whose launch failed with an error other than a refusal, so that they may have been bought."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buys the machine. A provider that does not answer counts as one that has none, so that others are tried,
-        unless it may have sold this node already."""
+        """Buys the machine. A provider that does not answer counts as having no machine, so that other pools are tried,
+        unless this node may have been bought there already.
+        """
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)
         is_new = source.has_answered or node.requested_at_s >= self._began_s
@@ -61,7 +66,7 @@ class MixedProvider:
         self._in_doubt.discard(node.id)
 
     def terminate(self, node_id: str) -> None:
-        """Asks the provider that lists the node; all of them if none does."""
+        """Asks the provider that lists the node to terminate it; all providers if none lists it."""
         listed = [
             source
             for source in self._sources.values()
@@ -116,7 +121,9 @@ class MixedProvider:
             source.close()
 
     def _ask_all(self, what: str, call: Callable[[Provider], T]) -> list[T]:
-        """Returns the answers of those that answer; for the others holds what is configured or known."""
+        """Returns the answers of the providers that answer. For the others, callers use configured or
+        earlier values.
+        """
         found = []
         for name, source in self._sources.items():
             if name not in self._silent:

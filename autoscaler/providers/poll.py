@@ -18,7 +18,7 @@ class PollWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for a poll in progress, at most one period."""
+        """Stops polling. Waits for a poll in progress, for at most one period."""
         self._stop.set()
         self._thread.join(self._every_s)
 

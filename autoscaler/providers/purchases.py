@@ -1,7 +1,7 @@
-"""Purchase records of a cloud's machines, in files, because a cloud forgets ended machines and the bill must not.
+"""Purchase records of a cloud's machines, in files: the bill needs ended machines, which a cloud no longer lists.
 
-`<folder>/<node-id>.json` is written once the cloud has the machine; a machine whose record a crash prevented is found
-by its tags. `<node-id>.end.json` is written once, by the first call that misses the machine;
+`<folder>/<node-id>.json` is written once the cloud has the machine; if a crash prevents that, the machine is found by
+its tags. `<node-id>.end.json` is written once, by the first call in which the cloud does not list the machine, and
 `<node-id>.prices.json` whenever the price of the running machine changes.
 """
 
@@ -71,7 +71,7 @@ class Purchases:
         self.record(PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, now_s))
 
     def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
-        """Records a new price from now on."""
+        """Records a new price, which holds from now on."""
         earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
         prices_record = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
         write_json(self._folder / f"{purchase.node_id}.prices.json", prices_record)
@@ -107,11 +107,15 @@ class Purchases:
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns the machines as recorded. Only the controller's provider checks whether open ones still run."""
+        """Returns the machines as recorded. Only the controller's provider checks whether those without a recorded end
+        still run.
+        """
         return in_order([*self.over(), *(purchase.machine() for purchase in self.open())])
 
     def over(self) -> list[Machine]:
-        """Returns the ended machines as billed: never before their start, also if the clock was set back."""
+        """Returns the ended machines as billed. A machine's end is never before its start, even if the clock was set
+        back.
+        """
         for path in self._folder.glob("*.end.json"):
             node_id = path.name.removesuffix(".end.json")
             if node_id in self._over:

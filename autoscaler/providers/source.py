@@ -1,4 +1,6 @@
-"""One of several providers: made at its first call, and asked for a limited time, so that it fails alone."""
+"""One of several providers. It is created at its first call, and each call has a timeout, so that its failure does not
+affect the others.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ T = TypeVar("T")
 class ProviderSource:
     """A provider that may not answer.
 
-    `make` connects to it, and is repeated until it succeeds. `recorded` has its machines as they were last recorded,
-    for as long as it has not answered this process.
+    `make` connects to the provider, and is called again until it succeeds. `recorded` has the provider's machines as
+    they were last recorded; they are used until it has answered this process.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class ProviderSource:
 
     @property
     def has_answered(self) -> bool:
-        """True if it has listed its machines since this process began."""
+        """True if the provider has listed its machines since this process began."""
         return self._last is not None
 
     @property
     def is_buying(self) -> bool:
-        """True while a purchase goes on that took longer than a call may."""
+        """True while a purchase is in progress that has exceeded the timeout of a call."""
         return self._slow is not None and self._slow[1].is_alive() and time.monotonic() < self._buying_until_s
 
     def launch(self, node: Node, node_type: NodeType) -> None:
@@ -64,7 +66,7 @@ class ProviderSource:
                 self._buying_until_s = began_s + PURCHASE_S
 
     def ask(self, what: str, call: Callable[[Provider], T]) -> T:
-        """Returns the answer. Raises what the call raises, and ClusterError if it takes too long."""
+        """Returns the call's answer. Raises the errors of the call, and ClusterError if it takes too long."""
         if self._slow is not None and self._slow[1].is_alive():
             raise ClusterError(
                 f"it does not answer: to {self._slow[0]} takes longer than {self._answer_s:g} s.",
@@ -97,18 +99,20 @@ class ProviderSource:
         return done[0]
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns its machines, and keeps them for `last`."""
+        """Returns the provider's machines, and keeps them for `last`."""
         self._last = self.ask("list its machines", lambda provider: provider.machines())
         return self._last
 
     def last(self) -> tuple[Machine, ...] | None:
-        """Returns the machines of its last answer, or as recorded; None if neither is known."""
+        """Returns the machines of the provider's last answer, or those recorded before it has answered; None if neither
+        is known.
+        """
         if self._last is None and self._recorded is not None:
             return self._recorded.machines()
         return self._last
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Watches it, as soon as it is connected."""
+        """Watches the provider as soon as it is connected."""
         self._on_change = on_change
         if self._provider is not None:
             self._provider.watch(on_change)

@@ -1,2 +1,3 @@
-"""New nodes for replicas and members that do not fit: the chosen offerings, the reservations on them, the rejected
-alternatives."""
+"""New nodes for replicas and members that do not fit: which offerings are bought, what is reserved on them, and which
+alternatives were rejected.
+"""

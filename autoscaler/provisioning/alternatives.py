@@ -1,4 +1,4 @@
-"""The offerings that a launch passed over: cheaper ones that were unavailable, and the next dearer ones."""
+"""The offerings that a launch did not choose: cheaper ones that were unavailable, and the next dearer ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from raytide.core.objects.plan import Rejected
 from raytide.scheduling.offerings import Offering, Offerings, OfferingTable
 
 CHEAPER, DEARER = 2, 2
-"""The number reported of each."""
+"""The numbers of cheaper and of dearer alternatives that are reported."""
 
 
 def rejected(
     offerings: Offerings, shape: Shape, members: int, taken: Offering, *, is_spread: bool = False
 ) -> tuple[Rejected, ...]:
-    """Returns the alternatives to `taken` for a node that holds `members` of the shape. Replicas spread over zones."""
+    """Returns the alternatives to the offering `taken`, for a node with `members` members of the shape. `is_spread`:
+    the members are replicas, which spread over zones.
+    """
     data = offerings.table.data_cost((shape,))
     per_member = taken.cost_micro_usd_h / members + data[taken.row]
     costs = [
@@ -51,13 +53,15 @@ def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, sh
 
 
 def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
-    """Returns what getting a member's data there costs, in words; empty if nothing is paid."""
+    """Returns, in words, the cost of getting a member's data to the offering's zone; empty if nothing is paid."""
     cost, paid = data_transfer(offerings.table, offering, shape)
     return f"{cost}/h a member of them for data: {paid}" if paid else ""
 
 
 def data_transfer(table: OfferingTable, offering: Offering, shape: Shape) -> tuple[str, str]:
-    """Returns what a member's data add to an hour there, and the transfers that are paid for; both may be empty."""
+    """Returns the hourly cost that a member's data adds with this offering, and the transfers that are paid for; both
+    are empty if nothing is paid.
+    """
     transfer = table.transfer
     paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""
     return (format_usd(round(float(table.data_cost((shape,))[offering.row]))), paid) if paid else ("", "")

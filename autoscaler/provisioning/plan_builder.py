@@ -39,7 +39,7 @@ class PlanBuilder:
     occupancy: NodeOccupancy
     actions: list[Action]
     assignments: list[tuple[int, Assignment]] = field(default_factory=list)
-    """Each with its insertion index in `actions`."""
+    """The assignments, each with its insertion index in `actions`."""
     alternatives: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
     """Rejected offerings by shape, offering and members: many nodes of a plan share them."""
     nominated: set[str] = field(default_factory=set)
@@ -115,7 +115,9 @@ class PlanBuilder:
         )
 
     def _alternatives(self, slot: Slot, offering: Offering, endpoint: EndpointView | None) -> tuple[Rejected, ...]:
-        """Returns the rejected offerings for the node's first tenant; for replicas, those of every zone."""
+        """Returns the rejected offerings for the node's first tenant; if it is a replica, the offerings
+        of every zone.
+        """
         shapes = [tenant.shape for tenant in self.state.tenants[slot.node_id]]
         if not shapes:
             return ()

@@ -21,7 +21,9 @@ from raytide.scheduling.state import Placements
 
 
 def provision_replicas(builder: PlanBuilder) -> None:
-    """Launches the nodes of missing replicas, which `SchedulingState` has placed, or gives the reason why they wait."""
+    """Launches nodes for missing replicas, which `SchedulingState` has placed already, or states why the
+    replicas wait.
+    """
     for view in builder.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)
         if stale := targets.stale_signal(view, builder.snapshot.at_s):
@@ -49,7 +51,7 @@ def _keeps(reserved: reservations.Reservation) -> str:
 
 
 def provision_leases(builder: PlanBuilder) -> None:
-    """Provisions leases in order of admission, each with a view of the demand behind it."""
+    """Provisions leases in order of admission. Each purchase takes the demand of the later leases into account."""
     waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in builder.snapshot.leases]
     pending = [PendingShape(lease.shape, count) for lease, count in waiting if count]
     builder.state.pending = PendingDemand(builder.state.offerings, pending) if len(pending) > 1 else None
@@ -62,7 +64,9 @@ def provision_leases(builder: PlanBuilder) -> None:
 
 
 def _provision_lease(builder: PlanBuilder, lease: Lease) -> None:
-    """Assigns nodes to waiting members: all that the minimum needs or none, and beyond it as many as fit."""
+    """Assigns nodes to waiting members: to all members of the gang's minimum or to none, then to as many further
+    members as fit.
+    """
     waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
     constraint = builder.snapshot.stances.get(lease.job_id)
     if not waiting:
@@ -92,7 +96,9 @@ def _provision_lease(builder: PlanBuilder, lease: Lease) -> None:
 def _first_that_fits(
     builder: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Throughputs | None
 ) -> tuple[Shape, Placements | Unschedulable]:
-    """Returns the first shape that fits, with its slots; if none fits, the first shape with its diagnosis."""
+    """Returns the first shape that fits, with its slots; if none fits, the first shape with the reason
+    why it does not.
+    """
     tried = []
     for shape in shapes:
         placed = builder.state.place(shape, count, at_least=needed, subject=subject, paces=paces)
@@ -139,7 +145,9 @@ def _replace_leaving(builder: PlanBuilder, lease: Lease) -> None:
 
 
 def _beside_its_members(builder: PlanBuilder, lease: Lease) -> Shape:
-    """Returns the shape with the label value that the gang's placed members share, so that others join them."""
+    """Returns the shape with the label value that the gang's placed members share, so that the remaining members join
+    them.
+    """
     label = lease.shape.together
     assigned = {member.node_id for member in lease.members if member.node_id}
     if not label or not assigned:
@@ -152,7 +160,8 @@ def _beside_its_members(builder: PlanBuilder, lease: Lease) -> Shape:
 
 
 def _release_lease(builder: PlanBuilder, lease: Lease, unschedulable: Unschedulable) -> None:
-    """Unassigns the nodes of a gang that can neither form nor run yet, so that a half-failed launch holds nothing.
+    """Unassigns the nodes of a gang that has too few of them to form, so that a launch that half failed occupies
+    nothing.
 
     If its pools are out of stock and the job has alternative shapes, the job is requeued to try them.
     """
@@ -168,7 +177,9 @@ def _release_lease(builder: PlanBuilder, lease: Lease, unschedulable: Unschedula
 
 
 def _fits_after_yielding(builder: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
-    """Returns whether the lease fits once yielding members have left: it was admitted to their nodes, and waits."""
+    """Returns whether the lease fits once yielding members have left: it was admitted to their nodes and has to wait
+    for them.
+    """
     slots = [(lease, m.node_id) for lease in builder.snapshot.leases for m in lease.members if m.gives_way]
     if not slots:
         return False

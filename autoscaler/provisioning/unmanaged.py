@@ -1,8 +1,9 @@
 """Provisions nodes for work without a lease: raw tasks, actors and foreign placement groups, then standing requests.
 
 A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, whether or not work waits for it.
-What unmanaged work uses counts towards it, as Ray counts it; what jobs and endpoints hold does not. Both buy under the
-same cap, and nodes that hold a standing request do not idle out.
+Resources that unmanaged work uses count towards the request, as in Ray; resources of jobs and endpoints do not.
+Unmanaged work and standing requests buy under the same cap, and a node that a standing request needs is never drained
+as idle.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from raytide.scheduling.unattributed import UnattributedUsage
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedPlacement:
-    """The placement of unmanaged work, and what it may still buy."""
+    """The placement of unmanaged work, and the nodes that may still be bought for it."""
 
     node_types: tuple[NodeType, ...]
-    """The types that it may buy."""
+    """The node types that may be bought for unmanaged work."""
     max_nodes: int
-    """The cap on nodes bought for it."""
+    """The cap on nodes that are bought for unmanaged work."""
     bought: int
-    """Bought nodes, those of this plan included."""
+    """The number of nodes bought for unmanaged work, including those of this plan."""
     slots: tuple[tuple[str, Resources], ...]
     """Node id and resources of each unit of pending work that was placed."""
 
@@ -111,7 +112,7 @@ def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> 
 
 
 def _unmanaged_use(builder: PlanBuilder, placement: UnmanagedPlacement) -> dict[str, Resources]:
-    """Returns what unmanaged work has of each node: what it uses, and what this plan placed there."""
+    """Returns the resources of each node that unmanaged work uses, or that this plan reserved for it."""
     unattributed, work = UnattributedUsage(builder.snapshot), dict[str, Resources]()
     for view in builder.snapshot.nodes:
         if view.node.id in builder.state.rows:
@@ -134,7 +135,7 @@ def _reserve(
 
 
 def _bundle_nodes(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
-    """Returns the nodes on which each placement group still has a bundle, after it lost others."""
+    """Returns, for each placement group that has lost bundles, the nodes on which it still has one."""
     found = {group: set[str]() for group in groups}
     for view in snapshot.nodes if groups else ():
         for group in groups & view.labels.keys():
@@ -154,7 +155,9 @@ def _fits_whole(
     node_types: list[NodeType],
     left: int,
 ) -> bool:
-    """Returns whether all bundles of a spread group fit with at most `left` new nodes; a part of them is useless."""
+    """Returns whether all bundles of a spread group fit with at most `left` new nodes; placing only some of them would
+    be useless.
+    """
     if len(group) < 2:
         return True  # a single demand is placed whole or not at all
     state = builder.state.copy()
@@ -179,7 +182,7 @@ def _fits_without_cap(builder: PlanBuilder, demand: Demand, shape: Shape, node_t
 
 
 def _size(demand: Demand, most: dict[str, float]) -> float:
-    """Returns the largest share that one unit takes of the largest node."""
+    """Returns the largest share that one unit of the demand takes of any resource of the largest node."""
     return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
 
 

@@ -1,1 +1,1 @@
-"""Models of spot: reclaim hazards, availability, and the risk of a pool."""
+"""Models of spot capacity: reclaim hazards, availability, and the risk of a pool."""

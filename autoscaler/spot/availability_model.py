@@ -1,4 +1,4 @@
-"""A model of one spot market: the rates at which up and down intervals of its zones end, by their age.
+"""A model of one spot market: the rates at which a zone's up and down intervals end, by their age.
 
 Intervals are heavy-tailed (a long one tends to last longer), so rates are kept by age band. The model follows a virtual
 holder, which takes the zone with the lowest hazard, keeps it until it is lost, and then takes the next.
@@ -46,13 +46,15 @@ class ReclaimRates:
     """The learned rates, per second and by age band."""
 
     lost: Floats
-    """The held zone is lost and no other is up."""
+    """The rate at which the held zone is lost while no other is up, by age band."""
     switched: Floats
-    """The held zone is lost while another is up; by band of the held one, then of the other."""
+    """The rate at which the held zone is lost while another is up, by the age band of the held zone,
+    then of the other.
+    """
     found: Floats
-    """Some zone comes up while none is; by the age of the drought."""
+    """The rate at which some zone comes up while none is up, by the age band of the drought."""
     zone_hazard: Floats
-    """The loss of each zone, by zone and band."""
+    """The rate at which each zone is lost, by zone and age band."""
 
 
 class AvailabilityModel:
@@ -93,11 +95,13 @@ class AvailabilityModel:
             self._take_next(bands, drought)
 
     def ages_s(self) -> Floats:
-        """Returns how long each zone has been in its state."""
+        """Returns the seconds for which each zone has been up, or down."""
         return np.asarray(self.at_s - self.since_s)
 
     def cached_rates(self, at_s: float) -> ReclaimRates:
-        """Returns the rates as last computed while there is little news: solving for new ones takes long."""
+        """Returns the last computed rates while few events are new, because a value table has to be solved again for
+        new rates.
+        """
         if self._learned is not None:
             since_s, ends, market = self._learned
             if at_s - since_s < LEARN_EVERY_S and self.ends <= LEARN_GROWTH * ends:
@@ -122,7 +126,7 @@ class AvailabilityModel:
         )
 
     def _add_time(self, weight_s: float, now: NDArray[np.bool_], bands: Ints, drought: int) -> None:
-        """Adds the time since the last call; a change is taken to have happened midway."""
+        """Adds the time since the last call; changes are assumed to have happened halfway between the calls."""
         there = np.flatnonzero(self.up)
         self._zone_seconds[there, bands[there]] += weight_s * np.where(now[there], 1.0, 0.5)
         self._zone_ends[there, bands[there]] += self._weight * ~now[there]
@@ -132,7 +136,9 @@ class AvailabilityModel:
             self._held_seconds[bands[self._held]] += weight_s * (1.0 if now[self._held] else 0.5)
 
     def _take_next(self, bands: Ints, drought: int) -> None:
-        """Moves the holder, which has no zone or lost it at these ages, to the next zone."""
+        """Moves the virtual holder, which has lost its zone or has none, to the next zone. `bands` and `drought` are
+        the age bands at the time of the change.
+        """
         lost, self._held = self._held, self._best()
         self.ends += lost is not None or self._held is not None
         if lost is None:
@@ -145,7 +151,9 @@ class AvailabilityModel:
             self._switched[bands[lost], self._bands()[self._held]] += self._weight
 
     def _best(self) -> int | None:
-        """Returns the zone with the lowest hazard among those up, the oldest of equals."""
+        """Returns the zone with the lowest hazard among those that are up; of equal zones, the one that has been up
+        longest.
+        """
         there, bands = np.flatnonzero(self.up), self._bands()
         if not len(there):
             return None
@@ -155,7 +163,9 @@ class AvailabilityModel:
         return np.searchsorted(_BOUNDS, self.ages_s(), side="right")
 
     def _zone_hazard(self) -> Floats:
-        """Returns the hazard of each zone, shrunk towards that of all zones while it has few events."""
+        """Returns the hazard of each zone by age band, shrunk towards the mean of all zones while the zone has few
+        events.
+        """
         prior = PRIOR_EVENTS * self._weight
         ends, seconds = self._zone_ends.sum(axis=0), self._zone_seconds.sum(axis=0)
         common = _rates(ends, seconds, PRIOR_HAZARD, prior)
@@ -163,6 +173,8 @@ class AvailabilityModel:
 
 
 def _rates(ends: Floats, seconds: Floats, expected: Floats, prior: float) -> Floats:
-    """Returns ends per second by band, shrunk towards `expected` scaled to the total number of ends."""
+    """Returns the ends of intervals per second by age band, shrunk towards `expected`, which is scaled to the total
+    number of ends.
+    """
     level = (ends.sum() + prior) / (seconds @ expected + prior)
     return np.asarray((ends + prior) / (seconds + prior / (level * expected)))

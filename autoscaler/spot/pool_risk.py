@@ -15,7 +15,7 @@ from raytide.core.objects.snapshot import Quote
 RECENT_S = 900.0
 REPLAY_STEP_S = STALE_S / 2
 MAX_REPLAY_STEPS = 2000
-"""A week of them."""
+"""The most steps of one replay: those of a week."""
 SAME_REGION, ELSEWHERE = 0.4, 0.16
 """Correlation of zones on recorded V100 spot traces: within a region, and across."""
 
@@ -47,7 +47,7 @@ class PoolRisk:
         self._advance(spot, at_s, now_s)
 
     def _advance(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
-        """Observes in steps that are short enough for no zone to count as new."""
+        """Observes in steps so short that no zone counts as new between two of them. Returns `until_s`."""
         while at_s < until_s:
             self.observe(_held(spot, at_s), at_s)
             at_s += REPLAY_STEP_S
@@ -82,14 +82,16 @@ class PoolRisk:
         return tuple(found)
 
     def _per_h(self, node_type: str, zone: str, now_s: float) -> float:
-        """Returns the pool's own rate plus the correlation with recent losses of its type in other zones."""
+        """Returns the pool's expected reclaims per hour: its own rate, raised by recent losses of its node type in
+        other zones.
+        """
         others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
         near = sum(SAME_REGION if region(place) == region(zone) else ELSEWHERE for place in others)
         return round(self.hazard.per_h(pool_name(node_type, zone), now_s) + near, 2)
 
 
 def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
-    """Returns the nodes that were ready at that time, in their state of then."""
+    """Returns the nodes that were ready at that time, with the state that they had then."""
     return [
         replace(node, state=NodeState.READY, reason="")
         for node in nodes

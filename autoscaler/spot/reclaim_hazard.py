@@ -31,7 +31,7 @@ STALE_S = 600.0
 @dataclass(slots=True)
 class _Zone:
     since_s: float
-    """Since when nodes have run there, or launches succeeded."""
+    """The time since when nodes have run in the zone, or launches there have succeeded."""
     seen_s: float
     lost_s: float = -math.inf
     """The time of the last reclaim of a node."""
@@ -73,13 +73,13 @@ class ReclaimHazard:
 
     @property
     def region_correlation(self) -> float:
-        """The probability that another zone of the region is lost with one."""
+        """The probability that another zone of the region is lost when one is lost."""
         return min(1.0, self._correlated_losses / self._losses)
 
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Returns `losses` of the zones that hold nodes."""
+        """Returns the function `losses` for the zones that hold nodes."""
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
@@ -93,7 +93,7 @@ class ReclaimHazard:
         return factor * self.reclaims[at] / self.hours[at]
 
     def _learn_correlation(self, name: str, held: Mapping[str, float], lost: Mapping[str, int], now_s: float) -> None:
-        """Counts the loss as correlated or not with each other zone of the region that held nodes."""
+        """Counts, for each other zone of the region that held nodes, whether it was lost together with this zone."""
         for other, zone in self.zones.items():
             if other == name or region(other) != region(name):
                 continue
@@ -110,7 +110,9 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields (share of the time, zones whose nodes are missing in it): each zone alone, then all of a region."""
+    """Yields pairs (share of the time, zones whose nodes are missing then): first each zone alone, then all zones of a
+    region.
+    """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:
         regions.setdefault(region(zone), []).append(zone)

@@ -1,1 +1,1 @@
-"""Alerts: their states, what they do, and whom they tell."""
+"""Alerts: their states, their actions and their receivers."""

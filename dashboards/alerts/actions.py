@@ -1,7 +1,7 @@
 """Finds the actions that are due, as a pure function of alerts, configuration and log.
 
-An entry of cluster.yaml acts at most once in an episode of an alert. Cool-down and rate limit hold an action back;
-it is done later, if the alert still fires then.
+An entry of cluster.yaml acts at most once in an episode of an alert. The cool-down and the rate limit can hold an
+action back; it is run later if the alert still fires then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LABELS = {
     "rollback": ("endpoint",),
     "pause_budget": ("team",),
 }
-"""The labels of an alert that name what an action is done to."""
+"""The labels of an alert that name the object of an action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class DueAction:
     action: AlertAction
     alert: Alert
     object: str
-    """The object that it is done to; for commands and webhooks, the alert. Empty if the alert does not name one."""
+    """The object of the action; for commands and webhooks, the alert. Empty if the alert does not name one."""
     held: str = ""
-    """The reason why it is not done yet; empty if it is due."""
+    """The reason why the action has to wait; empty if it may be run now."""
 
 
 def entry_of(action: AlertAction) -> str:
-    """Returns the identity of an entry, which a change of its limits does not change."""
+    """Returns the identity of an entry, which stays the same when the entry's limits change."""
     text = action.model_dump_json(include={"alert", "do", "command", "url"})
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -57,8 +57,8 @@ def due_actions(
     silenced: Collection[str],
     now_s: float,
 ) -> list[DueAction]:
-    """Returns the actions of alerts that fire and are not silenced, without those that were begun already. Actions that
-    cool-down or rate limit hold back are included, with the reason in `held`.
+    """Returns the actions of alerts that fire and are not silenced, except actions that were begun already. Actions
+    that the cool-down or the rate limit holds back are included, with the reason in `held`.
     """
     begun = {record.key for record in log if record.state != "held"}
     done = [record for record in log if record.state != "held"]
@@ -81,7 +81,9 @@ def due_actions(
 
 
 def _held(action: AlertAction, subject: str, mine: Collection[tuple[str, float]], now_s: float) -> str:
-    """Returns why an action has to wait. `mine`: (object, time) of each action of its entry."""
+    """Returns why an action has to wait; empty if it need not. `mine`: (object, time) of each earlier action of the
+    same entry.
+    """
     last_s = max((at_s for object, at_s in mine if object == subject), default=None)
     if last_s is not None and now_s - last_s < action.cooldown_s:
         left_s = last_s + action.cooldown_s - now_s

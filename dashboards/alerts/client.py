@@ -1,4 +1,4 @@
-"""The operator's calls to the API that actions make, so that each is authenticated and in the audit log."""
+"""The API calls that actions make as the operator, so that each call is authenticated and in the audit log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROLLBACK = "rollback to revision"
 
 
 class OperatorClient:
-    """Calls that can be repeated: each changes something once."""
+    """Calls of the API that are safe to repeat: a repetition changes nothing more."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     def order(self, key: str, kind: str, subject: str, plan: Mapping[str, Any]) -> str:
-        """Orders something of the controller, which carries it out at its next tick."""
+        """Gives the controller an order, which it carries out at its next tick."""
         body = {"id": key, "kind": kind, "subject": subject, "reason": plan["why"]}
         if kind == "restart_replica":
             if not plan["endpoint"]:
@@ -29,7 +29,7 @@ class OperatorClient:
         return str(found["outcome"] or f"ordered as {found['id']}")
 
     def rollback_target(self, endpoint: str) -> dict[str, Any]:
-        """Returns what a rollback would end or go back to: a running rollout, or else the revision before the last.
+        """Returns the plan of a rollback: it ends a running rollout, or else goes back to the revision before the last.
 
         Raises ConflictError if there is neither.
         """
@@ -57,7 +57,7 @@ class OperatorClient:
         return f"{endpoint} went back to revision {plan['revision']}"
 
     def pause_budget(self, team: str) -> str:
-        """Sets the team's budget of this month to nothing, until `raytide budget reset`."""
+        """Sets the team's budget of this month to zero, until `raytide budget reset`."""
         self._api.call("PATCH", f"/v1/teams/{team}", {"budget": {"soft_usd": 0.0, "hard_usd": 0.0}})
         return f"the budget of {team} is 0: nothing of it starts until `raytide budget reset {team}`"
 

@@ -17,7 +17,7 @@ _MOST_LABELS, _MOST_LABEL_CHARS, _MOST_TEXT = 64, 1000, 4000
 
 
 def alerts_from_payload(body: Mapping[str, Any], now_s: float) -> list[Alert]:
-    """Returns the alerts of a message. Raises UsageError if it is none of version 4."""
+    """Returns the alerts of a message. Raises UsageError if the message is not of version 4."""
     if body.get("version") != "4" or not isinstance(body.get("alerts"), list):
         raise UsageError("this is no message of Alertmanager (version 4).", hint="Configure a `webhook_configs` entry.")
     if len(body["alerts"]) > MOST_ALERTS:

@@ -1,6 +1,6 @@
 """Alerts, actions, silences and messages in a SQLite file of the run folder, which the monitor and the API share.
 
-A restarted monitor goes on from it. It is bounded: old episodes, actions and messages are deleted.
+A restarted monitor continues from this file. Its size is bounded: old episodes, actions and messages are deleted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
 from raytide.gateway.files.database import FileDatabase
 
 FILE = "alerts.sqlite"
-"""Its name in the run folder."""
+"""The file's name in the run folder."""
 MOST_ALERTS = 5000
-"""The most alerts of one source that are not over."""
+"""The most unresolved alerts of one source."""
 
 _KEPT_S = 30 * 86_400.0
 _MOST_ROWS = 20_000
@@ -68,25 +68,27 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action in the log. Its key is that of the alert's episode and the entry: there is one for each."""
+    """An action in the log. Its key consists of the alert's episode and the entry, so that there is one action for each
+    pair.
+    """
 
     key: str
     at_s: float
     alert: str
     kind: ActionKind
     entry: str
-    """The identity of its entry in cluster.yaml, by which cool-down and rate limit count."""
+    """The identity of the action's entry in cluster.yaml; cool-down and rate limit apply to each entry."""
     object: str
     state: ActionState
     plan: Mapping[str, Any]
-    """The decisions that were made before it started, by which an interrupted one goes on."""
+    """The decisions that were made before the action began; an interrupted action continues with them."""
     outcome: str = ""
     ended_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Alerts of this name neither act nor tell anybody until then."""
+    """Until this time, alerts of this name start no actions and send no messages."""
 
     name: str
     until_s: float
@@ -95,8 +97,9 @@ class Silence:
 
 
 def acting_source(run_dir: Path) -> AlertSource:
-    """Returns the source of the alerts that act and tell: Alertmanager where there is one, so that nothing acts
-    twice."""
+    """Returns the source whose alerts start actions and send messages: Alertmanager if there is one, so that no alert
+    acts twice.
+    """
     try:
         record = read_json(run_dir / "cluster.json") or {}
     except ValueError:
@@ -105,7 +108,9 @@ def acting_source(run_dir: Path) -> AlertSource:
 
 
 class AlertRecords:
-    """Each call opens the file: any thread and process may call it. A damaged one is set aside, and a new one begun."""
+    """The records of one cluster. Each call opens the file, so any thread and process may call. A damaged file is
+    renamed and a new one begun.
+    """
 
     def __init__(self, path: Path) -> None:
         self._database = FileDatabase(path.parent, path.name, _SCHEMA)
@@ -117,7 +122,9 @@ class AlertRecords:
         return [_alert(row) for row in rows if source in (None, row["source"])]
 
     def save(self, changed: Iterable[Alert], now_s: float) -> None:
-        """Writes alerts and notes their changes of state. Those that were only pending are forgotten when they end."""
+        """Stores alerts and records their changes of state. An alert that ends while it is still pending
+        is forgotten.
+        """
         with self._database.write() as c:
             for alert in changed:
                 key = (alert.source, alert.id)
@@ -140,7 +147,7 @@ class AlertRecords:
                     c.execute(f"{insert} VALUES (?, ?, ?, ?, ?, ?, ?)", (*noted, alert.value, alert.summary))
 
     def _count(self, c: sqlite3.Connection, source: AlertSource) -> int:
-        """Returns the alerts of a source, after it has deleted those that are over if there are too many."""
+        """Returns the number of a source's alerts. If there are too many, it deletes the resolved ones first."""
         count = "SELECT count(*) FROM alerts WHERE source = ?"
         if (found := int(c.execute(count, (source,)).fetchone()[0])) >= MOST_ALERTS:
             c.execute("DELETE FROM alerts WHERE source = ? AND state = 'resolved'", (source,))
@@ -159,9 +166,9 @@ class AlertRecords:
             return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
 
     def begin(self, action: ActionRecord) -> bool:
-        """Notes an action before it is done; returns False if it was begun before, in which case it must not be done.
+        """Records an action before it is run. Returns False if it was begun before; then it must not be run.
 
-        One that was held takes its place in the log.
+        The record replaces that of the same action while it was held.
         """
         with self._database.write() as c:
             row = c.execute("SELECT state FROM actions WHERE key = ?", (action.key,)).fetchone()
@@ -183,7 +190,7 @@ class AlertRecords:
             return [Silence(**dict(row)) for row in found]
 
     def silence(self, silence: Silence) -> None:
-        """Silences a name until then; one that is over lifts it."""
+        """Silences alerts of a name until `until_s`. A time that is not in the future lifts the silence."""
         with self._database.write() as c:
             c.execute("DELETE FROM silences WHERE until_s <= ? OR name = ?", (silence.at_s, silence.name))
             if silence.until_s > silence.at_s:
@@ -195,7 +202,7 @@ class AlertRecords:
                 c.execute("INSERT INTO silences VALUES (?, ?, ?, ?)", values)
 
     def told(self, receiver: str) -> dict[tuple[str, str], tuple[str, str, float]]:
-        """Returns what a receiver was last told of each alert: (source, id) to (episode, state, time)."""
+        """Returns the last message to a receiver about each alert: (source, id) to (episode, state, time)."""
         with self._database.read() as c:
             rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()
         return {(row["source"], row["id"]): (row["episode"], row["state"], row["at_s"]) for row in rows}
@@ -212,7 +219,7 @@ class AlertRecords:
             c.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def prune(self, now_s: float) -> None:
-        """Deletes what is old or too much."""
+        """Deletes old records, and the oldest ones beyond the limits."""
         old_s = now_s - _KEPT_S
         with self._database.write() as c:
             c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))

@@ -1,7 +1,7 @@
-"""Does what is due, each action at most once, even if this process is killed in the middle of it.
+"""Runs due actions, each at most once, even if this process is killed while one runs.
 
-An action is noted before it begins. One that was interrupted goes on if doing it again changes nothing: orders have an
-id, and a rollback names the revision that it goes back to. An interrupted command or webhook is not repeated.
+An action is recorded before it begins. An interrupted action is run again if that is safe: orders have an id, and a
+rollback names the revision that it goes back to. An interrupted command or webhook is not repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORDERS = ("restart_replica", "replace_node", "quarantine_node")
 
 
 class ActionRunner:
-    """Runs the actions of one cluster. Its calls block; one thread calls them."""
+    """Runs the actions of one cluster. Its methods block and are called from one thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ActionRunner:
         """Actions by kind and outcome, since this process began."""
 
     def resume(self, now_s: float) -> None:
-        """Ends the actions that an earlier process began."""
+        """Continues the actions that an earlier process began, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}
         for record in self._records.actions():
             if record.state != "started":
@@ -58,7 +58,7 @@ class ActionRunner:
                 self._do(record, action, {}, now_s)
 
     def run_due(self, source: AlertSource, now_s: float) -> list[ActionRecord]:
-        """Does what is due for the alerts of this source, and returns it."""
+        """Runs the actions that are due for the alerts of this source, and returns their records."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
         due = due_actions(self._records.alerts(source), self._actions, self._records.actions(), silenced, now_s)
         return [record for each in due if (record := self._run(each, now_s)) is not None]
@@ -89,7 +89,7 @@ class ActionRunner:
         return record
 
     def _plan(self, due: DueAction) -> dict[str, Any]:
-        """Returns what has to be decided before the action begins."""
+        """Returns the decisions that are recorded before the action begins, such as the target of a rollback."""
         why = f"alert {due.alert.name}: {due.alert.summary}"[:1000]
         if due.action.do in _ORDERS:
             return {"why": why, "endpoint": due.alert.label("endpoint")}

@@ -40,7 +40,7 @@ _MOST_SILENCE_S = 30 * 86_400.0
 class SilenceRequest(Config):
     name: AlertName
     for_s: float = Field(ge=0, le=_MOST_SILENCE_S)
-    """0 lifts the silence."""
+    """The seconds of silence; 0 lifts a silence."""
 
 
 class AlertTest(Config):
@@ -61,7 +61,9 @@ class ActionNote(Config):
 
 
 class MonitoringService:
-    """The API's answers about history and alerts. The monitor does the work; both share files of the run folder."""
+    """The API's answers about history and alerts. The monitor produces the data; it shares files in the run folder with
+    the API.
+    """
 
     def __init__(self, run_dir: Path, store: Store, clock: Clock, hosts: HostsSection | None = None) -> None:
         self._run_dir, self._store, self._clock = run_dir, store, clock
@@ -96,7 +98,7 @@ class MonitoringService:
         return self._history.metrics()
 
     def alerts(self, caller: Caller) -> list[dict[str, Any]]:
-        """Returns the alerts of the source that acts, firing ones first, each with its last action."""
+        """Returns the alerts of the source whose alerts act, firing alerts first, each with its last action."""
         source = acting_source(self._run_dir)
         actions: dict[str, ActionRecord] = {}
         for record in self._alerts.actions():
@@ -123,7 +125,7 @@ class MonitoringService:
         self._store.orders.note(f"alert.{note.kind}", note.object, note.model_dump(exclude={"kind", "object"}))
 
     def receive(self, body: Mapping[str, Any], caller: Caller) -> int:
-        """Takes over the alerts of a message of Alertmanager; returns their number."""
+        """Stores the alerts of a message from Alertmanager; returns their number."""
         caller.require_person().require_all()
         now_s = self._clock.now_s()
         found = alerts_from_payload(body, now_s)
@@ -142,7 +144,7 @@ class MonitoringService:
         return self._alerts.silences(self._clock.now_s())
 
     def test(self, body: Mapping[str, object], caller: Caller) -> dict[str, Any]:
-        """Fires an alert for a minute. Receivers are told; actions are dry runs."""
+        """Fires a test alert for a minute. Receivers get messages; actions are dry runs."""
         caller.require_person().require_all()
         asked, now_s = AlertTest.parse(body, where="test"), self._clock.now_s()
         labels = label_set({**asked.labels, TEST_LABEL: "true"})
@@ -161,8 +163,9 @@ class MonitoringService:
         return _alert_json(alert, None, is_silenced=False)
 
     def order(self, body: Mapping[str, object], caller: Caller) -> Order:
-        """Orders an intervention, once for each id. It needs a token for all teams; to restart a replica, one of its
-        team."""
+        """Records an order to the controller, once for each id. The caller needs a token for all teams; to restart a
+        replica, a token of the replica's team suffices.
+        """
         spec = OrderSpec.parse(body, where="order")
         if spec.kind == "restart_replica":
             endpoint = self._store.endpoint(spec.subject)
@@ -180,7 +183,9 @@ class MonitoringService:
         return self._store.orders.add(spec, caller.user, self._clock.now_s())
 
     def _order_of_host(self, spec: OrderSpec, caller: Caller) -> Order | None:
-        """Carries out the quarantine of an own machine, or its end, at once; None for other orders and names."""
+        """Puts an own machine into quarantine, or lifts its quarantine, at once; returns None for other orders and
+        names.
+        """
         if spec.subject not in self._hosts or spec.kind not in ("quarantine_node", "release_node"):
             return None
         now_s, quarantine = self._clock.now_s(), HostQuarantine(quarantine_folder(self._run_dir), self._clock)
@@ -201,7 +206,9 @@ class MonitoringService:
         return self._listed(PROBES_FILE, "probes")
 
     def anomalies(self) -> list[dict[str, Any]]:
-        """Returns the last score of each signal, with the median, the deviation and the number of values behind it."""
+        """Returns the last score of each signal, with the median, the deviation and the number of values from which it
+        was computed.
+        """
         return self._listed(ANOMALIES_FILE, "signals")
 
     def _listed(self, file: str, name: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The states of alerts, as pure functions.
 
-inactive -> PENDING (its condition holds) -> FIRING (it has held for the rule's time) -> RESOLVED (it holds no more).
-A pending alert whose condition ends is forgotten. A resolved one that fires again begins a new episode.
+inactive -> PENDING (the condition holds) -> FIRING (it has held for the rule's time) -> RESOLVED (it no longer holds).
+A pending alert whose condition ends is forgotten. A resolved alert that fires again begins a new episode.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class Alert:
     since_s: float
     """The begin of the state."""
     fired_at_s: float | None = None
-    """The begin of the episode, which names it in the log of actions; None while it is pending."""
+    """The time at which the alert began to fire, by which the log of actions names the episode; None while it is
+    pending.
+    """
     value: float | None = None
     summary: str = ""
     page: str = ""
-    """The runbook: what it means, and what to do."""
+    """The page of the runbook: the meaning of the alert, and what to do."""
     source: AlertSource = "raytide"
 
     @property
@@ -51,16 +53,16 @@ class Alert:
 
     @property
     def episode(self) -> str:
-        """Names this firing of the alert, and no other."""
+        """The unique name of this firing of the alert."""
         return f"{self.id}-{int((self.fired_at_s or self.since_s) * 1000)}"
 
     @property
     def is_test(self) -> bool:
-        """Returns whether `raytide alerts test` made it: its actions are dry runs."""
+        """Returns whether the alert comes from `raytide alerts test`, so that its actions are dry runs."""
         return self.label(TEST_LABEL) == "true"
 
     def label(self, *names: str) -> str:
-        """Returns the first of these labels that it has; empty if it has none."""
+        """Returns the value of the first of these labels that the alert has; empty if it has none of them."""
         have = dict(self.labels)
         return next((have[name] for name in names if have.get(name)), "")
 
@@ -82,9 +84,10 @@ def fingerprint(name: str, labels: Labels) -> str:
 
 
 def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: float) -> list[Alert]:
-    """Returns the alerts that changed, by what the rules found now; `known` are those of the same rules by id.
+    """Returns the alerts that changed, given the present observations of the rules. `known`: the alerts of the same
+    rules, by id.
 
-    A pending alert that ended is returned as resolved without having fired: forget it.
+    A pending alert that ended is returned as resolved without having fired; callers forget it.
     """
     changed: list[Alert] = []
     for rule in observed:

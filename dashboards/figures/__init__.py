@@ -1,1 +1,3 @@
-"""Figures of everything raytide measures, drawn with matplotlib: static, so that they need no script and no network."""
+"""Figures of everything that raytide measures, drawn with matplotlib. They are static and need neither scripts nor
+network.
+"""

@@ -1,4 +1,4 @@
-"""Values of one thing over the last seconds, one panel for each."""
+"""Curves of several values of one object, such as a node, over the last seconds, with a panel for each value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 130, 50
 
 
 def over_time(curves: Mapping[str, Sequence[float]], title: str, *, every_s: float) -> Picture:
-    """Returns a panel for each curve, whose values were taken `every_s` apart; the last one is of now."""
+    """Returns a figure with a panel for each curve. Its values are `every_s` seconds apart, and the last one is the
+    present value.
+    """
 
     def draw(figure: Figure) -> None:
         panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]

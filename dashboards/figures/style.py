@@ -1,4 +1,4 @@
-"""The style of all figures, and how one becomes SVG, PNG or a page.
+"""The style of all figures, and their conversion to SVG, PNG or a page.
 
 SVG has its text and axes in the colour of the text around it, so that a figure in a notebook or on a page is readable
 on light and dark ground. Text stays text: it is selectable, found by a search, and read by a screen reader.
@@ -131,14 +131,14 @@ def check_format(path: Path) -> None:
 
 
 def label(axes: Axes, title: str, *, x: str = "", y: str = "") -> None:
-    """Titles a panel, and names what its axes count, with units."""
+    """Sets a panel's title and the labels of its axes, with units."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
 
 
 def line_at(axes: Axes, x: float, colour: str, text: str) -> None:
-    """Draws a vertical line that shows a text when a pointer is over it, in SVG."""
+    """Draws a vertical line; in SVG it shows a text while the pointer is over it."""
     axes.axvline(x, color=colour, linewidth=1.1, alpha=0.8, zorder=1).set_gid(f"hover-{text.encode().hex()}")
 
 

@@ -28,7 +28,7 @@ _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 125, 60
 
 
 def picture(history: RunHistory, title: str) -> Picture:
-    """Returns the curves; those of a run without a step say so."""
+    """Returns the figure of the curves; for a run without a step it shows a text that says so."""
     steps = thinned(history.steps)
 
     def draw(figure: Figure) -> None:
@@ -52,8 +52,9 @@ def picture(history: RunHistory, title: str) -> Picture:
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """Returns at most 2 * `points` lines, including both ends: the lines of least and greatest loss of each interval,
-    so that no spike is lost."""
+    """Returns at most 2 * `points` lines, including the first and the last: those with the lowest and the highest loss
+    of each interval, so that no spike is lost.
+    """
     if len(lines) <= 2 * points:
         return list(lines)
     selected = {0, len(lines) - 1}

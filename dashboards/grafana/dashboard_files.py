@@ -83,7 +83,7 @@ def _variable(name: str) -> dict[str, Any]:
 
 
 def _alerts() -> dict[str, Any]:
-    """Returns marks on all curves where an alert fires."""
+    """Returns the annotations that mark on all curves the times at which an alert fires."""
     return {
         "name": "Alerts",
         "enable": True,
@@ -162,7 +162,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
 
 
 def _overrides(panel: Panel) -> list[dict[str, Any]]:
-    """Returns dashed lines for what is promised rather than measured."""
+    """Returns the overrides that draw promised rather than measured values as dashed lines."""
     dashed = {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}}
     return [
         {"matcher": {"id": "byFrameRefID", "options": chr(ord("A") + index)}, "properties": [dashed]}

@@ -52,10 +52,10 @@ class Query:
     is_promise: bool = False
     """Drawn as a dashed line."""
     is_rare: bool = False
-    """Zero, not nothing, before the first event."""
+    """True if the query is zero, and not without a value, before the first event."""
 
     def promql(self, variables: tuple[str, ...] = VARIABLES) -> str:
-        """Returns the query, narrowed by those of the dashboard's variables that its metrics have as labels."""
+        """Returns the query in PromQL, filtered by those variables of the dashboard that its metrics have as labels."""
 
         def narrowed(selected: Selector) -> Selector:
             labels = _LABELS.get(selected.metric, ("endpoint",) if selected.metric.startswith("endpoint:") else ())
@@ -78,7 +78,7 @@ class Panel:
     is_stacked: bool = False
     description: str = ""
     empty: str = ""
-    """The text where nothing is measured, of a panel whose zero would say something else."""
+    """The text that is shown if nothing is measured, for a panel in which zero would be misleading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +98,24 @@ def by_labels(*labels: str) -> str:
 
 
 def values(metric: Metric, *by: str, **where: str) -> Query:
-    """Returns a gauge, summed by labels."""
+    """Returns the query of a gauge, summed by labels."""
     return Query(sum_by(select(metric, **where), *by), by_labels(*by))
 
 
 def rates(metric: Metric, *by: str, **where: str | tuple[str, ...]) -> Query:
-    """Returns a counter's rate per second, by labels."""
+    """Returns the query of a counter's rate per second, summed by labels."""
     return Query(sum_by(Rate(select(metric, **where), 300), *by), by_labels(*by))
 
 
 def events(metric: Metric, *by: str, **where: str) -> Query:
-    """Returns the rate of something that may never have happened."""
+    """Returns the rate of events that may never have happened; without a series it is zero."""
     return replace(rates(metric, *by, **where), is_rare=True)
 
 
 def gauge(metric: Metric, *by: str) -> Query:
-    """Returns the largest value by labels, so that a value that two processes report is not counted twice."""
+    """Returns the query of a gauge's largest value by labels, so that a value that two processes report is not counted
+    twice.
+    """
     return Query(max_by(select(metric), *by), by_labels(*by))
 
 
@@ -139,7 +141,9 @@ def stacked(title: str, unit: Unit, *queries: Query, description: str = "") -> P
 
 
 def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None, empty: str = "") -> Panel:
-    """Returns one number; where nothing reports it, the text `empty`, or zero without one."""
+    """Returns a panel with one number. While no series reports it, it shows the text `empty`, or zero if
+    that is empty.
+    """
     return Panel(title, unit, (Query(expression, "", is_rare=not empty),), "stat", bound, empty=empty)
 
 

@@ -1,4 +1,4 @@
-"""Pure functions of points: rows of a downsampled step, counters that restart, rates and quantiles.
+"""Pure functions on points: they downsample steps, handle counter resets, and compute rates and quantiles.
 
 A point is `(at_s, value)`. Labels are sorted pairs, so that equal sets of labels are equal.
 """
@@ -31,7 +31,7 @@ class Row:
 
 
 def downsampled(rows: Sequence[Row], is_counter: bool, before: float | None) -> Row:
-    """Returns one row for consecutive rows. `before` is the last value of a counter ahead of them, if it is known."""
+    """Returns one row that summarises consecutive rows. `before` is a counter's last value before them, if known."""
     count, last = sum(row.count for row in rows), rows[-1].last
     highest = max(row.max for row in rows)
     if not is_counter:
@@ -40,8 +40,9 @@ def downsampled(rows: Sequence[Row], is_counter: bool, before: float | None) -> 
 
 
 def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
-    """Yields the increase of a counter up to each row. Single points know none of their own: they follow from the
-    value before them, and one that fell began again at 0."""
+    """Yields the increase of a counter in each row. A row of several points has its increase as `sum`; that of a single
+    point is the difference from the value before it. A counter that fell restarted at 0.
+    """
     for row in rows:
         if row.count > 1:
             yield row.sum
@@ -53,7 +54,7 @@ def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
 
 
 def without_resets(points: Iterable[tuple[float, Row]]) -> list[Point]:
-    """Returns the points of a counter as if it had never begun again: each step adds its increase."""
+    """Returns the points of a counter without resets: each step adds its increase."""
     found: list[Point] = []
     total, before = 0.0, None
     for at_s, row in points:
@@ -67,15 +68,15 @@ def without_resets(points: Iterable[tuple[float, Row]]) -> list[Point]:
 
 
 def increase(points: Sequence[Point]) -> float:
-    """Returns how much a counter rose over the points; one that fell began again at 0."""
+    """Returns the increase of a counter over the points. A counter that fell restarted at 0."""
     return sum(b - a if b >= a else b for (_, a), (_, b) in pairwise(points))
 
 
 def rates(points: Sequence[Point], starts_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
     """Returns the rate per second of a counter over each step that ends at one of `starts_s`.
 
-    A step takes the point before it too, if it is at most `reach_s` older. Steps with fewer than two points are left
-    out.
+    A step includes the point before its start if that is at most `reach_s` older. Steps with fewer than two points are
+    left out.
     """
     times = [at_s for at_s, _ in points]
     found = []
@@ -90,7 +91,7 @@ def rates(points: Sequence[Point], starts_s: Iterable[float], step_s: float, rea
 
 
 def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) -> list[Point]:
-    """Returns the last value at each time, where one is at most `reach_s` old."""
+    """Returns, at each time, the last value; times without a value that is less than `reach_s` old are left out."""
     times = [at_s for at_s, _ in points]
     found = []
     for end_s in ends_s:
@@ -103,8 +104,8 @@ def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) ->
 def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
     """Returns the quantile of cumulative buckets (upper bound to count) as Prometheus' `histogram_quantile` does.
 
-    It is linear within a bucket, whose lowest bound is zero; the highest finite bound if the quantile is above that;
-    NaN without observations, or without a bucket up to infinity.
+    Within a bucket it interpolates linearly; the lowest bucket begins at zero. Above the highest finite bound it
+    returns that bound. It returns NaN without observations or without a bucket up to infinity.
     """
     bounds = sorted(buckets)
     if not bounds or not math.isinf(bounds[-1]) or len(bounds) < 2 or not 0 <= q <= 1:

@@ -1,4 +1,4 @@
-"""Reads the history: points of series, and curves of them with steps, rates and quantiles."""
+"""Reads the history: the points of series, and curves computed from them by step, as rates and as quantiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Curve:
 
 
 class HistoryReader:
-    """Reads the file of a history while its writer writes; each call opens it, so that any thread may call."""
+    """Reads the file of a history, also while the writer writes to it. Each call opens the file, so any thread may
+    call.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,8 +46,9 @@ class HistoryReader:
     ) -> list[tuple[Labels, list[Point]]]:
         """Returns the points of the series that have these labels, from `start_s` to `end_s`.
 
-        Without `step_s` the points have the finest resolution that is kept. With it they have the coarsest one up to
-        `step_s`, and each point is the last value of its step. A counter's resets are taken out, so it never falls.
+        Without `step_s` the points have the finest resolution that is kept. With `step_s` they have the coarsest
+        resolution that does not exceed it, and each point is the last value of its step. Counter resets are removed, so
+        that a counter never falls.
         """
         found, is_counter = self._rows(metric, where, start_s, end_s, step_s)
         if is_counter:
@@ -66,8 +69,8 @@ class HistoryReader:
     ) -> list[Curve]:
         """Returns curves with a point at each step that has a value.
 
-        `is_rate` turns counters into their rates per second, `quantile` a histogram into that of each step, and `by`
-        sums the series that agree in these labels. Raises UsageError for more than `MOST_STEPS` steps.
+        `is_rate` turns counters into rates per second. `quantile` turns a histogram into its quantile in each step.
+        `by` sums the series that have equal values of these labels. Raises UsageError for more than `MOST_STEPS` steps.
         """
         if not (step_s > 0 and (end_s - start_s) / step_s <= MOST_STEPS):
             raise UsageError(f"a curve has at most {MOST_STEPS} points.", hint="Use a longer step or a shorter time.")
@@ -108,7 +111,7 @@ class HistoryReader:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection | None]:
-        """Opens a consistent view; None if there is no history, or the writer is about to replace it."""
+        """Opens a consistent view of the history; None if there is no file, or the writer is about to replace it."""
         uri = f"{self._path.absolute().as_uri()}?mode=ro"
         try:
             connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)
@@ -130,8 +133,9 @@ class HistoryReader:
 def _read(
     c: sqlite3.Connection, metric: int, start_s: float, end_s: float, step_s: float
 ) -> list[tuple[float, int, bytes]]:
-    """Returns (time, level, row): the coarsest level that is fine enough for the step, the coarser ones before it
-    begins, and the finer ones after it ends."""
+    """Returns (time, level, row) in order of time. The rows are of the coarsest level that is fine enough for the step;
+    before its first row coarser levels are used, and after its last row finer ones.
+    """
     all_levels = levels(1.0)
     best = max(level.number for level in all_levels if level.step_s <= step_s)
     select = (

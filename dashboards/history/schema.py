@@ -37,8 +37,9 @@ CREATE TABLE rows (
 CREATE TABLE times (level INTEGER NOT NULL, at_s REAL NOT NULL, PRIMARY KEY (level, at_s)) WITHOUT ROWID;
 CREATE TABLE progress (level INTEGER PRIMARY KEY, until_s REAL NOT NULL);
 """
-"""`times` holds the times of the rows, and `progress` the time until which a level is complete. An id of a series is
-never used again, so that the points of one that was forgotten belong to nobody."""
+"""`times` holds the times of the rows, and `progress` the time until which a level is complete. The id of a series is
+never reused, so that remaining points of a forgotten series are not attributed to another one.
+"""
 
 _DAY_S = 86_400.0
 
@@ -54,7 +55,7 @@ class Level:
 
 
 def levels(days: float) -> tuple[Level, ...]:
-    """Returns the levels of a history of so many days, the finest first."""
+    """Returns the levels of a history of this many days, the finest first."""
     whole_s = days * _DAY_S
     return (
         Level(0, 0.0, min(4 * 3600.0, whole_s)),
@@ -64,7 +65,7 @@ def levels(days: float) -> tuple[Level, ...]:
 
 
 def pack(rows: Mapping[int, Row], level: int) -> bytes:
-    """Returns the rows of one metric by id of series; those of level 0 are single points."""
+    """Returns the rows of one metric, given by series id, as bytes. Rows of level 0 are single points."""
     values = list(rows.values())
     parts: list[array[int] | array[float]] = [array("I", rows), array("d", (row.last for row in values))]
     if level:
@@ -77,7 +78,7 @@ def pack(rows: Mapping[int, Row], level: int) -> bytes:
 
 
 def unpack(data: bytes, level: int) -> Iterator[tuple[int, Row]]:
-    """Yields (id of series, row). Raises sqlite3.DatabaseError if the bytes are not what `pack` wrote."""
+    """Yields (series id, row). Raises sqlite3.DatabaseError if `pack` did not write the bytes."""
     try:
         raw = zlib.decompress(data)
     except zlib.error as error:

@@ -1,4 +1,4 @@
-"""Writes the history: one transaction a scrape, with bounds on series and bytes that no input can pass.
+"""Writes the history in one transaction per scrape, within limits on series and bytes that hold for every input.
 
 A file that cannot be read is replaced, because old values are worth less than new ones; `problem` says so.
 """
@@ -21,12 +21,14 @@ from raytide.dashboards.history.points import Labels, Row, downsampled
 from raytide.dashboards.history.schema import SCHEMA, VERSION, Level, levels, pack, unpack
 
 FILE = "history.sqlite"
-"""Its name in the run folder."""
+"""The file's name in the run folder."""
 MOST_SERIES = 20_000
 MOST_BYTES = 256 << 20
 """The largest size of the file. The write-ahead log beside it takes a few megabytes more."""
 LOW_BYTES = 256 << 20
-"""Nothing is written below this free space, so that the control plane's records keep theirs."""
+"""If the disk has less free space than this, nothing is written, so that the control plane's records
+still have room.
+"""
 
 _FULL = 0.9
 """The share of `MOST_BYTES` from which the oldest rows are deleted."""
@@ -38,7 +40,9 @@ _FUTURE_S = 3600.0
 _PRUNE_S = 600.0
 _BUSY_S = 5.0
 _CATCH_UP = 30
-"""The most steps of a level that one write downsamples, so that one after a long pause is no burst."""
+"""The most steps of a level that one write downsamples, so that the first write after a long pause does
+not take long.
+"""
 
 log = logger(__name__)
 
@@ -51,7 +55,7 @@ class Series:
     labels: Labels
     is_counter: bool
     id: int = 0
-    """0 until the first point is written; another one once it was forgotten and came back."""
+    """0 until the first point is written. A series that was forgotten and came back has a new id."""
     seen_s: float = 0.0
 
 
@@ -101,8 +105,9 @@ class HistoryWriter:
         return len(self._stored)
 
     def write(self, at_s: float, points: Iterable[tuple[Series, float]]) -> bool:
-        """Writes the points of one scrape, and returns whether it did. It never raises for what the disk or the file
-        do: `problem` says it."""
+        """Writes the points of one scrape, and returns whether that succeeded. Errors of the disk or the file are not
+        raised, but described in `problem`.
+        """
         finite = [(series, value) for series, value in points if math.isfinite(value)]
         free = os.statvfs(self._path.parent)
         if free.f_bavail * free.f_frsize < self._low_bytes:
@@ -151,7 +156,7 @@ class HistoryWriter:
             self._c.execute("INSERT OR IGNORE INTO times VALUES (?, ?)", (level, at_s))
 
     def _register(self, series: Series, at_s: float) -> bool:
-        """Gives the series an id; returns False if there is no room for it."""
+        """Gives the series an id; returns False if the limit on series is reached."""
         name = (series.metric, series.labels)
         known = self._known.get(name)
         if known is not None and known.id in self._stored:
@@ -174,7 +179,7 @@ class HistoryWriter:
         return True
 
     def _forget_oldest(self, at_s: float) -> bool:
-        """Forgets a share of the series, those without points for the longest time first."""
+        """Forgets a share of the series: those whose last points are oldest."""
         old = sorted(
             (series for series in self._stored.values() if series.seen_s < at_s - _LIVE_S), key=lambda s: s.seen_s
         )
@@ -187,8 +192,9 @@ class HistoryWriter:
         return bool(gone)
 
     def _downsample(self, finer: Level, level: Level, now_s: float) -> None:
-        """Writes the steps of a level that are over, from the rows of the finer one. A step takes the rows at
-        (start, end]."""
+        """Writes the completed steps of a level from the rows of the finer level. A step covers the rows in (start,
+        end].
+        """
         complete_s = math.floor(now_s / level.step_s) * level.step_s
         done_s = self._done.get(level.number, -math.inf)
         if done_s == complete_s:
@@ -226,7 +232,9 @@ class HistoryWriter:
         return {id: row.last for id, row in unpack(found[0], finer.number)} if found else {}
 
     def _prune(self, now_s: float) -> None:
-        """Deletes rows past their time and series without rows, and notes when the others had their last point."""
+        """Deletes rows that are too old and series without rows, and stores the time of the last point of all other
+        series.
+        """
         for level in self._levels:
             old_s, new_s = now_s - level.keep_s, now_s + _FUTURE_S
             for metric, _ in self._metrics.values():
@@ -245,7 +253,9 @@ class HistoryWriter:
         self._pruned_s = now_s
 
     def _make_room(self) -> bool:
-        """Deletes the oldest quarter of the level that takes the most room; returns whether there was any."""
+        """Deletes the oldest quarter of the level that takes the most space; returns False if there was nothing to
+        delete or it failed.
+        """
         try:
             sizes = "SELECT level, sum(length(data)) AS size, min(at_s), max(at_s) FROM rows GROUP BY level ORDER BY 2"
             found = self._c.execute(sizes).fetchall()
@@ -271,7 +281,9 @@ class HistoryWriter:
         return int(self._c.execute(f"PRAGMA {name}").fetchone()[0])
 
     def _rollback(self) -> None:
-        """Rolls back, and reads again which series are stored: their ids may have been those of the transaction."""
+        """Rolls back and reads again which series are stored, since some of the known ids may have been given in the
+        transaction.
+        """
         with suppress(sqlite3.DatabaseError):
             if self._c.in_transaction:
                 self._c.execute("ROLLBACK")
@@ -330,7 +342,7 @@ def _metrics(c: sqlite3.Connection) -> dict[str, tuple[int, bool]]:
 
 
 def _is_passing(error: sqlite3.DatabaseError) -> bool:
-    """Returns whether room or time would help, so that the file stays."""
+    """Returns whether the error may end with more disk space or with time, so that the file need not be replaced."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     return code in (
         sqlite3.SQLITE_FULL,

@@ -1,1 +1,1 @@
-"""The process that watches: it scrapes all metrics pages, keeps the history, evaluates alert rules and sends probes."""
+"""The monitoring process: it scrapes all metrics pages, writes the history, evaluates alert rules and sends probes."""

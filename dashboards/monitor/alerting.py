@@ -1,6 +1,6 @@
-"""Evaluates the alert rules over the history, and lets alerts act and tell.
+"""Evaluates the alert rules over the history, runs the actions of alerts and sends their messages.
 
-Where a real Alertmanager sends its alerts to the API, the own evaluator only records, so that nothing acts twice.
+While a real Alertmanager sends its alerts to the API, raytide's evaluator only records, so that no action is run twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONG_S, _STEP_S = 2 * 3600.0, 60.0
 
 
 class Alerting:
-    """The alerts of one cluster. Its calls block; one thread calls them."""
+    """The alerts of one cluster. The methods block and are called from one thread."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Alerting:
         """The alerts that fire now, by name and severity."""
 
     def resume(self, now_s: float) -> None:
-        """Ends what an earlier process began."""
+        """Continues the actions that an earlier process began, or records them as interrupted."""
         self._guarded("interrupted actions", lambda: self._runner.resume(now_s))
 
     def evaluate(self, now_s: float) -> None:
-        """Evaluates all rules. One that fails leaves its alerts as they are."""
+        """Evaluates all rules. If the evaluation of a rule fails, its alerts stay as they are."""
         try:
             source = StoredSeries(self._history, self._stale_s)
             stored = self._records.alerts()
@@ -81,14 +81,14 @@ class Alerting:
             self._guarded("old alerts", lambda: self._records.prune(now_s))
 
     def act(self, now_s: float) -> None:
-        """Does what is due, and tells whom it concerns."""
+        """Runs the actions that are due, and sends the messages that are due."""
         source = acting_source(self._run_dir)
         self._guarded("actions", lambda: self._runner.run_due(source, now_s))
         self._guarded("messages", lambda: self._dispatcher.send_due(source, now_s))
         self._guarded("alerts", lambda: self._count(self._records.alerts(source)))
 
     def _over(self, stored: Iterable[Alert], now_s: float) -> list[Alert]:
-        """Returns the alerts of rules that there are no more, and the tests that have lasted long enough."""
+        """Returns the alerts of rules that no longer exist, and the test alerts that have lasted long enough."""
         names = {rule.name for rule in self._rules}
         live = [alert for alert in stored if alert.state is not AlertState.RESOLVED]
         tests = [alert for alert in live if alert.is_test and now_s - alert.since_s >= _TEST_S]
@@ -115,10 +115,10 @@ def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str,
 
 
 class StoredSeries:
-    """The history as the rules' evaluator reads it, for one evaluation: each metric and window once, and none that has
-    no series.
+    """The history as the evaluator of rules reads it. It caches each metric and window for one evaluation, and skips
+    metrics without series.
 
-    A series without a point in the last `stale_s` seconds has ended: its page is gone, or does not have it any more.
+    A series without a point in the last `stale_s` seconds has ended: its page is gone, or no longer shows it.
     """
 
     def __init__(self, history: HistoryReader, stale_s: float) -> None:

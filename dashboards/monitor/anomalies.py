@@ -1,7 +1,7 @@
-"""Flags values that are unusual for themselves: robust z-scores over the history.
+"""Flags values that are unusual compared with the signal's own history, by robust z-scores.
 
 score = (value - median) / (1.4826 MAD), where 1.4826 MAD estimates the standard deviation of a normal distribution
-(Rousseeuw and Croux, 1993). A third of the values may be outliers themselves without hiding a new one.
+(Rousseeuw and Croux, 1993). Even if a third of the values are outliers, a new outlier is still found.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logger(__name__)
 
 STEP_S = 600.0
 LEAST_VALUES = 24
-"""Below this number of earlier values (four hours) nothing is said."""
+"""The least number of earlier values (four hours) for a score other than 0."""
 _RECENT = 3
-"""The last values, which are not part of what is usual."""
+"""The number of last values that do not count as earlier values."""
 _LEAST_SPREAD = 0.05
 """The smallest deviation that counts as one, as a share of the median: a constant has no spread at all."""
 _MAD_TO_SIGMA = 1.4826
@@ -36,7 +36,7 @@ _FLEET = "the fleet"
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A signal's last value with what it is compared to."""
+    """A signal's last value, with the median and the deviation to which it is compared."""
 
     signal: str
     """`latency` (median time to first token, seconds) or `cost` (dollars an hour)."""
@@ -72,7 +72,9 @@ class Anomalies:
         self.found: tuple[Anomaly, ...] = ()
 
     def look(self) -> None:
-        """Scores all signals if it is time to. The last scores stay while the history cannot be read."""
+        """Scores all signals if the last scores are old enough. While the history cannot be read, the
+        last scores stay.
+        """
         now_s = self._now_s()
         if 0 <= self._due_s - now_s <= STEP_S:
             return

@@ -44,7 +44,7 @@ class Monitor:
         more: Callable[[], Iterable[MetricSample | HistogramSample]] = tuple,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`more` are samples of others for this process's page."""
+        """`more`: samples of other parts of this process, for its metrics page."""
         self._run_dir, self._api_url, self._scrape_s = run_dir, api_url, scrape_s
         self._history, self._scraper, self._http = history, scraper, http
         self._alerting, self._runner, self._more, self._now_s = alerting, runner, more, now_s
@@ -66,7 +66,7 @@ class Monitor:
             await asyncio.sleep(min(_LOOK_S, max(0.0, due_s - time.monotonic())))
 
     async def watch_once(self) -> None:
-        """Scrapes all pages, and evaluates the rules on what they say."""
+        """Scrapes all pages, and evaluates the rules on their values."""
         timeout_s = min(_TIMEOUT_S, self._scrape_s)
         await self._find_targets(timeout_s)
         points = await self._scraper.scrape(self._targets, timeout_s)
@@ -81,7 +81,7 @@ class Monitor:
         await asyncio.to_thread(work)
 
     async def _find_targets(self, timeout_s: float) -> None:
-        """Asks the API for its targets. The last ones stay while it does not answer."""
+        """Asks the API for the scrape targets. While the API does not answer, the last targets stay."""
         try:
             response = await self._http.get(f"{self._api_url}/v1/targets", timeout=timeout_s)
             response.raise_for_status()

@@ -1,6 +1,6 @@
 """Sends requests with known answers to endpoints, through the gateway as a user would, and keeps the last results.
 
-They carry a header by which the gateway counts them as `probe`: promises to users are not measured by them.
+A probe carries a header by which the gateway counts it as `probe`, so that SLOs are measured without probes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Prober:
         self._seconds = {(p.endpoint, p.name): HistogramRecorder(m.PROBE_SECONDS) for p in probes}
 
     async def run(self) -> None:
-        """Sends each probe in its interval, until it is cancelled."""
+        """Sends each probe at its own interval, until this task is cancelled."""
         await asyncio.gather(*(self._repeat(probe) for probe in self._probes))
 
     async def _repeat(self, probe: ProbeSection) -> None:
@@ -81,7 +81,7 @@ class Prober:
             await asyncio.sleep(max(0.0, probe.every_s - (time.monotonic() - began_s)))
 
     async def send(self, probe: ProbeSection) -> ProbeResult:
-        """Sends one probe, and writes the results of all."""
+        """Sends one probe, and writes the results of all probes."""
         at_s, began_s = self._now_s(), time.perf_counter()
         answer, error = "", ""
         try:
@@ -106,7 +106,7 @@ class Prober:
         return result
 
     async def _ask(self, probe: ProbeSection) -> str:
-        """Returns the text of the answer. Raises ValueError for a refusal."""
+        """Returns the text of the endpoint's answer. Raises ValueError if the request is refused."""
         base = f"{self._serve_url}/{probe.endpoint}/v1"
         body: dict[str, object] = {"model": probe.endpoint, "max_tokens": probe.max_tokens, "temperature": 0}
         if probe.api == "chat":
@@ -147,8 +147,9 @@ class Prober:
 
 
 class ProbeKey:
-    """Returns the API key of probes when it is called; empty where the gateway demands none. `team` pays for the
-    probes. The key is made once, and kept in a file of raytide's user."""
+    """A function that returns the API key of the probes; empty if the gateway demands none. `team` pays for the probes.
+    The key is created once, and kept in a file that only raytide's user can read.
+    """
 
     def __init__(self, folder: Path, team: str, is_needed: bool) -> None:
         self._path, self._folder, self._team, self._is_needed = folder / FILE, folder, team, is_needed
@@ -167,7 +168,7 @@ class ProbeKey:
             return self._secret or ""
 
     def _find(self) -> str:
-        """Returns the kept key, or a new one if that is not valid any more."""
+        """Returns the kept key, or a new key if the kept one is no longer valid."""
         try:
             kept = read_json(self._path) or {}
         except ValueError:

@@ -31,7 +31,7 @@ class ScrapeTarget:
 
     url: str
     labels: tuple[tuple[str, str], ...]
-    """Those of its series, `job` and `instance` among them."""
+    """The labels of all series of the page, including `job` and `instance`."""
 
 
 def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
@@ -55,7 +55,7 @@ def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
 
 
 class Scraper:
-    """Scrapes into one history."""
+    """Scrapes pages and writes their samples into one history."""
 
     def __init__(self, http: httpx.AsyncClient, history: HistoryWriter) -> None:
         self._http, self._history = http, history
@@ -64,7 +64,7 @@ class Scraper:
         """The targets of the last scrape by job and instance, with whether their page was read."""
 
     async def scrape(self, targets: Iterable[ScrapeTarget], timeout_s: float) -> list[tuple[Series, float]]:
-        """Returns the samples of all pages. A page that does not answer in time has none, and is down."""
+        """Returns the samples of all pages. A page that does not answer in time has no samples and counts as down."""
         listed = list(dict.fromkeys(targets))
         limit = asyncio.Semaphore(_AT_ONCE)
         pages = await asyncio.gather(*(self._page(target, limit, timeout_s) for target in listed))
@@ -99,11 +99,14 @@ class Scraper:
 
 
 class PageReader:
-    """Reads one page of Prometheus' text format again and again, into the series of a history. A line is parsed once:
-    afterwards the text before its value is looked up."""
+    """Reads one page in Prometheus' text format repeatedly, into the series of a history. Each line is parsed only
+    once: later the series is looked up by the text before the value.
+    """
 
     def __init__(self, history: HistoryWriter, labels: Mapping[str, str]) -> None:
-        """`labels` are added to each series that has none of that name: `job` of a page may be a training job."""
+        """`labels` are added to each series that does not have a label of that name: a page's own `job` may be a
+        training job.
+        """
         self._history, self._labels = history, labels
         self._known: dict[str, Series | None] = {}
 

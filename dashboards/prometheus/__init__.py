@@ -1,1 +1,1 @@
-"""Prometheus and Alertmanager beside a cluster: where they are, what they are configured to do, how they run."""
+"""Prometheus and Alertmanager beside a cluster: finding, configuring and running them."""

@@ -1,4 +1,4 @@
-"""Becomes Prometheus or Alertmanager of a cluster: `python -m raytide.dashboards.prometheus RUN_DIR PROGRAM`.
+"""Runs Prometheus or Alertmanager for a cluster: `python -m raytide.dashboards.prometheus RUN_DIR PROGRAM`.
 
 It writes the program's files and then replaces itself with the program, so that the supervisor's child is the program.
 """

@@ -22,8 +22,9 @@ def rules_dir(cluster: RunningCluster) -> Path:
 
 
 def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> str:
-    """Returns prometheus.yml. Labels of the pages win over those of the targets, because `job` is a training job
-    there."""
+    """Returns the content of prometheus.yml. Labels on a page take precedence over those of its target, because on
+    pages `job` is a training job.
+    """
     scrape_s = max(1, round(settings.scrape_s))
     interval = f"{scrape_s}s"
     own = {cluster.prometheus_url: "prometheus", cluster.alertmanager_url: "alertmanager"}
@@ -50,7 +51,9 @@ def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> s
 
 
 def alertmanager_config(cluster: RunningCluster) -> str:
-    """Returns alertmanager.yml: alerts go to the API's webhook, which acts and notifies."""
+    """Returns the content of alertmanager.yml: alerts go to the API's webhook, which runs actions and
+    sends messages.
+    """
     webhook = {
         "url": f"{cluster.api_url}/v1/alerts/webhook",
         "send_resolved": True,

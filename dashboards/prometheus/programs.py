@@ -17,6 +17,8 @@ _OTHER_NAMES = {"alertmanager": "prometheus-alertmanager"}  # Debian's
 
 
 def find_program(name: Program) -> str | None:
-    """Returns the path of a program on the PATH, or where a checkout's `./dev setup` unpacked it; None without one."""
+    """Returns the path of a program: on the PATH, else in the folder into which a checkout's `./dev setup` unpacks it;
+    None if it is in neither.
+    """
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     return shutil.which(name) or shutil.which(_OTHER_NAMES.get(name, name)) or shutil.which(name, path=unpacked)

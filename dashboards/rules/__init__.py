@@ -1,1 +1,3 @@
-"""Alert and recording rules as data: one tree for Prometheus' language and for raytide's own evaluator."""
+"""Alert and recording rules as data: each rule is one tree, which is both written as PromQL and computed by raytide's
+own evaluator.
+"""

@@ -25,7 +25,7 @@ _HUMANIZED = {
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """An alert fires for each series of its expression that lasts `for_s`."""
+    """An alert rule. An alert fires for each series that its expression yields for `for_s` seconds without a break."""
 
     name: str
     severity: Severity
@@ -58,7 +58,9 @@ class AlertRule:
         return _FIELD.sub(template, self.summary)
 
     def adjusted(self, *, bound: float | None = None, for_s: int | None = None) -> AlertRule:
-        """Returns the alert with another bound or duration. Raises ConfigError if it has no bound that is a number."""
+        """Returns the alert with another bound or duration. Raises ConfigError if a bound is given but the alert has
+        none that is a number.
+        """
         expr = self.expr
         if bound is not None:
             if (bounded := _with_bound(expr, bound)) is None:
@@ -70,7 +72,9 @@ class AlertRule:
 
 
 def _with_bound(expr: Expression, bound: float) -> Expression | None:
-    """Replaces the number of the first comparison with one; returns None if there is none."""
+    """Returns the expression with another number in its first comparison with a number; None if it has no such
+    comparison.
+    """
     if isinstance(expr, Condition):
         return replace(expr, right=bound) if isinstance(expr.right, int | float) else None
     if isinstance(expr, SetOperation):

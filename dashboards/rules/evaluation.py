@@ -81,7 +81,7 @@ def evaluate(expression: Expression, source: SeriesSource, at_s: float) -> Vecto
 
 
 def matches(labels: Mapping[str, str], where: Iterable[Matcher]) -> bool:
-    """Returns whether the labels meet all matchers; a label that is missing is empty."""
+    """Returns whether the labels meet all matchers; a missing label counts as empty."""
     for each in where:
         value = labels.get(each.label, "")
         is_equal = value == each.value if each.op in ("=", "!=") else _pattern(each.value).fullmatch(value) is not None
@@ -124,8 +124,9 @@ def _rate(points: list[tuple[float, float]], at_s: float, window_s: float) -> fl
 
 
 def _increase(points: list[tuple[float, float]], at_s: float, window_s: float) -> float | None:
-    """Returns Prometheus' `extrapolatedRate` times the window: the increase between the first and the last sample, with
-    resets, extrapolated to an end of the window that is near, and half a sample beyond otherwise, but never below zero.
+    """Returns Prometheus' `extrapolatedRate` times the window: the increase from the first to the last sample,
+    corrected for resets. On each side it is extrapolated to the window's end if that is near, else by half a sample
+    interval; never to where the counter would be negative.
     """
     if len(points) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Queries of time series as trees, and the PromQL that each tree stands for.
+"""Queries of time series as trees, and their translation to PromQL.
 
 `raytide.dashboards.rules.evaluation` computes the same trees over stored series.
 """
@@ -70,7 +70,7 @@ class Aggregation:
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """A quantile of what a histogram observed in a window, estimated from its buckets."""
+    """A quantile of the values that a histogram observed in a window, estimated from its buckets."""
 
     q: float
     histogram: Selector
@@ -90,7 +90,9 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The values of the left side that compare so with a bound, or with the right side's value of equal labels."""
+    """The values of the left side for which the comparison holds, with a number or with the right side's value of equal
+    labels.
+    """
 
     left: Expression
     op: CompareOp
@@ -99,7 +101,9 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class SetOperation:
-    """`and`, `or` and `unless`: the values on the left whose labels the right has too, or of both, or of neither."""
+    """A combination by labels. `and`: the left values whose labels are on the right too; `or`: those on the left, and
+    those that are only on the right; `unless`: the left values whose labels are not on the right.
+    """
 
     left: Expression
     op: Literal["and", "or", "unless"]
@@ -110,14 +114,16 @@ class SetOperation:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """One value 1, with the labels that `where` requires, if there are no such series."""
+    """One value of 1, with the labels that the selector's `where` requires, if the selector finds no series."""
 
     series: Selector
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The result of a recording rule. Prometheus reads what it recorded; the evaluator computes it."""
+    """The result of a recording rule. Prometheus reads the recorded series; raytide's evaluator computes the expression
+    again.
+    """
 
     name: str
     expression: Expression
@@ -139,7 +145,9 @@ Expression = (
 
 
 def matching(**labels: str | tuple[str, ...]) -> tuple[Matcher, ...]:
-    """Returns matchers for equal values; a tuple lists alternatives, without characters special in patterns."""
+    """Returns matchers for equal values. A tuple lists alternatives; these must not contain characters that are special
+    in patterns.
+    """
     return tuple(
         Matcher(label, "=", value) if isinstance(value, str) else Matcher(label, "=~", "|".join(value))
         for label, value in labels.items()
@@ -147,8 +155,9 @@ def matching(**labels: str | tuple[str, ...]) -> tuple[Matcher, ...]:
 
 
 def select(metric: Metric, *where: Matcher, **labels: str | tuple[str, ...]) -> Selector:
-    """Returns the series of a metric of the catalogue under its exposed name. Raises ValueError for a label it has
-    not."""
+    """Returns a selector for a metric of the catalogue, by its exposed name. Raises ValueError for a label that the
+    metric does not have.
+    """
     matchers = (*where, *matching(**labels))
     if unknown := {each.label for each in matchers} - {*metric.labels, "job", "instance"}:
         raise ValueError(f"{metric.name} has no label {', '.join(sorted(unknown))}")
@@ -211,7 +220,9 @@ def to_promql(expression: Expression, window: str = "") -> str:
 
 
 def map_series(expression: Expression, change: Callable[[Selector], Selector]) -> Expression:
-    """Returns the tree with each selection of series changed. What a recording rule recorded stays."""
+    """Returns the tree with `change` applied to each selection of series. Results of recording rules
+    stay as they are.
+    """
 
     def mapped(each: Expression | float) -> Expression:
         return each if isinstance(each, int | float) else map_series(each, change)  # type: ignore[return-value]
@@ -232,7 +243,7 @@ def map_series(expression: Expression, change: Callable[[Selector], Selector]) -
 
 
 def duration(seconds: int) -> str:
-    """Returns Prometheus' notation in the largest unit that divides it: 300 as `5m`."""
+    """Returns the duration in Prometheus' notation, in the largest unit that divides it: 300 seconds as `5m`."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds and seconds % length == 0:
             return f"{seconds // length}{unit}"

@@ -12,7 +12,9 @@ from raytide.dashboards.rules.alerts import ALERTS, GROUPS
 
 
 def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[AlertRule, ...]]:
-    """Returns the rules by group, without those that are off. Raises ConfigError for a name that no alert has."""
+    """Returns the rules by group, except those that are switched off. Raises ConfigError for a name that
+    no alert has.
+    """
     names = [rule.name for rule in ALERTS]
     for name in overrides:
         if name not in names:

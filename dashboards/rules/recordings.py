@@ -1,4 +1,4 @@
-"""Recording rules: what many queries share, computed once in each evaluation."""
+"""Recording rules: expressions that many queries share, computed once in each evaluation."""
 
 from raytide.core.telemetry.catalogue import application, model
 from raytide.core.telemetry.metrics import Metric
@@ -25,7 +25,9 @@ def _requests(window_s: int, **labels: str) -> Expression:
 
 
 def _burn_rate(window_s: int) -> Recorded:
-    """Returns the share of requests that missed their promise, as a multiple of the share that may."""
+    """Returns the burn rate of the error budget: the share of requests that missed the SLO, divided by the share that
+    may miss it.
+    """
     missed: Expression = sum_by(Rate(select(application.SLO_REQUESTS, met="false"), window_s), "endpoint")
     counted = sum_by(Rate(select(application.SLO_REQUESTS), window_s), "endpoint")
     missed = SetOperation(missed, "or", Arithmetic(counted, "*", 0))  # while none has missed it, no series says so

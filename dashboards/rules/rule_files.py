@@ -1,6 +1,6 @@
 """Writes the rules as files of Prometheus.
 
-`python -m raytide.dashboards.rules.rule_files` renews those of the repository.
+`python -m raytide.dashboards.rules.rule_files` renews the repository's rule files.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The web page: the files of its bundle, and the rows, streams and sums that only it shows."""
+"""The web page: the files of its bundle, and the rows, streams and sums that are made only for it."""

@@ -64,7 +64,7 @@ def bundle(folder: Path = STATIC) -> Mapping[str, StaticFile]:
 
 
 def version(folder: Path = STATIC) -> str:
-    """Returns what changes with every build, so that an open page knows that it is an old one."""
+    """Returns a string that changes with every build, so that an open page can tell that it is outdated."""
     entry = bundle(folder).get(ENTRY)
     return "" if entry is None else entry.etag.strip('"')
 

@@ -1,4 +1,4 @@
-"""The picture that the page shows: small rows of everything, computed once a second for all that look at it."""
+"""The state that the page shows: small rows of all objects, computed once a second for all viewers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def use_of(kind: EntryKind, job_kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PagePicture:
-    """Everything, as a token for all teams sees it. Rows are never changed once they are in a picture."""
+    """The rows of all objects, as a token for all teams sees them. Rows are never changed once they are
+    in a picture.
+    """
 
     at_s: float = 0.0
     status: Row = field(default_factory=dict)
@@ -62,11 +64,13 @@ class PagePicture:
     teams: Table = field(default_factory=dict)
     alerts: Table = field(default_factory=dict)
     price_micro_usd_h: Mapping[str, int] = field(default_factory=dict)
-    """The amounts by team; "" pays for what nobody holds."""
+    """The price by team; "" pays for the part that no team holds."""
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:
-        """Returns the part that a team may see: its own rows, and of nodes all, with the holders of its own shares."""
+        """Returns the part of the picture that a team may see: its own rows, and all nodes, on which only its own
+        shares show their holders.
+        """
         is_all = team == ANY_TEAM
         price, cost = (
             sum(amounts.values()) if is_all else amounts.get(team, 0)
@@ -101,7 +105,7 @@ class _Known:
 
 
 class Pictures:
-    """Takes pictures, one at a time. It remembers what only changes with a commit."""
+    """Takes pictures, one at a time. It caches the values that change only with a commit of the controller."""
 
     def __init__(
         self,
@@ -235,7 +239,9 @@ class Pictures:
         }
 
     def earlier(self, nodes: Iterable[Node], entries: Iterable[Entry], caller: Caller) -> list[Row]:
-        """Returns the rows of nodes at an earlier time, held as the ledger's entries of that time say."""
+        """Returns the rows of nodes at an earlier time; the ledger's entries of that time show what each node was used
+        for.
+        """
         held: defaultdict[str, list[Share]] = defaultdict(list)
         for entry in entries:
             node_h = (entry.to_us - entry.from_us) / 3.6e9 * entry.price_micro_usd_h
@@ -247,7 +253,7 @@ class Pictures:
         return rows if caller.only_team is None else [_redacted(row, caller.only_team) for row in rows]
 
     def types(self) -> dict[str, Row]:
-        """Returns what can be bought, by node type."""
+        """Returns the rows of the node types that can be bought, by name."""
         return {each.name: _type_row(each) for each in self._config.node_types}
 
     def _endpoint_rows(self, statuses: Iterable[EndpointStatus], live: Live) -> dict[str, Row]:
@@ -262,7 +268,7 @@ class Pictures:
 
 
 def _named(value: object, *names: str) -> Row:
-    """Returns these attributes, each by its name."""
+    """Returns these attributes of the object by name."""
     return {name: getattr(value, name) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""The live stream of the page: server-sent events with what changed, made once for all listeners of a team."""
+"""The live stream of the page: server-sent events with the changes, made once for all listeners of a team."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ BEAT_S = 10.0
 SEND_S = 15.0
 """A listener that does not take a message within this time is dropped; it may come back."""
 MOST_QUEUED = 20
-"""Messages that wait for a listener, beyond which it is dropped: it would otherwise be shown the past."""
+"""The most messages that may wait for a listener. Beyond it the listener is dropped, because it would show an outdated
+state.
+"""
 MOST_LISTENERS = 200
 LONGEST_S = 3600.0
 """After this time a stream ends, and the page opens another one."""
@@ -36,7 +38,7 @@ Content = Mapping[str, Any]
 
 
 class Listener:
-    """One open stream. `messages` ends with None once it is dropped."""
+    """One open stream. `messages` ends with None once the listener is dropped."""
 
     def __init__(self, team: str) -> None:
         self.team = team
@@ -44,7 +46,7 @@ class Listener:
         self.is_dropped = False
 
     def put(self, message: bytes) -> bool:
-        """Adds a message. Returns False if too many wait already."""
+        """Adds a message. Returns False if too many messages wait already."""
         if self.messages.qsize() >= MOST_QUEUED:
             self.is_dropped = True
             self.messages.put_nowait(None)
@@ -54,7 +56,7 @@ class Listener:
 
 
 class Streams:
-    """Takes pictures while anyone listens, and tells each team what changed."""
+    """Takes pictures while there are listeners, and sends each team's listeners the changes."""
 
     def __init__(self, take: Callable[[], PagePicture], period_s: float = PERIOD_S) -> None:
         self._take, self._period_s = take, period_s
@@ -67,7 +69,9 @@ class Streams:
         """Set while a listener knows nothing yet."""
 
     def join(self, team: str) -> Listener:
-        """Adds a listener, whose first messages are everything. Raises QuotaError if there are too many."""
+        """Adds a listener, whose first messages are the whole picture. Raises QuotaError if there are too many
+        listeners.
+        """
         if len(self._listeners) >= MOST_LISTENERS:
             raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")
         listener = Listener(team)
@@ -110,7 +114,9 @@ class Streams:
 
 
 def changes(before: Content | None, now: Content) -> dict[str, Row]:
-    """Returns the messages by kind, without kinds in which nothing changed. Rows are told field by field."""
+    """Returns the messages by kind, without kinds in which nothing changed. A changed row is sent as its changed
+    fields.
+    """
     found: dict[str, Row] = {}
     for kind, content in now.items():
         if before is None:
@@ -146,8 +152,9 @@ def event(kind: str, data: object) -> bytes:
 
 
 class EventStream(Response):
-    """The ASGI response of one listener. It ends when the client leaves, is too slow, or its token is not valid any
-    more."""
+    """The ASGI response of one listener. It ends when the client leaves or is too slow, or when its token is no longer
+    valid.
+    """
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""The tide: node time of the last hours by use, out of the ledger, so that it adds up to the bill."""
+"""The tide: the node time of the last hours by use, computed from the ledger, so that it adds up to the bill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_STEPS = 400
 
 @dataclass(frozen=True, slots=True)
 class UseSeries:
-    """One use in one market: an amount for each step."""
+    """One use in one market: the node hours of each step."""
 
     use: str
     market: str
@@ -45,7 +45,7 @@ class TideView:
 
 
 class Tide:
-    """Sums of the ledger by time and use. Steps that are long over are read once."""
+    """Sums of the ledger by time and use. Steps that can no longer change are read only once."""
 
     def __init__(self, store: Store, config: ClusterConfig, clock: Clock) -> None:
         self._store, self._clock = store, clock
@@ -79,7 +79,9 @@ class Tide:
         return TideView(now_s, begin_us / 1e6, step_us / 1e6, series)
 
     def _read(self, begin_us: int, end_us: int, step_us: int, now_s: float) -> Mapping[int, list[NodeHours]]:
-        """Returns the entries of each step, after reading those that are missing or may still grow."""
+        """Returns the entries of each step. It first reads the steps that are missing or whose entries
+        may still grow.
+        """
         kept = self._kept.setdefault(step_us, {})
         if now_s - self._read_at_s.get(step_us, float("-inf")) < FRESH_S and begin_us in kept:
             return kept
@@ -99,7 +101,7 @@ class Tide:
         return kept
 
     def _open_hours(self, now_us: int) -> list[NodeHours]:
-        """Returns what is not booked yet: at most the last minute of each node."""
+        """Returns the node hours that are not booked yet: at most the last minute of each node."""
         nodes = {node.id: node for node in self._store.nodes(live=True)}
         kinds = {job.id: job.kind for job in self._store.overview.jobs(ended_after_s=now_us / 1e6, limit=10_000)}
         return [

@@ -1,1 +1,3 @@
-"""Cleaning of text: rules by document, near-duplicates, repeated substrings, evaluation sets, and reports of drops."""
+"""Cleaning of text: rules for single documents, near-duplicates, repeated substrings, overlap with evaluation sets, and
+reports of dropped documents.
+"""

@@ -1,4 +1,4 @@
-"""Cleans documents one by one, as a CleaningSpec says: own stages, scrubbing, then the rules."""
+"""Cleans documents one by one, as a CleaningSpec says: first users' own stages, then scrubbing, then the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from raytide.pipelines.cleaning.stages import Place, StageCode, load_stage
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A document after cleaning. A dropped one keeps the text at the rule that dropped it, as a sample."""
+    """A document after cleaning. A dropped document keeps, as a sample, the text to which the violated rule was
+    applied.
+    """
 
     text: str
     reason: str | None = None
@@ -55,14 +57,18 @@ class Cleaner:
                 check_model(rules.perplexity.model)
 
     def clean(self, text: str, url: str = "") -> Cleaned:
-        """Returns one cleaned document. UsageError if a flat_map stage makes more or fewer of it."""
+        """Returns the document after cleaning. Raises UsageError if a flat_map stage makes several documents of it, or
+        none.
+        """
         found = self.clean_all([text], [Place(url)])[0]
         if len(found) != 1:
             raise UsageError(f"a stage made {len(found)} documents of one.", hint="Use clean_all.")
         return found[0]
 
     def clean_all(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[Cleaned]]:
-        """Returns the documents that each text becomes; several or none after a flat_map stage."""
+        """Returns, for each text, the cleaned documents that it becomes: one, or several or none after a flat_map
+        stage.
+        """
         results: list[list[Cleaned]] = [[] for _ in texts]
         groups: dict[int, list[int]] = {}
         chosen = [self.rules_for(place.url) for place in places]
@@ -85,8 +91,9 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, bytes, version) of all that decides the result beside the spec: code, evaluation sets and
-        models."""
+        """Returns (name, bytes, version) of everything other than the spec that decides the result: code, evaluation
+        sets and models.
+        """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:
             contents = [(url, read_bytes(url)) for url in self.spec.decontaminate.sets]

@@ -36,7 +36,7 @@ class CorpusCleaning:
     _kept: Signatures | None = None
 
     def add(self, index: int, fingerprints: Fingerprints, counts: CleaningCounts) -> None:
-        """Takes in a chunk. Of its signatures, 8 bytes a band stay in memory."""
+        """Adds a chunk's fingerprints. Of its signatures, 8 bytes for each band stay in memory."""
         self.counts.append(counts)
         if (near := self.spec.near_duplicates) is not None and (signatures := fingerprints.signatures) is not None:
             self._store = self._store or SignatureStore(near.bands * near.rows)
@@ -49,9 +49,11 @@ class CorpusCleaning:
             self._store.close()
 
     def near_duplicates(self, kept: NDArray[np.bool_]) -> dict[int, int]:
-        """Returns the dropped documents, and the one that each is near: -1 if that is in an earlier dataset.
+        """Returns the dropped documents, each with the document that it is near to; -1 if that is in an earlier
+        dataset.
 
-        Documents are numbered among those that the rules kept; `kept` says which of them still stand.
+        Documents are numbered among those that the rules kept; `kept` is a mask of those that no other step has
+        dropped.
         """
         near = self.spec.near_duplicates
         if near is None or self._store is None:
@@ -68,7 +70,7 @@ class CorpusCleaning:
         return {int(i): max(int(first[i]), -1) for i in np.flatnonzero(is_dropped)}
 
     def repeats(self, kept: NDArray[np.bool_]) -> tuple[dict[int, Cuts], NDArray[np.int64]]:
-        """Returns the cuts of each chunk by its index, and the documents of which nothing would be left."""
+        """Returns the cuts of each chunk by its index, and the documents that would be empty after them."""
         rule = self.spec.substrings
         order = sorted(self._chunks)
         lengths = [each for i in order if (each := self._chunks[i].lengths) is not None]
@@ -98,8 +100,9 @@ class CorpusCleaning:
 
 
 def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
-    """Returns the signatures of a dataset. ConfigError if it has none, or of another form; DataError if they were
-    altered."""
+    """Returns the signatures of a dataset. Raises ConfigError if it has none, or signatures with other settings;
+    DataError if they were altered.
+    """
     where = join(dataset, _signatures_of(dataset).file)
     try:
         arrays, about = unpack_blob(read_bytes(where), where)

@@ -1,4 +1,4 @@
-"""The corpus' steps need these parts of documents: their signatures and their words' hashes, but no text."""
+"""Fingerprints: the signatures and word hashes of documents. Steps over the whole corpus need these, but no text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytide.pipelines.cleaning.corpus.minhash import Signatures, sign
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """Fingerprints of the documents that the rules kept, in order; None for those that no step needs."""
+    """Fingerprints of the documents that the rules kept, in order; a field is None if no step needs it."""
 
     signatures: Signatures | None = None
     words: NDArray[np.uint32] | None = None

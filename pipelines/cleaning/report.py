@@ -1,4 +1,6 @@
-"""Cleaning's effects on a corpus, in numbers: counted where documents are read, added up, and kept in the dataset."""
+"""The report of cleaning: counts of its effects, taken where documents are read, added up over the corpus, and stored
+in the dataset.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class CleaningReport(Config):
 
 @dataclass(slots=True)
 class CleaningCounts:
-    """Counts of some documents, which add up to those of a corpus."""
+    """The counts of some documents; the counts of all parts of a corpus can be added up."""
 
     kept: Counter[int] = field(default_factory=Counter)
     """Documents by bucket of length."""

@@ -29,7 +29,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StageCode:
-    """A stage with its code. It is pickled to workers: a file's source goes along, a module must be installed there."""
+    """A stage with its code. It is pickled for workers: the source of a file is included, but a module must be
+    installed there.
+    """
 
     stage: UserStage
     source: bytes | None
@@ -37,7 +39,9 @@ class StageCode:
     digest: str
 
     def run(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[str]]:
-        """Returns the texts that each text becomes; none if it is dropped. DataError names the file and the row."""
+        """Returns, for each text, the texts that the stage makes of it; none if the stage drops it. Raises DataError
+        that names the file and the row.
+        """
         function = _function(self)
         if self.stage.kind == "batch":
             return _batch(self.stage, function, texts, places)

@@ -25,14 +25,14 @@ class StepCard:
 
 @dataclass(frozen=True, slots=True)
 class CompressionCard:
-    """All that is known of a compressed model. It lies in its directory as `raytide_card.json`."""
+    """The card of a compressed model, stored in the model's directory as `raytide_card.json`."""
 
     parent: str
     parent_bytes: int
     bytes: int
     steps: tuple[StepCard, ...]
     asked: Mapping[str, object]
-    """The recipe's quality and speed, by which a card is recognised as the one to be made."""
+    """The quality and speed that the recipe asks for, by which a finished card is recognised as that of this recipe."""
     quality: Mapping[str, object] | None = None
     """The report of the suite: corpora, tasks and metrics."""
     speed: Mapping[str, float] | None = None

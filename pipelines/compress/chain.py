@@ -1,4 +1,4 @@
-"""Runs a recipe: each step reads a model directory and writes another, and what is finished is not done again."""
+"""Runs a recipe: each step reads a model directory and writes another. Finished steps are not run again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_o
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
     """Runs the steps that are not finished, evaluates the result and returns its card, which is also in its directory.
 
-    Run again after a kill, it goes on: after the last whole step, and within rtn after the last whole layer. Raises
-    ConflictError while another process works on the same `out`, and if `out` has the result of another recipe.
+    After a kill, another call continues after the last finished step; an rtn step continues after its last finished
+    layer. Raises ConflictError while another process works on the same `out`, and if `out` has the result of another
+    recipe.
     """
     parent = model_directory(recipe.model)
     out = Path(recipe.out)
@@ -71,9 +72,9 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
 
 
 def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
-    """Returns the step with what its source was trained for, or as it is if that is nothing.
+    """Returns the step with the quantisation scheme for which its source was trained; unchanged if there was none.
 
-    Raises ConfigError for a quantising step that would write other weights than those trained.
+    Raises ConfigError for a quantising step that would write weights other than the trained ones.
     """
     qat = read_qat(source) if step.quantizes else None
     if qat is None:
@@ -95,7 +96,7 @@ def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
 
 
 def read_qat(folder: Path) -> QatSpec | None:
-    """Returns the `qat` of the run that exported a directory; None if it had none."""
+    """Returns the `qat` spec of the run that exported a model directory; None if the run had none."""
     file = folder / QAT_RECORD
     if not file.is_file():
         return None
@@ -107,7 +108,9 @@ def read_qat(folder: Path) -> QatSpec | None:
 
 
 def _run(task: StepTask) -> None:
-    """Runs one step. Imports what it needs only then: quantisation loads no trainer's loop."""
+    """Runs one step. Each step imports its own modules only when it runs, so that quantisation does not load the
+    trainer.
+    """
     step = task.step
     if step.rtn is not None:
         from raytide.pipelines.compress.quantize.rtn import run_rtn
@@ -132,7 +135,7 @@ def _run(task: StepTask) -> None:
 
 
 def _digest(recipe: CompressRecipe, step: CompressStep, source: Path) -> str:
-    """Returns a hash of all that decides the step's result."""
+    """Returns a hash of everything that decides the step's result."""
     body = {
         "step": step.model_dump(mode="json"),
         "input": content_digest(source),

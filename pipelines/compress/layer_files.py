@@ -1,7 +1,7 @@
 """Writes a model directory one layer at a time, so that a killed writer resumes after its last whole layer.
 
-Each layer is a file. The directory is built under a hidden name that its content decides, and appears at its target
-as a whole.
+Each layer is a file. The directory is built under a hidden name, which is derived from its digest, and is moved to its
+target once it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ RECORD = "raytide_step.json"
 
 
 class LayerFiles:
-    """A directory in the making. `digest` names the step and its input: work of another one is not resumed."""
+    """A directory that is being written. `digest` identifies the step and its input: only work with the same digest is
+    resumed.
+    """
 
     def __init__(self, target: Path, digest: str) -> None:
         self._target, self._digest = target, digest
@@ -73,7 +75,7 @@ class LayerFiles:
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
-    """Writes which step made a directory, before it is published."""
+    """Records in a directory which step made it, before it is published."""
     with full_disk_is_an_error(str(folder)):
         (folder / RECORD).write_text(json.dumps({**record, "digest": digest}, indent=2) + "\n")
 
@@ -86,8 +88,9 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def digest_in(folder: Path) -> str | None:
-    """Returns the digest of the step that wrote a directory; None if there is no directory. Raises ConflictError for
-    one that no step wrote."""
+    """Returns the digest of the step that wrote a directory; None if there is no directory. Raises ConflictError for a
+    directory that no step wrote.
+    """
     if not folder.exists():
         return None
     try:
@@ -114,7 +117,7 @@ def plain_config(source: Path) -> dict[str, object]:
 
 
 def by_layer(names: Sequence[str], prefixes: Iterable[str]) -> list[list[str]]:
-    """Groups names by the layer whose prefix they have; the others come first."""
+    """Returns groups of names: first the names outside of layers, then those of each layer, by prefix."""
     groups: dict[str, list[str]] = {"": [], **{prefix: [] for prefix in prefixes}}
     for name in names:
         groups[next((prefix for prefix in groups if prefix and name.startswith(prefix)), "")].append(name)

@@ -38,7 +38,7 @@ class RtnStep(Config):
 
     @property
     def group_size(self) -> int | None:
-        """The inputs of a group; None for whole outputs."""
+        """The number of inputs in a group; None if each output has one scale."""
         return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
 

@@ -1,4 +1,4 @@
-"""Decoding speed of a model and its parent by the native engine, by turns in one run."""
+"""Measures the decoding speed of a model and its parent with the native engine, in alternation within one run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _PROMPT, _STEPS, _ROUNDS = 32, 16, 3
 
 
 def measure_decoding(parent: Path, model: Path) -> dict[str, float]:
-    """Returns decoded tokens a second, `parent_c1`, `model_c1`, ...: the best of three rounds, whose order alternates.
+    """Returns decoded tokens a second as `parent_c1`, `model_c1` and so on (c: concurrent sequences). Each is the best
+    of three rounds, which alternate between the models.
 
-    The logits are computed and no token is sampled.
+    Logits are computed, but no token is sampled.
     """
     runners = {"parent": _runner(parent), "model": _runner(model)}
     best: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""One step of a recipe, as the steps' implementations see it."""
+"""One step of a recipe, as passed to the step's implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep, Dist
 
 _WINDOW = 512
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of how much."""
+"""Called with the name of the present work, the amount done and the total."""
 
 
 @dataclass(frozen=True, slots=True)

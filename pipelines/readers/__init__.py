@@ -1,1 +1,1 @@
-"""Readers of the formats that inputs come in. Each yields its records in file order."""
+"""Readers of the input formats. Each yields the records of a file in file order."""

@@ -1,4 +1,4 @@
-"""The nouns of reading: files, their parts, records, and what is wrong with them."""
+"""The types that all readers share: files, their parts, records, and errors."""
 
 from __future__ import annotations
 
@@ -73,14 +73,18 @@ class Reader(Protocol):
     """A format."""
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
-        """Returns the parts of a file, in order. Raises DamagedError, or DataError for a file of another form."""
+        """Returns the parts of a file, in order. Raises DamagedError for a damaged file, DataError for a file of
+        another format.
+        """
 
     def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        """Yields the records of a part, in order. Raises as `split`; records before the damage have been yielded."""
+        """Yields the records of a part, in order. Raises the errors of `split`, after it has yielded the records before
+        the damage.
+        """
 
 
 class DamagedError(DataError):
-    """A file is not what its name says, or breaks off."""
+    """A file is not of the format that its name says, or is truncated."""
 
 
 UNREADABLE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
@@ -104,8 +108,9 @@ def missing(url: str) -> DataError:
 
 @contextmanager
 def open_input(url: str) -> Iterator[IO[bytes]]:
-    """Opens a file to read, without its compression. Raises DamagedError where that or the disk fails, DataError if the
-    file is gone."""
+    """Opens a file for reading, decompressed. Raises DamagedError if decompression or the disk fails, DataError if the
+    file is gone.
+    """
     fs, path = open_url(url)
     try:
         with fs.open(path, "rb") as raw, _decompressed(url, raw) as stream:

@@ -1,11 +1,17 @@
 """Renders conversations and preference pairs to the text that a model trains on.
 
 The rule is ChatML, as in the chat template that a trained tokenizer gets (`bpe.CHAT_TEMPLATE`): each message is
-`<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is its prompt, as the
-user's message, and the chosen answer, as the assistant's; the rejected answer is not trained on.
+`<|im_start
 
-The two marks are written as Unicode noncharacters, which are reserved for use inside a program: the encoder turns them
-into the special tokens, while the same words spelled out in a message stay text.
+ROLE`, a line break, its content, `<|im_end
+
+` and a line break. A preference pair is rendered as its prompt, the user's message, and its chosen answer, the
+assistant's message; the rejected answer is not trained on.
+
+In the rendered text the two marks are Unicode noncharacters, which are reserved for use inside a program. The encoder
+turns these into the special tokens; `<|im_start
+
+` spelled out in a message stays text.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from raytide.pipelines.readers.conversation import text_of
 
 @dataclass(frozen=True, slots=True)
 class DocumentReader:
-    """A file that is one document, whose text `record_in` finds in its bytes."""
+    """Reads a file that is one document; `record_in` extracts the text from the file's bytes."""
 
     name: ReaderName
     record_in: Callable[[bytes], Record] = bytes
@@ -28,7 +28,7 @@ class DocumentReader:
 
 @dataclass(frozen=True, slots=True)
 class LinkReader:
-    """A link that leads to no file: one document without a text, which is counted."""
+    """Reads a link that leads to no file as one document without a text, so that it is counted."""
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
         return [InputPart(file.url, file.size, file.version, "link")]
@@ -47,7 +47,9 @@ def html_record(page: bytes) -> Record:
 
 
 def pdf_record(body: bytes) -> Record:
-    """Returns the text of a PDF. One that cannot be read is dropped: the library guesses at many broken ones."""
+    """Returns the text of a PDF; a Drop if it cannot be read. Many broken PDFs can be read, because the library
+    guesses.
+    """
     import logging
 
     from pypdf import PdfReader as Pdf

@@ -52,13 +52,13 @@ class JsonlReader:
 
 
 def _stream_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a compressed file: those before a damage too."""
+    """Yields the lines of a compressed file, also those before a damaged place."""
     while line := stream.readline(MOST_LINE_BYTES):
         yield line
 
 
 def _lines(stream: IO[bytes], span: tuple[int, int] | None) -> Iterator[bytes]:
-    """Yields the lines that begin inside `span`; all without one."""
+    """Yields the lines that begin inside `span`; all lines if there is none."""
     at, end = span or (0, 1 << 62)
     if at:  # the line that holds the byte before the span belongs to the span before
         stream.seek(at - 1)
@@ -86,8 +86,9 @@ def json_record(line: bytes, options: ReadOptions) -> Record:
 
 
 def _decoded(line: bytes) -> object:
-    """Returns a line's value. What the fast library refuses is decided by Python's, which takes more: NaN, a byte order
-    mark, half a surrogate pair."""
+    """Returns a line's value. If the fast JSON library refuses the line, Python's is tried, which also accepts NaN, a
+    byte order mark and half a surrogate pair.
+    """
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -51,7 +51,7 @@ FETCHED_AT_ONCE = 64
 
 
 def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
-    """Returns the reader that `chosen` or the table names for a file's suffix; text for any other."""
+    """Returns the reader for a file's suffix, by `chosen`, else by the table; the text reader for an unknown suffix."""
     name = url.rsplit("/", 1)[-1]
     for candidate in (name, without_compression(name)):
         for suffix, reader in (*chosen.items(), *BY_SUFFIX.items()):
@@ -61,7 +61,9 @@ def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
 
 
 def split_file(file: InputFile, reader: PartReader, options: ReadOptions) -> list[InputPart]:
-    """Returns a file's parts. A damaged file that is to be dropped is one part, whose record says why."""
+    """Returns a file's parts. If damaged files are to be dropped, such a file is one part, whose record states the
+    damage.
+    """
     try:
         return READERS[reader].split(file, options)
     except DamagedError:

@@ -1,6 +1,6 @@
-"""WebDataset tars: the members of one name without suffixes are one sample.
+"""WebDataset tars: members whose names differ only in their suffixes form one sample.
 
-Its text is that of the member whose suffix is `text_column`, else of the first member of a suffix in SUFFIXES.
+A sample's text is in the member whose suffix is `text_column`, else in the first member whose suffix is in SUFFIXES.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TarReader:
 
 
 def _samples(stream: IO[bytes] | _Watched, suffixes: tuple[str, ...]) -> Iterator[dict[str, bytes]]:
-    """Yields the members of each sample whose suffix may hold its text, by suffix."""
+    """Yields, for each sample, the members that may have its text, by suffix."""
     key, members = None, dict[str, bytes]()
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         for member in archive:
@@ -83,7 +83,9 @@ def _record(members: dict[str, bytes], suffixes: tuple[str, ...], options: ReadO
 
 
 class _Watched:
-    """A stream that remembers its last bytes: Python's tarfile takes a truncated archive for a short one."""
+    """A stream that remembers its last bytes, by which a truncated archive is detected: Python's tarfile reads it as a
+    short one.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._tail = stream, b""

@@ -1,4 +1,4 @@
-"""Runs stages on a pool of actors in the placement groups of a gang, whose members may come and go.
+"""Runs stages on a pool of actors in the placement groups of a gang, whose members may change.
 
 The pool starts once for all stages of a build. Tasks of a lost member run again elsewhere, and new members join.
 Results come back in any order.
@@ -25,14 +25,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Members = Callable[[], "Mapping[str, PlacementGroup | None]"]
-"""Returns the usable members, by a name that no later member gets; None for one without a placement group."""
+"""A function that returns the placement groups of usable members, by names that are never reused; None for a member
+without one.
+"""
 
 RESOURCE_UNITS = 10_000
 """Ray counts resources in steps of 1/10000."""
 BYTES_PER_WORKER = 32 << 20
 """Input for which it pays to start another worker: a start takes about as long as reading and encoding this much."""
 MOST_CRASHES = 3
-"""A task that ended so many workers, whose members live, fails the build."""
+"""A task fails the build once this many workers have died while running it although their members live."""
 POLL_S = 1.0
 GET_TIMEOUT_S = 300.0
 MEMBERS_TIMEOUT_S = 1800.0
@@ -42,7 +44,7 @@ REMEMBERED_KEYS = 64
 
 
 class _Process:
-    """The actor: holds the stage that it runs."""
+    """The actor of the pool. It keeps the stage that it runs."""
 
     def __init__(self) -> None:
         self._stages: dict[int, Callable[[Any], Any]] = {}
@@ -142,7 +144,7 @@ class GangRunner:
         return [worker for worker in self._workers if worker.member in usable]
 
     def _adjust(self, waiting: deque[_Item]) -> None:
-        """Starts workers on new members, and takes back the tasks of those that are lost."""
+        """Starts workers on new members, and takes back the tasks of lost members."""
         members = self._members()
         for worker in [worker for worker in self._workers if worker.member not in members]:
             if not worker.running:
@@ -174,8 +176,9 @@ class GangRunner:
         worker.running[worker.actor.call.remote(self._stage, item.task)] = item
 
     def _next(self, worker: _Worker, source: Iterator[tuple[int, Any]], waiting: deque[_Item]) -> _Item | None:
-        """Returns the worker's next task: one whose text it has, if possible, and at last one that waits for another
-        worker."""
+        """Returns the worker's next task: preferably one whose text the worker has cached, and as the last resort one
+        that is queued for another worker.
+        """
         if worker.queue:
             return worker.queue.popleft()
         if waiting:
@@ -215,9 +218,9 @@ class GangRunner:
 
 
 def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunner:
-    """Returns a runner with the members' CPUs; without members, with those of the spec's first shape.
+    """Returns a runner on the members' CPUs; without members, on the CPUs of the spec's first shape.
 
-    `size` is that of the corpus in bytes: a small one is not spread over more workers than pay.
+    `size` is the size of the corpus in bytes: a small corpus gets only as many workers as are worth starting.
     """
     import ray
 
@@ -238,7 +241,7 @@ def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunne
 
 
 class _LostError(Exception):
-    """A worker, or a result that it made, is gone; `is_actor` where it is the worker."""
+    """A worker or one of its results is lost; `is_actor` if it is the worker."""
 
     def __init__(self, is_actor: bool) -> None:
         super().__init__(is_actor)
@@ -246,7 +249,7 @@ class _LostError(Exception):
 
 
 class _unwrapped_errors:  # noqa: N801  # a context
-    """Raises a task's RaytideError without Ray's wrapper, and the loss of a worker as _LostError."""
+    """Raises a task's RaytideError without Ray's wrapper; turns the loss of a worker into _LostError."""
 
     def __enter__(self) -> None: ...
 

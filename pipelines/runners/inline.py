@@ -19,16 +19,16 @@ AHEAD = 2
 class Runner(Protocol):
     @property
     def threads(self) -> int:
-        """Number of threads that a function of `run` may use."""
+        """The number of threads that a function passed to `run` may use."""
 
     def run(self, function: Callable[[T], R], argument: T) -> R:
-        """Run `function(argument)` once, in one worker."""
+        """Runs `function(argument)` once, in one worker, and returns its result."""
 
     def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
-        """Yields the position and the result of each task, as they become ready.
+        """Yields the position and the result of each task, in the order in which results become ready.
 
-        A stage is sent to each worker once. A task whose worker is lost runs again, so it must not depend on what it
-        did before.
+        A stage is sent to each worker once. A task whose worker is lost runs again, so it must give the same result
+        when repeated.
         """
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InlineRunner:
-    """Runs everything in this process. The libraries that encode hold no lock, so threads help."""
+    """Runs everything in this process. The encoding libraries release Python's lock, so threads run in parallel."""
 
     threads: int = 1
 
@@ -78,5 +78,5 @@ def _finished(running: dict[Future[R], int]) -> Iterator[tuple[int, R]]:
 
 
 def _copy(value: T) -> T:
-    """Returns a copy as a worker of a gang gets it."""
+    """Returns a pickled copy, as a worker of a gang would get."""
     return cast(T, pickle.loads(pickle.dumps(value)))  # of this process  # nosec B301

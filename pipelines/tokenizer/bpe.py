@@ -49,8 +49,9 @@ def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
 
 
 def load_bpe(data: bytes, where: str) -> Tokenizer:
-    """Returns the tokenizer in a `tokenizer.json`, the same one each time: do not change it. DataError names the
-    file."""
+    """Returns the tokenizer in a `tokenizer.json`. Each call returns the same object, so do not change it. Raises
+    DataError that names the file.
+    """
     try:
         return _loaded(data)
     except Exception as error:  # the library raises plain Exception
@@ -72,7 +73,7 @@ def _loaded(data: bytes) -> Tokenizer:
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """Returns one more than the highest id: the rows of an embedding table, also if ids have gaps."""
+    """Returns the highest id plus one: the number of rows of an embedding table, even if ids have gaps."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 

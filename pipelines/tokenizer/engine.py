@@ -1,8 +1,9 @@
 """Encodes texts to token ids, by `fastokens` where it is exact, else by `tokenizers`.
 
-`fastokens` is about a hundred times faster, and made for inference: it does not know every tokenizer. Every build
-compares the two on PROBES and on a sample of each chunk's documents, and is encoded by `tokenizers` if one id differs.
-Which engine that is depends on the inputs alone. Special tokens spelled out in a document are text to both.
+`fastokens` is about a hundred times faster, but made for inference, and does not support every tokenizer. Every build
+compares the two engines on PROBES and on a sample of each chunk's documents, and uses `tokenizers` if one id differs.
+The choice of the engine depends on the inputs alone. Both engines encode special tokens that are spelled out in a
+document as text.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROBES = (
 )
 """Texts on which tokenizers of different Unicode tables, or of different care with white space, differ."""
 CHECKED_SHARE = 500
-"""One character of so many is compared with `tokenizers`, and at least CHECKED_CHARS of a chunk."""
+"""One of this many characters is compared with `tokenizers`, but at least CHECKED_CHARS characters of a chunk."""
 CHECKED_CHARS = 2048
 CHECKED_DOCUMENTS = 8
 
@@ -67,7 +68,7 @@ class EngineSpec:
         return _open(self)
 
     def reference(self) -> TokenEngine:
-        """Returns the engine that is right by definition."""
+        """Returns the reference engine, whose ids are right by definition."""
         return EngineSpec("tokenizers", self.tokenizer, self.versions).open()
 
 
@@ -91,7 +92,7 @@ def _open(spec: EngineSpec) -> TokenEngine:
 
 
 class FastEngine:
-    """The `fastokens` library. It holds no lock while it encodes, so threads run in parallel."""
+    """The `fastokens` library. It releases Python's lock while it encodes, so threads run in parallel."""
 
     def __init__(self, tokenizer: bytes) -> None:
         from fastokens import Tokenizer
@@ -123,7 +124,9 @@ class ReferenceEngine:
 
 
 def choose_engine(tokenizer: bytes) -> EngineSpec:
-    """Returns `fastokens`, if it can load the tokenizer and agrees with `tokenizers` on PROBES."""
+    """Returns the spec with `fastokens` if it can load the tokenizer and agrees with `tokenizers` on PROBES, else with
+    `tokenizers`.
+    """
     fast = EngineSpec("fastokens", tokenizer, engine_versions())
     slow = EngineSpec("tokenizers", tokenizer, engine_versions())
     try:
@@ -148,7 +151,7 @@ def agree(engine: TokenEngine, reference: TokenEngine, texts: Sequence[str]) -> 
 
 
 def sample_of(texts: Sequence[str]) -> list[str]:
-    """Returns the beginnings of a few evenly spaced texts: one character of CHECKED_SHARE."""
+    """Returns the beginnings of a few evenly spaced texts, with about one in CHECKED_SHARE of all characters."""
     if not texts:
         return []
     chosen = texts[:: max(1, len(texts) // CHECKED_DOCUMENTS)]
@@ -179,7 +182,7 @@ def encode_marked(engine: TokenEngine, texts: Sequence[str], start_id: int, end_
 
 
 def _pieces(text: str) -> list[tuple[str, str]]:
-    """Returns the pieces between marks, each with the mark after it."""
+    """Returns the pieces of text between marks, each with the mark that follows it."""
     split = _MARKS.split(text)
     return list(zip(split[::2], [*split[1::2], ""], strict=True))
 

@@ -1,5 +1,6 @@
-"""Cuts a dataset's tokens into shards, and writes one. Which tokens a shard has depends on the documents alone, so
-shards are written in any order, by any worker."""
+"""Divides a dataset's tokens into shards, and writes shards. The tokens of a shard depend on the documents alone, so
+shards can be written in any order, by any worker.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class ChunkTokens:
     tokens: str
     """The name of its tokens in the store."""
     lengths: Lengths
-    """Those of all its documents."""
+    """The number of tokens of each document of the chunk."""
     keep: NDArray[np.bool_]
 
 
@@ -71,14 +72,14 @@ def plan_shards(chunks: Sequence[ChunkTokens], shard_tokens: int, form: ShardFor
 
 @dataclass(frozen=True, slots=True)
 class ShardStage:
-    """Writes shards from stored chunks, where both can be reached."""
+    """Writes shards from stored chunks, in a process that can reach both the chunks and `out`."""
 
     store: ChunkStore
     out: str
     form: ShardFormat
 
     def __call__(self, plan: ShardPlan) -> Shard | None:
-        """Returns the written shard; None in a process that does not see `out`: the driver writes it then."""
+        """Returns the written shard; None in a process that cannot reach `out`: then the driver writes it."""
         return self.write(plan) if self.store.is_visible() else None
 
     def write(self, plan: ShardPlan) -> Shard:
@@ -95,7 +96,7 @@ class ShardStage:
 
 
 def write_shard(out: str, plan: ShardPlan, pieces: Sequence[Tokens], form: ShardFormat) -> Shard:
-    """Writes a shard, of the tokens of its chunks, and its index, each atomically."""
+    """Writes a shard from the tokens of its chunks, and the shard's index, each file atomically."""
     name = f"{SHARDS}/{plan.number:05d}"
     data = [bytes_of(piece) for piece in pieces] if form == "bin" else [_parquet(np.concatenate(pieces), plan)]
     index = plan.ends.astype("<u8").tobytes()
@@ -107,7 +108,7 @@ def write_shard(out: str, plan: ShardPlan, pieces: Sequence[Tokens], form: Shard
 
 
 def _parquet(tokens: Tokens, plan: ShardPlan) -> bytes:
-    """Returns a table with a row for each document, in a column `tokens`."""
+    """Returns a Parquet file with a column `tokens` and a row for each document."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -119,7 +120,7 @@ def _parquet(tokens: Tokens, plan: ShardPlan) -> bytes:
 
 
 def clear(out: str) -> None:
-    """Remove a build's output from `out`, the manifest first, so that no reader opens shards being removed.
+    """Removes a build's output from `out`, the manifest first, so that no reader opens shards that are being removed.
 
     Only files with names that a build uses are removed.
     """

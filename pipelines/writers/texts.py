@@ -1,4 +1,4 @@
-"""Writes the kept documents' text, as gzipped JSON Lines or Parquet, with the file and row that each came from."""
+"""Writes the texts of kept documents, as gzipped JSON Lines or Parquet, each with its source file and row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = "dropped.jsonl"
 TEXTS = "texts"
 TEXT_NAME = re.compile(r"\d{5,}\.(jsonl\.gz|parquet)(\.[0-9a-f]{32}\.part)?")
 FILE_CHARS = 64 << 20
-"""A file ends with the chunk that reaches this."""
+"""The size in characters at which a text file ends, with the chunk that reaches it."""
 SUFFIXES = {"jsonl": "jsonl.gz", "parquet": "parquet"}
 
 
@@ -38,7 +38,7 @@ def texts_blob(texts: Sequence[str]) -> bytes:
 
 
 def texts_from(blob: bytes, name: str) -> list[str]:
-    """Returns what `texts_blob` packed."""
+    """Returns the texts that `texts_blob` packed."""
     import pyarrow as pa
 
     arrays, about = unpack_blob(blob, name)
@@ -51,7 +51,7 @@ def texts_from(blob: bytes, name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTexts:
-    """The texts of one stored chunk, and which of them the dataset keeps."""
+    """The texts of one stored chunk, with a mask of those that the dataset keeps."""
 
     texts: str
     """Their name in the store."""
@@ -83,7 +83,7 @@ def plan_texts(chunks: Iterator[ChunkTexts]) -> Iterator[TextPlan]:
 
 @dataclass(frozen=True, slots=True)
 class TextStage:
-    """Writes text files from stored chunks, where both can be reached."""
+    """Writes text files from stored chunks, in a process that can reach both the chunks and `out`."""
 
     store: ChunkStore
     out: str
@@ -92,7 +92,7 @@ class TextStage:
     """The tokens that are written for the marks of a conversation's turns."""
 
     def __call__(self, plan: TextPlan) -> TextFile | None:
-        """Returns the written file; None in a process that does not see `out`: the driver writes it then."""
+        """Returns the written file; None in a process that cannot reach `out`: then the driver writes it."""
         return self.write(plan) if self.store.is_visible() else None
 
     def write(self, plan: TextPlan) -> TextFile:

@@ -1,7 +1,7 @@
 """The ports of the exporters of all nodes, announced in Ray's GCS.
 
-An entry holds a port alone: the address is that of Ray's agent on the node, so no entry can make the controller read
-another machine's page.
+An entry contains only a port. The controller uses it with the address of Ray's agent on the node, so that no entry can
+make it read another machine's page.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ class ExporterDirectory:
         self._seen: dict[str, _Seen] = {}
 
     def announce(self, ray_name: str, port: int) -> None:
-        """Stores the port under Ray's name of the node, and the time, by which readers see that it is alive."""
+        """Stores the port under Ray's name of the node, with the present time, by which readers see that the exporter
+        is alive.
+        """
         self._entries.put(ray_name, json.dumps({"port": port, "at_s": self._clock.now_s()}).encode())
 
     def ports(self) -> Mapping[str, int]:
-        """Returns the ports of the exporters that still announce themselves, by Ray's name of the node. Entries that
-        have not changed for an hour are removed."""
+        """Returns the ports of the exporters that still announce themselves, keyed by Ray's name of the node. Entries
+        that have not changed for an hour are removed.
+        """
         now_s = self._clock.now_s()
         before, self._seen, found = self._seen, {}, {}
         for name, body in self._entries.all().items():

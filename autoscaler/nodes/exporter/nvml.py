@@ -43,7 +43,7 @@ class GpuCollector:
         threading.Thread(target=self._watch_xids, name="xids", daemon=True).start()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields the families of all GPUs."""
+        """Yields the metric families of all GPUs."""
         families: dict[Metric, GaugeMetricFamily] = {}
         for index, (device, uuid, model) in enumerate(zip(self._devices, self._uuids, self._models, strict=True)):
             values = {dcgm.XID_ERRORS: self._xids.get(uuid, 0.0), **_values(device)}
@@ -73,7 +73,9 @@ class GpuCollector:
 
 
 def _values(device: Any) -> Values:
-    """Returns the metrics of one GPU. Any work may run on a GPU whose use the driver cannot tell, hence NaN."""
+    """Returns the metrics of one GPU. If the driver cannot tell the GPU's use, it is NaN, since work may be running
+    there.
+    """
     found = {metric: value for metric, read in _READS.items() if (value := _try(read, device)) is not None}
     return {dcgm.GPU_UTIL: math.nan, **found, **(_try(_memory, device) or {}), **(_try(_remapped_rows, device) or {})}
 
@@ -101,7 +103,7 @@ _READS: Mapping[Metric, Callable[[Any], float]] = {
 
 
 def _try(read: Callable[[Any], T], device: Any) -> T | None:
-    """Returns None for what this GPU or this driver does not know."""
+    """Returns the result of the driver call; None if this GPU or this driver does not support it."""
     try:
         return read(device)
     except pynvml.NVMLError:

@@ -17,8 +17,8 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class RaplCollector:
-    """Collects the joules of each CPU package since the start of this process. It must be read at least once for each
-    turn of a counter, which takes minutes at full power.
+    """Collects the joules of each CPU package since the start of this process. It must be read at least once before a
+    counter wraps around, which takes minutes at full power.
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
@@ -34,7 +34,7 @@ class RaplCollector:
         return bool(self._last)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields one family; nothing where no counter can be read."""
+        """Yields one metric family; nothing if no counter can be read."""
         with self._lock:
             for zone in self._packages:
                 self._read(zone)

@@ -50,7 +50,9 @@ def start_exporter(node_id: str, address: str, gcs_address: str, *, powercap: Pa
 
 
 def _announce(directory: ExporterDirectory, node_id: str, port: int) -> None:
-    """Announces the port again and again: a restarted GCS has lost it, and the controller sees that it is alive."""
+    """Announces the port periodically: a restarted GCS has lost it, and the controller sees by it that the exporter is
+    alive.
+    """
     clock, last = SystemClock(), ""
     while True:
         try:
@@ -64,7 +66,7 @@ def _announce(directory: ExporterDirectory, node_id: str, port: int) -> None:
 
 
 def _address(node_id: str, gcs_address: str) -> str:
-    """Waits until the node is in Ray, and returns its address there."""
+    """Waits until the node has joined Ray, and returns its address."""
     gcs, clock, last = GcsReader(gcs_address), SystemClock(), ""
     while True:
         try:

@@ -1,5 +1,5 @@
-"""Any cloud that Ray's cluster launcher supports, through Ray's own NodeProvider and the file's `provider` section.
-raytide chooses type, zone and time; Ray's code calls the cloud.
+"""Any cloud that Ray's cluster launcher supports, through Ray's own NodeProvider and the `provider` section of
+cluster.yaml. raytide chooses node type, zone and time; Ray's code calls the cloud.
 
 Machines are listed by tags, so a restarted controller finds them again. Notices come from the watcher on each node
 (raytide.autoscaler.providers.notices), since a cloud notifies only the machine itself.
@@ -113,7 +113,7 @@ class CloudProvider:
         return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices on the board of machines bought here, and removes those of ended ones."""
+        """Returns the notices on the board of machines bought here, and removes the notices of ended machines."""
         pinned = [notice for notice in self._board.notices() if self._purchases.find(notice.node_id) is not None]
         for notice in pinned:
             if self._purchases.is_over(notice.node_id):
@@ -155,14 +155,16 @@ class CloudProvider:
             self._ask(f"end {node_id}", partial(self._cloud.terminate_node, cloud_id))
 
     def _end_stray(self, node_id: str, cloud_ids: list[str]) -> None:
-        """Ends a machine that was recorded as ended, because a listing left it out once: nothing can be using it."""
+        """Ends a machine that still runs but was recorded as ended because a listing had left it out: nothing can be
+        using it.
+        """
         try:
             self._end(node_id, cloud_ids)
         except ClusterError as error:  # the next call retries; the other machines are still listed
             log.warning("a machine runs on after its node's end", extra={"node": node_id, "error": str(error)})
 
     def _running(self) -> dict[str, list[str]]:
-        """Returns the cloud's ids by node id; several where a crash led to a second purchase."""
+        """Returns the cloud's machine ids by node id; a node has several if a crash led to a second purchase."""
         tags = {ray_internals.NODE_KIND_TAG: "worker"}
         ids = self._ask("list the nodes", lambda: self._cloud.non_terminated_nodes(tags))
         found: dict[str, list[str]] = {}
@@ -172,7 +174,9 @@ class CloudProvider:
         return found
 
     def _adopt(self, node_id: str, cloud_id: str, now_s: float) -> None:
-        """Records a machine that a killed controller bought without a record, and sets it up if needed."""
+        """Records a machine that a controller bought before it was killed and could record it, and sets the machine up
+        if needed.
+        """
         tags = self._cloud.node_tags(cloud_id)
         node_type, zone = tags.get(ray_internals.NODE_TYPE_TAG, ""), tags.get(_ZONE_TAG, "")
         if self._purchases.find(node_id) is None:
@@ -181,7 +185,9 @@ class CloudProvider:
             self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
 
     def _create(self, node: Node) -> None:
-        """Buys the machine. Only this raises ProviderError: other failures say nothing about the pool."""
+        """Buys the machine. Only a failure of this call raises ProviderError, since other failures say nothing about
+        the pool.
+        """
         raw = self._config["available_node_types"][node.type]
         tags = ray_internals.worker_tags(self._config, node.type)
         tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
@@ -195,7 +201,7 @@ class CloudProvider:
         )
 
     def _in_zone(self, node_config: dict[str, Any], zone: str) -> dict[str, Any]:
-        """Restricts Ray's AWS provider, which chooses a zone itself, to one."""
+        """Restricts Ray's AWS provider, which would choose a zone itself, to one zone."""
         if self._config["provider"]["type"] == "aws":
             wanted = node_config.get("SubnetIds", [])
             subnets = self._ask(

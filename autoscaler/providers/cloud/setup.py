@@ -26,13 +26,15 @@ log = logger(__name__)
 
 
 class SetUp:
-    """Makes a bought machine a node of the cluster. This one does nothing, for callers that only end machines."""
+    """The interface by which a bought machine becomes a node of the cluster. This class does nothing, for callers that
+    only end machines.
+    """
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         """Starts the set-up in the background, unless it is in progress."""
 
     def failures(self) -> Mapping[str, str]:
-        """Returns why the last set-up of a node failed, by node id."""
+        """Returns the error of each node whose last set-up failed, by node id."""
         return {}
 
 
@@ -103,7 +105,7 @@ class CloudSetUp(SetUp):
 
 
 def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:
-    """Returns the configuration with the head's Ray token among the files that are copied to a worker."""
+    """Returns the configuration, with the head's Ray token added to the files that are copied to a worker."""
     return {**config, "file_mounts": {**(config.get("file_mounts") or {}), RAY_TOKEN: str(token_file)}}
 
 

@@ -56,7 +56,7 @@ class SpotPrices:
         return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:
-        """Polls once; a failure is kept for `now`."""
+        """Polls once; a failure is stored, and `now` raises it."""
         try:
             prices = self._ask()
         except Exception as error:  # botocore has its own errors for each service

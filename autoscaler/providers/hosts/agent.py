@@ -1,9 +1,9 @@
-"""Runs on an own machine, once for each request: `python -m raytide.autoscaler.providers.hosts.agent` answers one JSON
-object on stdin with one on stdout.
+"""The agent on an own machine, started once for each request: `python -m raytide.autoscaler.providers.hosts.agent`
+reads one JSON object from stdin and answers with one on stdout.
 
-`start` starts a node, `list` shows the nodes that were started here, `end` ends one. A node has a folder, as one of the
-local provider has; its process, which holds the folder's lock, is known by pid and start time. So nothing else on the
-machine is ever ended, and every request can be repeated.
+`start` starts a node, `list` shows the nodes that were started here, `end` ends one. A node has a folder like a node of
+the local provider. Its process holds the folder's lock and is identified by pid and start time, so that no other
+process of the machine is ever ended and every request can be repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _LOG_BYTES = 2000
 
 
 def versions() -> dict[str, str]:
-    """Returns what must be the same on the head and on a machine: Ray refuses a node with another Python or Ray."""
+    """Returns the versions that must be equal on the head and on a machine: Ray refuses a node with another version of
+    Python or Ray.
+    """
     return {
         "raytide": _version("raytide"),
         "ray": _version("ray"),
@@ -43,7 +45,9 @@ def versions() -> dict[str, str]:
 
 
 def start(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts the node, or returns the one that runs. Nodes of this cluster that were left behind are ended first."""
+    """Starts the node, unless it runs already, and returns its state. Other nodes of this cluster that still run here
+    are ended first.
+    """
     check_versions(request["versions"])
     root, node_id = _root(request), str(request["node_id"])
     for folder in _folders(root):
@@ -54,7 +58,7 @@ def start(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_in(root: Path, request: Mapping[str, Any], *, dies_with_caller: bool = False) -> dict[str, Any]:
-    """Starts the node in its folder below `root`, or returns the state of the one that runs there."""
+    """Starts the node in its folder below `root`, unless it runs there already, and returns its state."""
     node_id = str(request["node_id"])
     folder = NodeFolder(root / node_id)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,7 +76,9 @@ def start_in(root: Path, request: Mapping[str, Any], *, dies_with_caller: bool =
 
 
 def list_nodes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of each node of this cluster here; one whose process is gone has ended, with a reason."""
+    """Returns the state of each node of this cluster on this machine. A node whose process is gone has ended, with a
+    reason.
+    """
     return {"nodes": {folder.node_id: _state(folder) for folder in _folders(_root(request))}}
 
 
@@ -89,7 +95,7 @@ VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"start": s
 
 
 def check_versions(wanted: Mapping[str, str]) -> None:
-    """Raises a ProviderError that names each version here that is not the head's."""
+    """Raises a ProviderError that names each version on this machine that differs from the head's."""
     here = versions()
     wrong = [f"{name} {here[name]} instead of {wanted[name]}" for name in wanted if here[name] != wanted[name]]
     if wrong:
@@ -154,7 +160,9 @@ def _root(request: Mapping[str, Any]) -> Path:
 
 
 def _temp_dir(root: Path) -> Path:
-    """Returns a folder for Ray that only this user enters. Its path is short, as those of unix sockets must be."""
+    """Returns a folder for Ray that only this user can enter. Its path is short, because the paths of unix sockets in
+    it must be.
+    """
     return private_folder("ray", hashlib.sha256(str(root).encode()).hexdigest()[:8])
 
 

@@ -17,7 +17,7 @@ from raytide.core.io.process import Process, die_with_parent
 
 
 def how_it_ended(raylet: Process) -> str:
-    """Returns the reason of a raylet's end. A drained raylet ends by itself, without a signal or an exit code."""
+    """Returns the reason of a raylet's end. A drained raylet ends by itself, without a signal and with exit code 0."""
     try:
         _, status = os.waitpid(raylet.pid, os.WNOHANG)
     except ChildProcessError:
@@ -29,8 +29,9 @@ def how_it_ended(raylet: Process) -> str:
 
 
 def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
-    """Starts the machine's exporter in a thread, since a broken driver may fail or hang, and the node goes on without
-    it. Returns "": the exporter announces itself in Ray's GCS."""
+    """Starts the machine's exporter in a thread, so that the node goes on if a broken driver fails or hangs. Returns ""
+    instead of an address: the exporter announces itself in Ray's GCS.
+    """
     arguments = (purchase.node_id, purchase.address, purchase.gcs_address)
     threading.Thread(target=start_exporter, args=arguments, name="exporter", daemon=True).start()
     return ""

@@ -18,15 +18,18 @@ log = logger(__name__)
 
 
 class PowerSwitch:
-    """Runs the commands on this machine, without a shell. A machine without commands is taken to be on."""
+    """Runs the operator's commands on this machine, without a shell. An own machine without commands is assumed to be
+    on.
+    """
 
     def __init__(self, hosts: HostsSection) -> None:
         self._hosts = hosts
         self._closed = threading.Event()
 
     def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> None:
-        """Switches the machine on if `reach` raises ClusterError, and waits until it does not. Raises the last error
-        after `power_on_timeout_s`, ProviderError if the command fails."""
+        """Switches the machine on if `reach` raises ClusterError, and waits until `reach` succeeds. Raises the last
+        error of `reach` after `power_on_timeout_s`, and ProviderError if the command fails.
+        """
         argv = self._hosts.power_on_of(host)
         if not argv:
             return
@@ -45,7 +48,7 @@ class PowerSwitch:
                 raise ClusterError(f"host {host.name} was not waited for: the controller ends.")
 
     def off(self, host: Host) -> None:
-        """Switches the machine off; a failure is logged, since its node has ended."""
+        """Switches the machine off. A failure is only logged, since the machine's node has ended."""
         if argv := self._hosts.power_off_of(host):
             try:
                 _run(argv, host)
@@ -53,7 +56,7 @@ class PowerSwitch:
                 log.warning("a host cannot be switched off", extra={"host": host.name, "error": str(error)})
 
     def close(self) -> None:
-        """Stops waiting for machines."""
+        """Stops waiting for machines to switch on."""
         self._closed.set()
 
 

@@ -1,4 +1,4 @@
-"""Describes the machine that it runs on, as one JSON object: `python - PORTS` with this file on stdin.
+"""Prints a description of the machine that it runs on, as one JSON object: `python - PORTS` with this file on stdin.
 
 It needs nothing but Python, so that it also runs where raytide does not, and changes nothing. PORTS is a JSON list of
 `host:port` to connect to.
@@ -27,7 +27,7 @@ GPU_QUERIES = {
     "ecc": "index,ecc.errors.uncorrected.volatile.total",
     "slowdown": "index,clocks_throttle_reasons.hw_slowdown",
 }
-"""Fields of nvidia-smi, in groups: a driver that does not know one field answers nothing for its group."""
+"""Fields of nvidia-smi in groups: if a driver does not know one field, it returns nothing for the whole group."""
 
 
 def describe(ports: list[str]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _version(name: str) -> str:
 
 
 def _connect(port: str) -> str:
-    """Returns an empty string, or why nothing answers there."""
+    """Returns an empty string if something answers at the address, else the error."""
     host, _, number = port.rpartition(":")
     try:
         socket.create_connection((host, int(number)), timeout=5).close()
@@ -72,7 +72,7 @@ def _connect(port: str) -> str:
 
 
 def _nccl() -> str:
-    """Returns NCCL's version: of its package, else of the system's library; empty without either."""
+    """Returns the version of NCCL's Python package, else of the system's library; empty without either."""
     for cuda in ("cu13", "cu12"):
         if found := _version(f"nvidia-nccl-{cuda}"):
             return found

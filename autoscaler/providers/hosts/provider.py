@@ -1,8 +1,9 @@
-"""Own machines as nodes: a launch takes a free one, starts a raylet there over ssh, and its end gives it back.
+"""Own machines as nodes: a launch takes a free machine and starts a raylet there over ssh; the machine is free again
+when the node ends.
 
-Which machine a node has is recorded before anything runs there, so a new controller finds each again. A machine that
-fails goes into quarantine, and the node gets another one. A machine that cannot be reached loses its node in the
-records only; what still runs there is ended before the machine is a node again.
+A node's machine is recorded before anything runs there, so that a new controller finds it again. A machine that fails
+goes into quarantine, and the node gets another one. If a machine cannot be reached, its node ends in the records only;
+processes that still run there are ended before the machine becomes a node again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import Node, NodeType
 
 HOSTS_FOLDER = "hosts"
-"""The folder of the run folder with the purchases, the machines of nodes, and the quarantine."""
+"""The subfolder of the run folder with the purchases, the machine of each node, and the quarantine."""
 NODE_ID_LABEL = "raytide.io/node-id"
 _POLL_S = 3.0
 _START_S, _LIST_S, _END_S = 60.0, 20.0, 60.0
@@ -59,12 +60,12 @@ class _Binding:
 class _Failure:
     reason: str
     may_run: bool
-    """The raylet may have been started."""
+    """True if the raylet may have been started."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCluster:
-    """The cluster, as a machine must know it to join."""
+    """The values of the cluster that a machine needs to join it."""
 
     cluster_id: str
     gcs_address: str
@@ -75,7 +76,7 @@ class HostCluster:
     def join_request(
         self, node_id: str, node_type: NodeType, zone: str, labels: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Returns what a machine must know to start this node. It holds Ray's token."""
+        """Returns the request by which a machine starts this node. It contains Ray's token."""
         file = self.ray_token_file
         return {
             "versions": versions(),
@@ -91,8 +92,9 @@ class HostCluster:
 
 
 class HostsProvider(Provider):
-    """A provider over own machines. `run_dir` is the cluster's run folder. Only with `starts_nodes` it goes on with
-    starts that an earlier controller left unfinished."""
+    """A provider over own machines. `run_dir` is the cluster's run folder. With `starts_nodes` it continues the starts
+    that an earlier controller left unfinished.
+    """
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class HostsProvider(Provider):
         self._at_work: dict[str, threading.Thread] = {}
         self._ending: set[str] = set()
         self._abandoned = {entry.host for entry in self._quarantine.all_held()}
-        """Machines that may run a raylet whose node has ended in the records."""
+        """Machines that may still run a raylet although its node has ended in the records."""
         self._silent: dict[str, str] = {}
         """Machines that did not answer the last request for their nodes, with the error."""
         self._bound: dict[str, _Binding] = {}
@@ -157,12 +159,12 @@ class HostsProvider(Provider):
         return in_order([*self._purchases.over(), *live])
 
     def problems(self) -> tuple[str, ...]:
-        """Returns the machines in quarantine, and those with a node that do not answer."""
+        """Returns, as sentences, the machines that are in quarantine, and those that have a node but do not answer."""
         silent = (f"{error} Its node goes on as long as Ray reaches it." for error in dict(self._silent).values())
         return (*(entry.describe() for entry in self._quarantine.all_held()), *silent)
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Asks each machine with a node, every three seconds, whether its raylet runs."""
+        """Asks each machine that has a node whether its raylet runs, every three seconds."""
         self._on_change = on_change
         self._watcher = PollWatcher("hosts", _POLL_S, self.check_nodes, on_change)
 
@@ -176,8 +178,9 @@ class HostsProvider(Provider):
         self._connection.close()
 
     def check_nodes(self) -> frozenset[str]:
-        """Records the ends of nodes whose raylets have ended, and ends raylets that machines in quarantine were left
-        with. Returns the nodes that run."""
+        """Records the ends of nodes whose raylets have ended, and ends raylets that still run on machines in
+        quarantine. Returns the nodes that run.
+        """
         with self._lock:
             nodes = {bound.host: node_id for node_id, bound in self._bound.items() if bound.is_started}
         left = {entry.host for entry in self._quarantine.all_held()} & self._abandoned
@@ -203,14 +206,14 @@ class HostsProvider(Provider):
             self._silent[host.name] = str(error)
 
     def _lose(self, node_id: str, host: Host, state: Mapping[str, Any]) -> None:
-        """Records the end of a node that nobody asked for. A raylet that was drained ends by itself."""
+        """Records the end of a node that ended without a request. A raylet that was drained ends by itself."""
         reason, last_line = state["reason"], state.get("log", "")
         if reason != RAYLET_ENDED:
             self._quarantine.add(host.name, f"{node_id}: {reason}{f': {last_line}' if last_line else ''}.")
         self._record_end(node_id, f"{host.name}: {reason}")
 
     def _begin(self, node_id: str, work: Callable[[str], None]) -> None:
-        """Runs `work` in a thread, unless one is at work for the node: the next tick calls again."""
+        """Runs `work` in a thread, unless a thread already works for the node: the next tick calls this again."""
         running = self._at_work.get(node_id)
         if running is not None and running.is_alive():
             return
@@ -219,7 +222,7 @@ class HostsProvider(Provider):
         thread.start()
 
     def _start(self, node_id: str) -> None:
-        """Starts the raylet on the node's machine; while one fails, on the next that is free."""
+        """Starts the raylet on the node's machine; if that fails, on the next free machine, and so on."""
         purchase, bound = self._purchases.find(node_id), self._bound.get(node_id)
         while purchase is not None and bound is not None and not bound.is_started and node_id not in self._ending:
             failed = self._start_on(bound.host, purchase)
@@ -237,7 +240,7 @@ class HostsProvider(Provider):
         self._on_change()
 
     def _start_on(self, name: str, purchase: PurchaseRecord) -> _Failure | None:
-        """Returns None, or the reason why the machine is in quarantine now."""
+        """Starts the raylet on this machine. Returns None, or the reason why the machine is in quarantine now."""
         node_id, is_asked = purchase.node_id, False
         host = self._by_name.get(name)
         if host is None:
@@ -266,7 +269,7 @@ class HostsProvider(Provider):
         return None
 
     def _end(self, node_id: str) -> None:
-        """Ends what runs on the node's machine. One that cannot be reached goes into quarantine."""
+        """Ends the node's processes on its machine. A machine that cannot be reached goes into quarantine."""
         bound = self._bound.get(node_id)
         host = self._by_name.get(bound.host) if bound is not None else None
         reason = "terminated"

@@ -1,6 +1,8 @@
-"""Own machines that are kept out of use after a failure, for longer after each, or until an operator lifts it.
+"""The quarantine keeps own machines out of use: after a failure for a time that grows with each failure, or until an
+operator lifts it.
 
-Each is a file in the run folder, so that a new controller knows it, and an operator's order needs no controller.
+Each machine in quarantine has a file in the run folder, so that a new controller knows it and an operator's order needs
+no controller.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ FIRST_S, LONGEST_S = 60.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedHost:
-    """A machine that has failed, with the last reason. Past `until_s` it is tried again; None is never."""
+    """A machine that has failed, with the last reason. It is tried again after `until_s`; never if that is None."""
 
     host: str
     reason: str
@@ -45,7 +47,9 @@ class HostQuarantine:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add(self, host: str, reason: str, *, is_until_lifted: bool = False) -> QuarantinedHost:
-        """Quarantines the machine after a failure, or, with `is_until_lifted`, by an operator's order."""
+        """Quarantines the machine after a failure; with `is_until_lifted` by an operator's order, until
+        it is lifted.
+        """
         before, now_s = self._read(host), self._clock.now_s()
         failures = 1 + (before.failures if before is not None else 0)
         if is_until_lifted or (before is not None and before.until_s is None):

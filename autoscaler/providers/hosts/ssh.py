@@ -1,5 +1,6 @@
 """Requests to own machines through the OpenSSH client. Host keys are always checked, nothing is ever asked at a
-terminal, and the connections of a machine share one (ControlMaster), which ends soon after its last use."""
+terminal, and all requests to a machine share one connection (ControlMaster), which ends soon after its last use.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ class HostConnection(Protocol):
 
 
 def agent_command(hosts: HostsSection) -> str:
-    """Returns the command of every request, for the shell of a machine."""
+    """Returns the shell command that starts the agent on a machine; every request runs it."""
     return f"exec {hosts.python} -m {AGENT}"
 
 
 def _ip_of(host: Host) -> str:
-    """Returns the machine's IPv4 address as the head sees it: to itself, a machine is often 127.0.1.1."""
+    """Returns the machine's IPv4 address as the head resolves it: on the machine itself its name is often 127.0.1.1."""
     try:
         return socket.gethostbyname(host.address)
     except OSError as error:

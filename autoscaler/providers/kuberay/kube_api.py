@@ -17,7 +17,7 @@ Patch = Sequence[dict[str, object]]
 
 
 class KubeApi:
-    """The API of one namespace. The token is read at each call, since Kubernetes renews it in its file."""
+    """The API of one namespace. The token is read from its file at each call, since Kubernetes renews it there."""
 
     def __init__(self, url: str, namespace: str, *, account: Path = _ACCOUNT) -> None:
         import httpx

@@ -1,9 +1,9 @@
 """Nodes as pods of a RayCluster: raytide patches the worker groups, KubeRay's operator does the rest.
 
 A node type is a worker group. The patch sets how many pods a group has and which to delete. The operator counts
-terminating pods as long as Kubernetes lists them, and deletes an arbitrary one when it counts too many; therefore a pod
-stays named in the patch until it is gone. Everything derives from purchases and listed pods, so the next call makes up
-for a lost one.
+terminating pods as long as Kubernetes lists them, and deletes an arbitrary pod when it counts too many; therefore the
+patch names a pod to delete until that pod is gone. Every patch is derived from purchases and listed pods, so the next
+call makes up for a call that was lost.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Pod:
     name: str
     group: str
     node_id: str
-    """Empty until it is assigned to a node."""
+    """The node's id; empty until the pod is assigned to a node."""
     address: str
     machine: str
-    """The Kubernetes node that it runs on."""
+    """The Kubernetes node on which the pod runs."""
     leaves_at_s: float | None
-    """The time at which Kubernetes kills it; None while it stays."""
+    """The time at which Kubernetes kills the pod; None while the pod stays."""
 
 
 class KubeRayProvider(Provider):
@@ -123,7 +123,7 @@ class KubeRayProvider(Provider):
         self._api.close()
 
     def _going_machines(self) -> dict[str, float]:
-        """Returns the end of each machine with one of TAINTS, counted from the first sight of the taint."""
+        """Returns the deadline of each machine with one of TAINTS, counted from when the taint was first seen."""
         now_s = self._clock.now_s()
         if now_s - self._looked_s >= _POLL_S:
             marked = [

@@ -42,7 +42,7 @@ class Watcher:
         self._thread.start()
 
     def add(self, process: Process) -> None:
-        """Watches a node's process; one that has ended counts as an event."""
+        """Watches a node's process. Its end is an event, also if it has ended already."""
         fd = process.open()
         if fd is None:
             poke(self._run_dir)

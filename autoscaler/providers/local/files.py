@@ -31,7 +31,7 @@ class LocalMachine:
     price_micro_usd_h: int
     started_at_s: float
     slot: int
-    """N of its address 127.0.K.N."""
+    """N in the node's address 127.0.K.N."""
     address: str
     resources: dict[str, float]
     labels: dict[str, str]
@@ -108,9 +108,9 @@ class NodeFolder:
         return None if record is None else End(**record)
 
     def record_end(self, now_s: float) -> End:
-        """Kills what the node's process left behind, then records the end unless it is recorded already.
+        """Kills the remaining processes of the node, then records the end unless it is recorded already.
 
-        The end is never before the start, also if the clock was set back.
+        The recorded end is never before the start, even if the clock was set back.
         """
         kill_marked(MARK, self.mark)
         reason = read_json(self.path / "reason.json") or {"reason": "its process was killed"}
@@ -126,7 +126,7 @@ class NodeFolder:
         create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": reason})
 
     def meter(self) -> str:
-        """Returns `host:port` of its fake GPU exporter; empty without one."""
+        """Returns `host:port` of the node's fake GPU exporter; empty without one."""
         record = read_json(self.path / "meter.json")
         return "" if record is None else str(record["address"])
 

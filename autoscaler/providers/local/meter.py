@@ -1,7 +1,8 @@
-"""The stand-in GPU exporter of a local node: Ray's metric of GPU use, and those of NVIDIA's DCGM exporter by its names.
+"""The fake GPU exporter of a local node: it shows Ray's metric of GPU use, and the metrics of NVIDIA's DCGM exporter
+under their own names.
 
-Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the use of the node's GPUs from
-any process, which starts at zero, and `set_gpu` what else they report.
+It is needed because Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the use of
+the node's GPUs, which starts at zero, and `set_gpu` their other values; any process may call both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _USE, _SETTINGS = "use.json", "gpu.json"
 
 
 class GpuSettings(Config):
-    """The values that `set_gpu` gives each GPU of a node; None follows from the use."""
+    """The values that `set_gpu` gives each GPU of a node. A value of None is derived from the GPU's use."""
 
     temperature_c: float | None = None
     power_w: float | None = None
@@ -58,7 +59,7 @@ def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
 
 
 def set_gpu(run_dir: Path, node_id: str, settings: GpuSettings) -> None:
-    """Sets what each GPU of the node reports beside its use, such as a rising count of ECC errors."""
+    """Sets the values other than use that each GPU of the node reports, such as a rising count of ECC errors."""
     write_json(run_dir / "nodes" / node_id / _SETTINGS, settings.model_dump())
 
 
@@ -108,7 +109,9 @@ class _Gpus:
         return family
 
     def _energy(self, power_w: float) -> float:
-        """Returns the millijoules of one GPU so far: since the last reading it had the power of that one."""
+        """Returns the millijoules that one GPU has used so far; its power since the last reading is assumed to be that
+        of the last reading.
+        """
         with self._lock:
             now_s = self._monotonic_s()
             self._energy_mj += 1000.0 * self._power_w * (now_s - self._at_s)

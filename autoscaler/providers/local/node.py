@@ -26,7 +26,7 @@ RAYLET_ENDED = "its raylet ended"
 _LEAVE_S = 2.0
 """The time that a raylet has to report its end to the GCS."""
 _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
-"""Below Linux's ephemeral range, so that no outgoing connection uses one."""
+"""The ports are below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 
 
 def main(path: str, lock: str) -> int:
@@ -117,17 +117,18 @@ def _parameters(purchase: LocalMachine, object_store_bytes: int | None) -> dict[
 def _runtime_env_folder(purchase: LocalMachine) -> str:
     """Returns the name of this node's own folder for unpacked working directories, in the session's folder.
 
-    All raylets of a machine share the session's folder, and each empties the folder of a working directory before it
-    unpacks one there, while a worker of another node may stand in it.
+    All raylets of a machine share the session's folder. Each empties the folder of a working directory before it
+    unpacks there, although a worker of another node may be running in it.
     """
     return f"runtime_resources_{purchase.node_id}"
 
 
 def _ports(purchase: LocalMachine) -> tuple[int, ...]:
-    """Returns ports for the agents: a raylet that knows them does not wait for its agents (3.4 s instead of 5.0 s).
+    """Returns ports for the agents: a raylet that knows them in advance does not wait for its agents and starts in 3.4
+    s instead of 5.0 s.
 
-    Some agents listen on every address, so the ports follow from K and the slot, which no other node of the machine
-    has; zeros (Ray chooses) when one is taken.
+    Some agents listen on every address, so the ports are computed from K and the slot, a pair that no other node of the
+    machine has. If one of the ports is taken, all are zero, and Ray chooses.
     """
     k = int(purchase.address.split(".")[2])
     first = _FIRST_PORT + (k * 256 + purchase.slot) % _NODES * _PORTS_PER_NODE

@@ -83,7 +83,7 @@ class LocalProvider(Provider):
                 os.close(lock)
 
     def terminate(self, node_id: str) -> None:
-        """Starts ending the node and returns; a thread kills what is left of it within a few seconds."""
+        """Starts ending the node and returns; a thread kills the node's remaining processes within a few seconds."""
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
         if folder.machine() is None or folder.end() is not None:
             return
@@ -124,7 +124,7 @@ class LocalProvider(Provider):
         return tuple(Notice(folder.node_id, at) for folder in live if (at := folder.notice()) is not None)
 
     def _not_over(self) -> list[NodeFolder]:
-        """Returns the folders of nodes that have not been seen to end; a recorded end never changes."""
+        """Returns the folders of nodes whose end this process has not seen yet; a recorded end never changes."""
         names = set(node_names(self._run_dir)) - self._over.keys()
         return [NodeFolder(self._run_dir / "nodes" / name) for name in sorted(names)]
 

@@ -19,7 +19,7 @@ _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 class AwsMetadata:
     def __init__(self, url: str = "") -> None:
-        """AWS_EC2_METADATA_SERVICE_ENDPOINT, as in AWS's own tools, when `url` is empty."""
+        """If `url` is empty, AWS_EC2_METADATA_SERVICE_ENDPOINT is used, as in AWS's own tools."""
         url = url or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "") or "http://169.254.169.254"
         self._service = MetadataService(url)
         self._token = ""  # fetched later  # nosec B105

@@ -31,5 +31,5 @@ class AzureMetadata:
 
 
 def _deadline_s(event: dict[str, Any], now_s: float) -> float:
-    """Returns the event's time; `NotBefore` is empty once it has begun."""
+    """Returns the event's time; its `NotBefore` is empty once the event has begun."""
     return parsedate_to_datetime(event["NotBefore"]).timestamp() if event.get("NotBefore") else now_s

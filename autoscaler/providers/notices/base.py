@@ -67,7 +67,7 @@ class MetadataService:
 
 
 def read(body: str, parse: Callable[[Any], T]) -> T:
-    """Returns `parse` of this JSON; ClusterError if it is not in the documented form."""
+    """Returns `parse(answer)`; raises ClusterError if the JSON is not in the documented form."""
     try:
         return parse(json.loads(body))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

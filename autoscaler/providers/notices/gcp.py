@@ -17,7 +17,7 @@ class GcpMetadata:
     """The events have no time; each deadline counts from when this watcher first saw the event."""
 
     def __init__(self, url: str = "") -> None:
-        """GCE_METADATA_HOST, as in Google's own tools, when `url` is empty."""
+        """If `url` is empty, GCE_METADATA_HOST is used, as in Google's own tools."""
         host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
         self._service = MetadataService(url or f"http://{host}", {"Metadata-Flavor": "Google"})
         self._since_s: dict[str, float] = {}

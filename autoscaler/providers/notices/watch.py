@@ -30,7 +30,7 @@ log = logger(__name__)
 
 
 class NoticeBoard:
-    """The notices of all nodes: watchers store theirs in Ray's GCS, where the controller reads them."""
+    """The notices of all nodes: each node's watcher stores its notice in Ray's GCS, where the controller reads it."""
 
     def __init__(self, connect: Callable[[], GcsClient]) -> None:
         self._entries = GcsEntries("notice/", connect)
@@ -49,7 +49,7 @@ class NoticeBoard:
 class NoticeWatcher:
     """Polls a cloud for notices and writes them to the board.
 
-    `look` is one poll; the next one retries what failed.
+    `look` is one poll. If one fails, the next poll tries again.
     """
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:
@@ -68,7 +68,7 @@ class NoticeWatcher:
         return notice
 
     def _say(self, now: CloudNotice | str | None) -> None:
-        """Logs changes only."""
+        """Logs a message if it differs from the last one."""
         if now != self._last:
             log.info("cloud notice", extra={"node": self._node_id, "notice": "none" if now is None else str(now)})
         self._last = now

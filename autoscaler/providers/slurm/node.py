@@ -1,8 +1,8 @@
 """The Slurm job of one node: `python -m raytide.autoscaler.providers.slurm.node REQUEST_FILE`.
 
-It starts the node's process and stays until that ends. Slurm's SIGTERM (a requeue, a cancellation, the time limit) does
-not end it: work has until the SIGKILL after KillWait to move, since the controller sees the same in `squeue`. SIGINT is
-the controller's own request to leave.
+It starts the node's process and runs until that process ends. Slurm's SIGTERM (a requeue, a cancellation, the time
+limit) does not end it: the controller sees the cause in `squeue`, and work has until the SIGKILL after KillWait to
+move. SIGINT is the controller's own request to leave.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _LOG_CHARACTERS = 4000
 
 
 def own_address(gcs_address: str, machine: str) -> str:
-    """Returns the address of this machine: Slurm's for it, if that is an IPv4 address, else that of the route to the
-    head."""
+    """Returns the address of this machine: the one that Slurm knows, if it is an IPv4 address, else the source address
+    of the route to the head.
+    """
     scontrol = shutil.which("scontrol") or "scontrol"
     try:
         shown = subprocess.run(

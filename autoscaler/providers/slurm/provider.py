@@ -1,8 +1,8 @@
 """Slurm jobs as nodes: a launch submits a job that starts a raylet, Slurm decides when and where it runs.
 
 The comment of a job names its node, so a new controller finds each again, and nothing is submitted twice. A node is
-billed from the start of its job. Slurm takes a job back by a requeue, a preemption, a cancellation or its time limit:
-`squeue` shows each before the machine is lost, and that is the node's notice.
+billed from the start of its job. Slurm reclaims a job's machine by a requeue, a preemption, a cancellation or the time
+limit. `squeue` shows each of these before the machine is lost, which serves as the node's notice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raytide.core.objects.hardware.slurm import SlurmSection
 from raytide.core.objects.node import Node, NodeType
 
 SLURM_FOLDER = "slurm"
-"""The folder of the run folder with the purchases, and by default with the requests and logs of nodes."""
+"""The subfolder of the run folder with the purchases, and by default with the requests and logs of nodes."""
 NODE_PROGRAM = "raytide.autoscaler.providers.slurm.node"
 _LEAVE_S = 15.0
 """The time that a node has to leave after SIGINT, before its job is cancelled."""
@@ -50,7 +50,8 @@ def job_script(section: SlurmSection, request_file: str) -> str:
 
 class SlurmProvider(Provider):
     """A provider over the jobs of a Slurm cluster. `run_dir` is the cluster's run folder. Without `starts_nodes` it
-    cancels jobs that wait."""
+    cancels jobs that have not started.
+    """
 
     def __init__(
         self,
@@ -84,7 +85,9 @@ class SlurmProvider(Provider):
         self._watcher: PollWatcher | None = None
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Submits the node's job, unless it was. Called again while the job waits in Slurm's queue."""
+        """Submits the node's job, unless it was submitted before: the call is repeated while the job waits in Slurm's
+        queue.
+        """
         with self._lock:
             if self._purchases.find(node.id) is not None:
                 return
@@ -98,7 +101,9 @@ class SlurmProvider(Provider):
                 raise ProviderError(f"Slurm's job {job.job_id} ended before it was a node: {self._why(node.id, job)}")
 
     def terminate(self, node_id: str) -> None:
-        """Ends the node by a signal to its job, which is cancelled if it does not leave. It is over once its job is."""
+        """Ends the node by a signal to its job; a job that does not leave is cancelled. The node has ended once its job
+        has.
+        """
         with self._lock:
             self._look_if_due()
             self._request_file(node_id).unlink(missing_ok=True)
@@ -110,7 +115,7 @@ class SlurmProvider(Provider):
             self._cancel_strays(node_id, jobs)
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns the nodes whose jobs have started, and the ended ones."""
+        """Returns the nodes whose jobs have started, ended nodes included."""
         with self._lock:
             self._look_if_due()
             for node_id, jobs in self._jobs.items():
@@ -127,7 +132,7 @@ class SlurmProvider(Provider):
             return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices of jobs that Slurm takes back, and of those whose time is nearly over."""
+        """Returns the notices of jobs that Slurm is ending, and of those whose time limit is near."""
         with self._lock:
             now_s, found = self._clock.now_s(), []
             for purchase in self._purchases.open():
@@ -186,7 +191,9 @@ class SlurmProvider(Provider):
         )
 
     def _cancel_strays(self, node_id: str, jobs: list[SlurmJob]) -> None:
-        """Cancels second jobs of a node, and the job of a node that was given up, once it has had its time to leave."""
+        """Cancels second jobs of a node, and the job of a node that was given up, once that job has had its time to
+        leave.
+        """
         is_given_up = self._is_given_up(node_id)
         has_time = self._clock.now_s() < self._leaving_s.get(node_id, 0.0) + _LEAVE_S
         for job in jobs:
@@ -205,7 +212,7 @@ class SlurmProvider(Provider):
         self._request_file(node_id).unlink(missing_ok=True)
 
     def _why(self, node_id: str, job: SlurmJob | None) -> str:
-        """Returns why a node holds no machine any more, with the last line that its job wrote."""
+        """Returns why a node no longer has a machine, with the last line that its job wrote."""
         if self._is_given_up(node_id):
             return "terminated"
         if job is None:
@@ -231,7 +238,7 @@ class SlurmProvider(Provider):
             return {(job.job_id, job.state, job.end_s) for jobs in self._jobs.values() for job in jobs}
 
     def _look_if_due(self) -> None:
-        """Looks at the queue if that was too long ago. Raises the error of a look that failed."""
+        """Reads the queue if the last reading is too old. Raises the error if reading failed."""
         if self._looked_s is None or self._clock.now_s() - self._looked_s > 3 * self._section.poll_s:
             self._look()
         if self._failure is not None:

@@ -37,7 +37,9 @@ class SlurmJob:
     """Slurm's word, such as RUNNING."""
     start_s: float | None
     end_s: float | None
-    """The time at which Slurm will end it: its time limit, or the end of a preemption's grace. None without one."""
+    """The time at which Slurm will end the job: its time limit, or the end of a preemption's grace time. None without
+    either.
+    """
     machine: str
     why_pending: str
     comment: str
@@ -48,7 +50,7 @@ class SlurmJob:
 
     @property
     def has_started(self) -> bool:
-        """True while it holds a machine that Slurm has not begun to take back."""
+        """True while the job holds a machine that Slurm has not begun to reclaim."""
         return self.state in _STARTED
 
     @property

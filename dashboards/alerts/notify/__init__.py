@@ -1,1 +1,1 @@
-"""Messages about alerts: when one is due, and how each kind of receiver gets it."""
+"""Messages about alerts: the times at which they are due, and the format of each kind of receiver."""

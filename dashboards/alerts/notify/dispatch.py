@@ -1,4 +1,6 @@
-"""Sends what receivers have not been told yet: grouped, rate-limited, and retried until it is delivered."""
+"""Sends receivers the news of alerts that they have not received yet: grouped, rate-limited, and retried until
+delivered.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ Told = Mapping[tuple[str, str], tuple[str, str, float]]
 def due_alerts(
     alerts: Iterable[Alert], told: Told, silenced: Collection[str], config: NotifySection, now_s: float
 ) -> list[Alert]:
-    """Returns the alerts of the next message to a receiver; none while others may still join them.
+    """Returns the alerts of the next message to a receiver; an empty list while the message still waits for more
+    alerts.
 
-    `told`: its last news of each alert. It hears of each episode's begin and end, and again of one that lasts.
+    `told`: the last state of each alert that was sent to the receiver. It gets a message when an episode begins and
+    ends, and repetitions while one lasts.
     """
     due: list[Alert] = []
     waited_s = 0.0
@@ -54,14 +58,14 @@ class _Retry:
 
 
 class Dispatcher:
-    """Sends to the receivers of one cluster. Its calls block; one thread calls them."""
+    """Sends messages to the receivers of one cluster. Its methods block and are called from one thread."""
 
     def __init__(self, records: AlertRecords, receivers: Sequence[Receiver], config: NotifySection) -> None:
         self._records, self._receivers, self._config = records, receivers, config
         self._retries = {receiver.name: _Retry() for receiver in receivers}
 
     def send_due(self, source: AlertSource, now_s: float) -> int:
-        """Returns the number of messages that were delivered."""
+        """Sends all messages that are due, and returns the number of delivered ones."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
         alerts = self._records.alerts(source)
         return sum(self._send(receiver, alerts, silenced, now_s) for receiver in self._receivers)

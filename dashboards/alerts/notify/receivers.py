@@ -30,7 +30,7 @@ _OVER = "#2e7d32"
 
 
 class Receiver(Protocol):
-    """Somebody who is told of alerts."""
+    """A destination of messages about alerts."""
 
     @property
     def name(self) -> str: ...
@@ -54,7 +54,7 @@ def receivers_of(config: NotifySection, cluster: str, environment: Mapping[str, 
 
 
 def title_of(alerts: Sequence[Alert], cluster: str) -> str:
-    """Returns one line: `[local] 2 firing, 1 resolved: GpuXidError, NodeLost`."""
+    """Returns the title of a message, such as `[local] 2 firing, 1 resolved: GpuXidError, NodeLost`."""
     firing = sum(alert.state is AlertState.FIRING for alert in alerts)
     counts = [f"{count} {word}" for count, word in ((firing, "firing"), (len(alerts) - firing, "resolved")) if count]
     names = ", ".join(dict.fromkeys(alert.name for alert in alerts))
@@ -149,7 +149,9 @@ class _PagerDuty:
         self._config, self._cluster, self._environment = config, cluster, environment
 
     def send(self, alerts: Sequence[Alert]) -> None:
-        """Sends an event for each alert. A repetition changes nothing: they carry the episode as `dedup_key`."""
+        """Sends an event for each alert. A repeated event changes nothing, because its `dedup_key` is the alert's
+        episode.
+        """
         for alert in alerts:
             post_signed(self._config.url, self._event(alert), "", "", _TIMEOUT_S)
 
@@ -193,5 +195,5 @@ def _secret(environment: Mapping[str, str], name: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escapes what Slack would read as a link or a mention."""
+    """Escapes characters that Slack would read as a link or a mention."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

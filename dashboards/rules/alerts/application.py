@@ -1,4 +1,4 @@
-"""Alerts of what the gateway sees: promises, errors, latencies, limits, and the replicas behind it."""
+"""Alerts from the gateway's metrics: SLOs, errors, latencies, limits, and the replicas behind the gateway."""
 
 from functools import partial
 
@@ -23,13 +23,15 @@ from raytide.dashboards.rules.recordings import BURN_RATES, FIRST_TOKEN_P99, INT
 
 
 def _share(outcome: str, window_s: int) -> Arithmetic:
-    """Returns the share of an endpoint's requests that ended so."""
+    """Returns the share of an endpoint's requests that had this outcome."""
     part = sum_by(Rate(select(application.REQUESTS, outcome=outcome), window_s), "endpoint")
     return ratio(part, sum_by(Rate(select(application.REQUESTS), window_s), "endpoint"))
 
 
 def _burns(factor: float, long_s: int, short_s: int) -> Expression:
-    """The long window shows that it matters, the short one that it goes on."""
+    """Returns the condition that the error budget burns faster than `factor` in both windows: the long window shows
+    that it matters, the short one that it still goes on.
+    """
     return SetOperation(Condition(BURN_RATES[long_s], ">", factor), "and", Condition(BURN_RATES[short_s], ">", factor))
 
 

@@ -1,4 +1,4 @@
-"""Alerts of what users and probes experience."""
+"""Alerts from the experience of users and probes."""
 
 from functools import partial
 

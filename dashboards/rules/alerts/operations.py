@@ -1,4 +1,4 @@
-"""Alerts of what operates the cluster: the control plane, and the monitoring itself."""
+"""Alerts of the parts that operate the cluster: the control plane and the monitoring itself."""
 
 from functools import partial
 

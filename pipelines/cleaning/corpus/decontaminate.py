@@ -18,14 +18,14 @@ from raytide.pipelines.cleaning.corpus.hashing import hash_n_grams, hash_words
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSets:
-    """The n-grams of all evaluation sets, as sorted 64-bit hashes of words; case and punctuation do not count."""
+    """The n-grams of words of all evaluation sets, as sorted 64-bit hashes; case and punctuation do not count."""
 
     n: int
     n_grams: NDArray[np.uint64]
 
     @staticmethod
     def read(spec: Decontamination) -> EvaluationSets:
-        """Reads the sets. DataError for one without a text of n words, which would protect nothing."""
+        """Reads the sets. Raises DataError for a set without a text of n words, which would protect nothing."""
         found = [np.zeros(0, np.uint64)]
         for url in spec.sets:
             n_grams = _n_grams([text.encode() for text in _texts(url)], spec.n_gram)
@@ -38,7 +38,7 @@ class EvaluationSets:
         return EvaluationSets(spec.n_gram, np.unique(np.concatenate(found)))
 
     def overlap(self, text: str) -> int:
-        """Returns how many n-grams of the text stand in an evaluation set."""
+        """Returns how many n-grams of the text occur in an evaluation set."""
         own = _n_grams([text.encode()], self.n)
         at = np.minimum(np.searchsorted(self.n_grams, own), len(self.n_grams) - 1)
         return int(np.count_nonzero(self.n_grams[at] == own))
@@ -51,7 +51,7 @@ def _n_grams(documents: list[bytes], n: int) -> NDArray[np.uint64]:
 
 
 def _texts(url: str) -> Iterator[str]:
-    """Yields the texts of a file: every text of each row of JSONL, otherwise the file."""
+    """Yields the texts of a file: every text in each row of JSONL; of another file, its whole content."""
     try:
         content = read_bytes(url).decode()
     except UnicodeDecodeError as error:

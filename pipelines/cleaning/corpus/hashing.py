@@ -1,7 +1,7 @@
 """Hashes of words and of n-grams, for whole batches of documents at once in numpy.
 
-A word is a run of ASCII letters, digits and underscores, in lower case, or any one other character that is not ASCII;
-punctuation and space count for nothing. Hashes depend on no tokenizer, so datasets of different tokenizers compare.
+A word is a run of ASCII letters, digits and underscores, in lower case, or a single character that is not ASCII; ASCII
+punctuation and space are ignored. Hashes depend on no tokenizer, so datasets of different tokenizers can be compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def hash_words(documents: Sequence[bytes]) -> Words:
 def hash_n_grams(
     ids: NDArray[np.uint64], lengths: NDArray[np.int64], n: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Returns the hashes of the n-grams of each document, and their number. A shorter document is one n-gram."""
+    """Returns the hashes of the n-grams of each document, and their number for each. A document of fewer than n words
+    is one n-gram.
+    """
     counts = np.where(lengths >= n, lengths - n + 1, np.minimum(lengths, 1))
     total = int(lengths.sum())
     padded = np.concatenate([ids, np.zeros(n, np.uint64)])
@@ -125,7 +127,7 @@ _cache: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []
 
 
 def _powers(size: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Returns powers of an odd number and of its inverse modulo 2^64. The longest ones so far are kept."""
+    """Returns the powers of an odd number and of its inverse modulo 2^64. The longest arrays so far are cached."""
     found = _cache[0] if _cache else None
     if found is None or len(found[0]) < size:
         bases, inverses = np.full((2, max(size, BATCH_BYTES * 2)), 1, np.uint64)

@@ -1,9 +1,9 @@
 """MinHash signatures of documents, by fast similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv 1704.04370).
 
-One hash puts each n-gram into one of the slots, and a slot takes the least value in it. Slots that stay empty, as in
-short documents, are filled by a hash function of their own. Each slot then has the same order of all n-grams for every
-document, so two documents of Jaccard similarity J agree in a slot with probability J, as with one permutation a slot,
-at the cost of one hash an n-gram.
+One hash puts each n-gram into one of the slots, and a slot keeps the least value in it. A slot that stays empty, as in
+short documents, is filled by a hash function of its own. A slot then orders all n-grams in the same way for every
+document, so two documents of Jaccard similarity J agree in a slot with probability J. That is as with one permutation
+per slot, at the cost of one hash per n-gram.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Signatures:
     """The low 16 bits of each slot, by which candidates are verified."""
     bands: NDArray[np.uint64]
     rows: NDArray[np.int64] | None = None
-    """The row of `slots` of each document, where they are not in order: they may lie in a file."""
+    """The row in `slots` of each document; None if they are in order. `slots` may be in a file."""
 
 
 def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicates) -> Signatures:
@@ -52,7 +52,7 @@ def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicat
 
 
 def _least(found: NDArray[np.uint32], keyed: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
-    """Puts the least low half of the hashes into each slot [N, slots]; the high half chooses the slot."""
+    """Puts into each slot [N, slots] the least low half of its hashes; the high half of a hash chooses the slot."""
     slots = found.shape[1]
     at = ((keyed >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
     at += np.repeat(np.arange(len(counts), dtype=np.uint64) * np.uint64(slots), counts)
@@ -60,7 +60,9 @@ def _least(found: NDArray[np.uint32], keyed: NDArray[np.uint64], counts: NDArray
 
 
 def _fill(found: NDArray[np.uint32], keyed: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
-    """Fills the empty slots of each document by the least value of a hash function of the slot."""
+    """Fills each empty slot of a document with the least value of the slot's own hash function over the document's
+    n-grams.
+    """
     ends = np.cumsum(counts)
     for i in np.flatnonzero((found == _EMPTY).any(axis=1) & (counts > 0)):
         empty = np.flatnonzero(found[i] == _EMPTY)

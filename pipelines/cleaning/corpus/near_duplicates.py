@@ -1,4 +1,6 @@
-"""Finds near-duplicates among signed documents: bands propose pairs, signatures verify them, clusters keep one each."""
+"""Finds near-duplicates among documents with signatures: bands propose pairs, signatures verify them, and of each
+cluster one document is kept.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from numpy.typing import NDArray
 from raytide.pipelines.cleaning.corpus.minhash import Signatures
 
 MOST_LEADERS = 64
-"""A bucket of false candidates is tried against so many of its documents."""
+"""The members of a bucket are compared with at most this many of its documents, in case most of its pairs are false
+candidates.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Clusters:
 
 
 class SignatureStore:
-    """Collects signatures: 8 bytes a band in memory, the slots in a temporary file."""
+    """Collects signatures: each band takes 8 bytes of memory, and the slots are in a temporary file."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -47,7 +51,7 @@ class SignatureStore:
         self._file.close()
 
     def signatures(self, order: Sequence[int]) -> Signatures:
-        """Returns the signatures in this order of their parts. The slots are read from the file when used."""
+        """Returns the signatures of all parts in this order. Slots are read from the file when they are used."""
         self._file.flush()
         bands = [self._bands[part] for part in order]
         sizes = [len(each) for each in self._bands]
@@ -66,7 +70,9 @@ def slots_of(signatures: Signatures, documents: NDArray[np.int64]) -> NDArray[np
 
 
 def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
-    """Returns the clusters of all documents of `parts`, in order; earlier datasets stand before the own one."""
+    """Returns the clusters of all documents of `parts`, in order; earlier datasets come before the dataset that is
+    built.
+    """
     slots = _Slots(parts)
     least = _least_agreement(min_similarity, slots.count)
     edges = [np.zeros((0, 2), np.int64)]
@@ -77,15 +83,16 @@ def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
 
 
 def _least_agreement(min_similarity: float, slots: int) -> float:
-    """Returns the least share of equal slots: two standard errors below the similarity, so that few true pairs are
-    lost."""
+    """Returns the least share of equal slots that makes a pair near-duplicates: two standard errors below the
+    similarity, so that few true pairs are lost.
+    """
     return min_similarity - 2 * math.sqrt(min_similarity * (1 - min_similarity) / max(slots, 1))
 
 
 def _verified(hashes: NDArray[np.uint64], slots: _Slots, least: float) -> NDArray[np.int64]:
     """Returns pairs (first, other) of one band's buckets that agree in enough slots.
 
-    Each bucket's members are compared with its first; those that differ from it form a bucket of their own.
+    Each bucket's members are compared with its first member; those that differ from it form another bucket.
     """
     order = np.argsort(hashes, kind="stable")
     in_order = hashes[order]
@@ -106,7 +113,7 @@ def _verified(hashes: NDArray[np.uint64], slots: _Slots, least: float) -> NDArra
 
 
 def _first_of_each(edges: NDArray[np.int64], documents: int) -> NDArray[np.int64]:
-    """Returns the least index in each document's connected component."""
+    """Returns, for each document, the least index in its connected component."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

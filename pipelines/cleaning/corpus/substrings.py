@@ -15,11 +15,11 @@ COMPARED = 1 << 16
 
 
 def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_words: int) -> NDArray[np.bool_]:
-    """Returns which words lie in a run of at least `min_words` that occurred before, in an earlier document or earlier
-    in their own.
+    """Returns a mask of the words that lie in a run of at least `min_words` words that occurred before, in an earlier
+    document or earlier in the same one.
 
-    `ids` are the words of all documents, `lengths` their number in each. Takes some 40 bytes a word. A run never
-    reaches over a document's end.
+    `ids` are the words of all documents, `lengths` the number of words in each. It needs about 40 bytes of memory a
+    word. A run never crosses a document's end.
     """
     is_repeat = np.zeros(len(ids), np.bool_)
     is_long = lengths >= min_words
@@ -37,7 +37,7 @@ def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_word
 
 
 def cut(text: bytes, is_repeat: NDArray[np.bool_], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
-    """Returns a document's UTF-8 without the repeated words, and without what stands between two of them."""
+    """Returns a document's UTF-8 without the repeated words, and without the bytes between two of them."""
     if not is_repeat.any():
         return text
     edges = np.diff(np.concatenate([[False], is_repeat, [False]]).astype(np.int8))
@@ -59,7 +59,7 @@ def cut_words(texts: list[str], cuts: Cuts) -> list[str]:
 
 
 def _window_starts(lengths: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """Returns where each window of n words starts, in the order of `hash_n_grams`."""
+    """Returns the index of the first word of each window of n words, in the order of `hash_n_grams`."""
     counts = np.maximum(lengths - n + 1, 0)
     firsts = np.cumsum(lengths) - lengths
     ranks = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -68,7 +68,9 @@ def _window_starts(lengths: NDArray[np.int64], n: int) -> NDArray[np.int64]:
 
 
 def _earlier(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Returns for each window the first one with its hash: itself, if there is none before."""
+    """Returns, for each window, the index of the first window with the same hash; its own index if there is no earlier
+    one.
+    """
     order = np.argsort(hashes, kind="stable")
     in_order = hashes[order]
     begins = np.concatenate([[True], in_order[1:] != in_order[:-1]])
@@ -80,7 +82,7 @@ def _earlier(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _verified(
     ids: NDArray[np.uint64], starts: NDArray[np.int64], first: NDArray[np.int64], n: int
 ) -> NDArray[np.int64]:
-    """Returns the starts of windows whose words equal those of the earlier window."""
+    """Returns the starts of windows whose words really equal those of the earlier window with the same hash."""
     later = np.flatnonzero(first < np.arange(len(first)))
     steps, found = np.arange(n), [np.zeros(0, np.int64)]
     for begin in range(0, len(later), COMPARED):

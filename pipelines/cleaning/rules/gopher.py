@@ -83,7 +83,7 @@ def _n_grams(text: str, rules: GopherRepetitionRules) -> str | None:
 
 
 def _top_n_gram_chars(words: list[str], n: int) -> int:
-    """Returns the characters of all occurrences of the most frequent n-gram, with the spaces inside it."""
+    """Returns the number of characters of all occurrences of the most frequent n-gram, with the spaces inside it."""
     counts = Counter(zip(*(words[i:] for i in range(n)), strict=False))
     if not counts:
         return 0
@@ -92,7 +92,7 @@ def _top_n_gram_chars(words: list[str], n: int) -> int:
 
 
 def _duplicate_n_gram_chars(words: list[str], n: int) -> int:
-    """Returns the characters of n-grams that occurred before, none counted twice, without spaces."""
+    """Returns the number of characters, without spaces, in n-grams that occurred before; no character counts twice."""
     joined, ends = "".join(words), [0]
     for word in words:
         ends.append(ends[-1] + len(word))

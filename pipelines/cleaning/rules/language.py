@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def language_of(text: str, max_chars: int) -> tuple[str, float]:
-    """Returns the language of a text's start as an ISO 639-1 code, and the probability that it is that one."""
+    """Returns the language of a text's start as an ISO 639-1 code, and the probability that it is right."""
     code, confidence = _identifier().classify(text[:max_chars])
     return str(code), float(confidence)
 
 
 def language_rule(language: str, confidence: float, rule: LanguageRule) -> str | None:
-    """Returns the reason to drop a text of that language, or None."""
+    """Returns the reason to drop a text in this language, or None."""
     if language not in rule.keep:
         return "language_other"
     return "language_unsure" if confidence < rule.min_confidence else None
@@ -26,7 +26,7 @@ def language_rule(language: str, confidence: float, rule: LanguageRule) -> str |
 
 @lru_cache(maxsize=1)
 def _identifier() -> LanguageIdentifier:
-    """Returns the model, which takes 0.4 s to load, once a process."""
+    """Returns the model. It is loaded once in each process, which takes 0.4 s."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

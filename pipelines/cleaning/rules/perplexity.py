@@ -26,7 +26,8 @@ def perplexity_rule(text: str, rule: PerplexityRule) -> str | None:
 
 
 def perplexity_of(text: str, model: str, max_tokens: int) -> float:
-    """Returns exp(mean negative log-likelihood) of tokens 2 to `max_tokens`, in nats; NaN without a second token.
+    """Returns the perplexity exp(L), where L is the mean negative log-likelihood in nats of tokens 2 to `max_tokens`;
+    NaN without a second token.
 
     Each text is scored alone and on one thread, so that no value depends on the batch or the machine's load.
     """
@@ -50,8 +51,9 @@ def perplexity_of(text: str, model: str, max_tokens: int) -> float:
 
 
 def check_model(model: str) -> Path:
-    """Returns the folder of a model. DataError if it lacks a config or a tokenizer, DeniedError for
-    a private path."""
+    """Returns the folder of a model. Raises DataError if the config or the tokenizer is missing, DeniedError for a
+    private path.
+    """
     check_path(model, f"perplexity model {model}")
     for folder in (Path(model), Path(model) / "model"):
         if (folder / "config.json").is_file():

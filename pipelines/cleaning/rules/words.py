@@ -42,7 +42,7 @@ def count_sentences(text: str) -> int:
 
 
 def repeated(elements: Sequence[str]) -> tuple[int, int]:
-    """Returns how many elements equal an earlier one, and their characters."""
+    """Returns the number of elements that equal an earlier one, and the number of their characters."""
     seen: set[str] = set()
     count = chars = 0
     for element in elements:

@@ -49,7 +49,7 @@ def _compiled(kinds: tuple[PiiKind, ...]) -> tuple[Any, ...]:
 
 
 def is_luhn(digits: str) -> bool:
-    """Returns whether the last digit checks the others (ISO/IEC 7812-1, annex B)."""
+    """Returns whether the last digit is the right check digit (ISO/IEC 7812-1, annex B)."""
     total = 0
     for i, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + i % 2)
@@ -58,7 +58,7 @@ def is_luhn(digits: str) -> bool:
 
 
 def is_iban(text: str) -> bool:
-    """Returns whether the check digits of an account number fit: modulus 97 is 1 (ISO 13616)."""
+    """Returns whether the check digits of an account number are right: the number modulo 97 is 1 (ISO 13616)."""
     number = text.replace(" ", "")
     if not 15 <= len(number) <= 34:
         return False
@@ -71,7 +71,9 @@ def _is_card(found: str) -> bool:
 
 
 def _is_phone(found: str) -> bool:
-    """Returns whether it has an international number's digits (E.164) and is no date such as 2024-05-17."""
+    """Returns whether the match has the digits of an international number (E.164) and is not a date such
+    as 2024-05-17.
+    """
     digits = _NOT_DIGIT.sub("", found)
     is_date = re.fullmatch(r"(?:19|20)\d\d[ .\-]\d{1,2}[ .\-]\d{1,2}|\d{1,2}[ .\-]\d{1,2}[ .\-](?:19|20)\d\d", found)
     return not is_date and (9 <= len(digits) <= 15 if found.startswith("+") else 10 <= len(digits) <= 11)
@@ -84,7 +86,7 @@ def _is_ssn(found: str) -> bool:
 
 
 def _is_public_ip(found: str) -> bool:
-    """Returns whether the address is one of the internet: versions and private networks name nobody."""
+    """Returns whether the address is a public one. Version numbers and private addresses identify nobody."""
     try:
         return ipaddress.ip_address(found).is_global
     except ValueError:

@@ -1,1 +1,1 @@
-"""Fewer weights: cut out of the model, or set to zero."""
+"""Pruning: weights are cut out of the model, or set to zero."""

@@ -26,7 +26,7 @@ _BATCH = 8
 
 @dataclass(slots=True)
 class Importance:
-    """Minitron's importance of the parts of a model: the mean over tokens of the L2 norm over a batch."""
+    """Minitron's importance of the parts of a model: the L2 norm over a batch, averaged over tokens."""
 
     hidden_D: Tensor
     ffn_LF: list[Tensor]

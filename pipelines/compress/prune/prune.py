@@ -1,7 +1,7 @@
-"""Cuts the least important neurons, widths, heads and layers out of a model and writes what is left as a plain one.
+"""Cuts the least important neurons, widths, heads and layers out of a model and writes the rest as a plain model.
 
-Widths and layers are the same all through the model; neurons and heads are each layer's own. A KV head goes with all
-of its query heads, and keeps its size, which the rotation needs.
+The kept widths are the same in the whole model; the kept neurons and heads differ between layers. A KV head is cut
+together with all of its query heads. The size of a head never changes, because rotary embeddings need it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raytide.pipelines.compress.recipe import MaskStep, PruneStep
 from raytide.pipelines.compress.step_task import StepTask, calibration_windows
 
 _CHOICE = ".kept.json"
-"""The file of a directory in the making that has what stays, so that a resumed step does not measure again."""
+"""The file in an unfinished directory that lists the parts to keep, so that a resumed step does not measure again."""
 _FIELDS = {
     "hidden_size": ("hidden_size", "n_embd"),
     "ffn_size": ("intermediate_size", "n_inner"),
@@ -82,7 +82,7 @@ def run_prune(step: PruneStep, task: StepTask) -> None:
 
 
 def choose(step: PruneStep, arch: Architecture, importance: Importance) -> Kept:
-    """Returns what stays: the most important parts, as many as the step's shares say."""
+    """Returns the parts to keep: the most important ones, as many as the step's shares say."""
     heads_per_group = arch.num_heads // arch.num_kv_heads
     return Kept(
         layers=_top(importance.layers_L, max(1, round(step.layers * arch.num_layers))),
@@ -99,7 +99,7 @@ def choose(step: PruneStep, arch: Architecture, importance: Importance) -> Kept:
 
 
 def pruned_config(config: Mapping[str, object], arch: Architecture, kept: Kept) -> dict[str, object]:
-    """Returns the config with the sizes that are left."""
+    """Returns the config with the sizes after pruning."""
     groups = len(kept.kv_groups[0])
     sizes = {
         "hidden_size": len(kept.hidden),
@@ -195,7 +195,7 @@ def _size(share: float, size: int, multiple: int, field: str) -> int:
 
 
 def _check(step: PruneStep, arch: Architecture, source: Path) -> None:
-    """Raises ConfigError for what the architecture cannot lose."""
+    """Raises ConfigError if the step would cut parts that the architecture needs."""
     problems = {
         "ffn": step.ffn < 1 and arch.experts is not None and "its feed-forward layers are experts",
         "hidden": step.hidden < 1
@@ -214,8 +214,9 @@ def _check(step: PruneStep, arch: Architecture, source: Path) -> None:
 
 
 def run_mask(step: MaskStep, task: StepTask) -> None:
-    """Writes the model with the least important weights of each output at zero, for research: the tensors keep their
-    size, and no kernel here or in vLLM skips zeros. Head, embeddings and experts stay."""
+    """Writes the model with the least important weights of each output set to zero. This is for research: the tensors
+    keep their size, and no kernel here or in vLLM skips zeros. Head, embeddings and experts stay unchanged.
+    """
     source = task.source
     config = plain_config(source)
     arch = architecture_of(config, str(source / "config.json"))
@@ -240,7 +241,9 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight with zeros where |w|, or for Wanda |w| times the norm of its input, is least in its row."""
+    """Returns the weight with zeros where the score is least in a row. The score is |w|, or for Wanda |w| times the
+    norm of the weight's input.
+    """
     scores_NK = weight_NK.abs() if norms_K is None else weight_NK.abs() * norms_K
     n, k = scores_NK.shape
     if step.pattern is not None:

@@ -1,1 +1,1 @@
-"""Fewer bits for each weight: rounding here, or calibrated by llm-compressor."""
+"""Quantisation, fewer bits for each weight: by rounding in this package, or calibrated by llm-compressor."""

@@ -34,8 +34,9 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARAL
 
 
 def run_llm_compressor(task: StepTask) -> None:
-    """Runs gptq, awq or smoothquant. Raises ConfigError without its venv, ScriptError with the end of its output if it
-    fails. A killed step starts again from its beginning."""
+    """Runs gptq, awq or smoothquant. Raises ConfigError if llm-compressor's venv is missing, ScriptError with the end
+    of its output if it fails. A killed step starts again from its beginning.
+    """
     step = task.step.gptq or task.step.awq or task.step.smoothquant
     assert step is not None  # as the recipe made sure
     source, config = task.source, plain_config(task.source)
@@ -95,7 +96,7 @@ def _python(given: str) -> str:
 
 
 def _run(python: str, asked: Path, method: str) -> None:
-    """Shows the program's output as it comes, and keeps its end for the error."""
+    """Prints the program's output as it comes, and keeps its last part for the error."""
     last: list[str] = []
     environ = {**os.environ, **_OFFLINE}
     environ.pop("PYTHONPATH", None)  # its packages are those of its venv

@@ -1,7 +1,7 @@
-"""Quantises a model by llm-compressor: `python llm_compressor_script.py TASK.json`, in the venv that has it.
+"""Quantises a model with llm-compressor: `python llm_compressor_script.py TASK.json`, in llm-compressor's venv.
 
-It imports nothing of raytide, whose own packages pin other versions of the same libraries. The task is a JSON object
-with source, out, tokens (lists of ids), method, bits, group, symmetric, activations, ignore and strength.
+It imports nothing from raytide, which needs other versions of the same libraries. The task is a JSON object with
+source, out, tokens (lists of ids), method, bits, group, symmetric, activations, ignore and strength.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def _round(weight_NK: Tensor, step: RtnStep, dtype: torch.dtype) -> RoundedWeigh
 
 
 def _kept(weights: Weights, arch: Architecture) -> list[str]:
-    """Returns the names to write: a copy of tied embeddings and old tables of rotations are left out."""
+    """Returns the names of tensors to write. Copies of tied embeddings and old tables of rotary embeddings are left
+    out.
+    """
     head = f"{NAMES[arch.names].head}.weight"
     return [
         name

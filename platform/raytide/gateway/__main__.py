@@ -52,8 +52,8 @@ def serve(
     announce_page: Callable[[str], None] = lambda address: None,
     tracing: RequestTracing | None = None,
 ) -> None:
-    """Serves until SIGTERM, then finishes what runs, for at most a few seconds. `files` is the folder of files and
-    batches. `announce_page` is told the address of the process's metrics page.
+    """Serves until SIGTERM, then finishes running requests, for at most a few seconds. `files` is the folder of files
+    and batches. `announce_page` is called with the address of the process's metrics page.
 
     It accepts connections once it knows which endpoints exist; until then the other processes on the port get them.
     """
@@ -94,7 +94,9 @@ def serve(
             await asyncio.to_thread(tracing.close)
 
     def ended(task: asyncio.Task[None]) -> None:
-        """Ends the process, which the supervisor starts again: it would answer requests without doing that work."""
+        """Ends the process if a background task has ended, because it would answer requests without doing that work.
+        The supervisor starts it again.
+        """
         if not (task.cancelled() or server.should_exit):
             log.critical("a part of the gateway has ended, so it ends as a whole", exc_info=task.exception())
             server.should_exit = True

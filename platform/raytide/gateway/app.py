@@ -1,6 +1,6 @@
 """The gateway's HTTP app: OpenAI's routes for every endpoint, by model or by a path that names the endpoint.
 
-Its middleware finds out who sends a request before the body is read.
+The app's middleware identifies the sender of a request before the body is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raytide.gateway.tracing import RequestTracing, TracedRequests
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})
-"""Routes without a version and with nothing below them: endpoints may have their names."""
+"""Routes without a version and without routes below them, so that endpoints may have the same names."""
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 _CLOSED = ("/v1/", "/v2/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank")
@@ -40,8 +40,8 @@ def create_app(
     tracing: RequestTracing | None = None,
     responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """Returns the app. `start` runs beside it: its first part before the first request, the rest after the last.
-    Without `responses` each process keeps its own.
+    """Returns the app. `start` is a context around the app's life: it is entered before the first request and left
+    after the last. Without `responses` each process stores its own responses.
     """
     app = openai_app(models, asynccontextmanager(lambda _: start()), responses)
     app.add_middleware(Authentication, tenancy=tenancy)
@@ -76,7 +76,7 @@ def create_app(
 
 
 class EndpointPaths:
-    """Middleware that serves `/NAME/v1/...` as `/v1/...` of the endpoint NAME alone, and other routes likewise."""
+    """Middleware that serves `/NAME/v1/...` as `/v1/...` restricted to the endpoint NAME, and other routes likewise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -91,11 +91,11 @@ class EndpointPaths:
 
 
 class Authentication:
-    """Authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and those of vLLM's routes that compute. It refuses
-    those without a valid key as OpenAI or Anthropic does.
+    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and vLLM's routes that compute. It
+    refuses requests without a valid key, in the format of OpenAI or Anthropic.
 
-    It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
-    open, and so do requests that come with a caller: rows of batches, which come from this process.
+    It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, need
+    no key. Neither do requests that have a caller already: rows of batches, which this process sends.
     """
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:

@@ -1,6 +1,6 @@
 """Sends requests to hosted OpenAI-compatible APIs, and bills them at their own prices.
 
-In what they answer, the model's name and the id are replaced, and the tokens are counted.
+In the answers, the model's name and the id are replaced, and tokens are counted.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ _DATA = b"data:"
 
 
 class UsageReader:
-    """One answer. `usage` has the tokens that the API reported; until then, one for each piece of text so far."""
+    """Reads one answer. `usage` has the tokens that the API reported; until it does, one token for each piece of text
+    so far.
+    """
 
     def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
-        """`id` takes the place of the answer's, so that it names the request in the usage."""
+        """`id` replaces the answer's id, so that the client's id is also that of the request in the usage records."""
         self._model, self._prompt_tokens, self._shows_usage, self._id = model, prompt_tokens, shows_usage, id
         self._reported: TokenUsage | None = None
         self._pieces = 0
@@ -124,7 +126,7 @@ class HostedApis:
     """The hosted APIs that the operator has allowed, with their keys. Use it from one event loop."""
 
     def __init__(self, keys: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`keys` are by the API's base URL and "" for none."""
+        """`keys`: the key of each API by its base URL; "" if it has none."""
         self._keys = dict(keys)
         self._http = httpx.AsyncClient(
             transport=transport,
@@ -135,7 +137,7 @@ class HostedApis:
 
     @classmethod
     def from_environment(cls, allowed: Iterable[HostedApi]) -> HostedApis:
-        """Returns the allowed APIs with the keys in this process's environment, from which it takes them."""
+        """Returns the allowed APIs with their keys, which it removes from this process's environment."""
         apis = list(allowed)
         keys = {api.base_url: os.environ.get(api.api_key_env, "") for api in apis}
         for api in apis:
@@ -146,8 +148,8 @@ class HostedApis:
         await self._http.aclose()
 
     async def answer(self, backend: HostedBackend, model: str, request: Request, track: RequestTracker) -> Response:
-        """Returns the hosted answer to a request, whole or as a stream, with `model` as its model's name. `track`
-        counts it once it is answered.
+        """Returns the hosted answer to a request, whole or as a stream, with `model` as the model's name. `track`
+        counts the request once it is answered.
 
         Raises ApiError: the API's own refusal of the request, 429 if it is full, 503 if it fails.
         """
@@ -194,8 +196,9 @@ class HostedApis:
 
 
 def fallback_of(spec: ServeSpec, model: str, request: Request) -> HostedBackend | None:
-    """Returns the API that answers a request which no replica answers; None for an adapter, and on a route that such
-    an API does not have."""
+    """Returns the fallback API for a request that no replica answers. Returns None for an adapter, and for a route that
+    hosted APIs do not have.
+    """
     return None if ADAPTER_SEPARATOR in model or _path(request) in _TRANSLATED else spec.fallback
 
 
@@ -204,7 +207,7 @@ def _path(request: Request) -> str:
 
 
 def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Returns the body for the API, and the most tokens that its answer can have: it is never without a limit."""
+    """Returns the body for the API, and the maximum number of tokens of the answer; the body always has a limit."""
     body = {name: value for name, value in asked.items() if name not in _OURS} | {"model": backend.model}
     most = 0
     if limit := _LIMITS.get(path):
@@ -221,7 +224,9 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
 
 
 class _RelayedStream(StreamingResponse):
-    """The events of a hosted stream. It is billed and closed however it ends, also when the client has left before."""
+    """The events of a hosted stream. It is billed and closed however it ends, even if the client has left before its
+    start.
+    """
 
     def __init__(
         self, found: httpx.Response, reader: UsageReader, grant: Grant, version: str, track: RequestTracker
@@ -268,7 +273,7 @@ async def _read(found: httpx.Response, most: int) -> bytes:
 
 
 def _error(found: httpx.Response, body: bytes) -> ApiError:
-    """Translates an API's error. That of a wrong key is ours, and not shown to the client."""
+    """Translates an API's error. A wrong key is the operator's fault, so that error is not shown to the client."""
     if found.status_code == 429:
         return overloaded(f"The hosted API is full. Retry in {RETRY_AFTER_S} s.")
     if found.status_code not in _REFUSED:

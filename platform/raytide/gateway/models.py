@@ -1,4 +1,4 @@
-"""The endpoints of a cluster as models: which exist, and the server of each."""
+"""The endpoints of a cluster as models: lists those that exist, and finds the server of each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Application:
-    """One revision of an endpoint, or all of one without rollouts."""
+    """One revision of an endpoint that has a rollout, else the whole endpoint."""
 
     entry: EndpointEntry
     replicas: ReplicaSet
@@ -65,7 +65,7 @@ class _Application:
     """The time of the last request that a hosted API answered because no replica did."""
 
     def adapted(self, model: str) -> Server:
-        """Returns the server of the endpoint, or of the adapter that `model` names."""
+        """Returns the server of the endpoint, or of its adapter that `model` names."""
         _, _, adapter = model.partition(ADAPTER_SEPARATOR)
         if not adapter:
             return self.server
@@ -73,7 +73,7 @@ class _Application:
 
 
 class EndpointModels:
-    """Every endpoint of the cluster is a model of its name. Use it from one event loop."""
+    """The models of a cluster: each endpoint is a model of the same name. Use it from one event loop."""
 
     def __init__(self, gateway: str, hosted: HostedApis | None = None) -> None:
         self._gateway, self._hosted = gateway, hosted or HostedApis({})
@@ -82,14 +82,14 @@ class EndpointModels:
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
         self._shadows = ShadowTraffic()
         self._unserved = ValueRecorder(REQUESTS)
-        """Requests that no endpoint has counted, since they name none."""
+        """Counts requests that name no endpoint, since no endpoint counts them."""
         self._retired: list[ReplicaSet] = []
         """Replicas of deleted endpoints, which finish their requests."""
         self.listed = asyncio.Event()
-        """Set once the endpoints were read: before that, a model that is not known may exist."""
+        """Set once the endpoints have been read; before that, an unknown model may still exist."""
 
     def update(self, listing: Listing) -> None:
-        """Takes over the endpoints and replicas that exist now."""
+        """Updates the models to the endpoints and replicas that exist now."""
         named = [(name, each) for name, entry in listing.items() for each in (entry, entry.challenger) if each]
         created = {each.spec.name: each.created_at_s for _, each in named}
         for name, old in list(self._applications.items()):
@@ -119,14 +119,16 @@ class EndpointModels:
         self.listed.set()
 
     def _prefill_pool(self, spec: ServeSpec) -> PrefillPool | None:
-        """Returns the replicas of the endpoint that computes prompts for another one, if that is of the same team."""
+        """Returns the replicas of the other endpoint that computes prompts for this one, if both belong to the same
+        team.
+        """
         entry = self._listing.get(spec.prefill.endpoint) if spec.prefill is not None else None
         if spec.prefill is None or entry is None or entry.spec.team != spec.team:
             return None
         return PrefillPool(self._applications[entry.spec.name].replicas, spec.prefill.min_tokens)
 
     def _join_rollout(self, entry: EndpointEntry) -> None:
-        """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""
+        """Counts the requests of both revisions of a rollout. Nothing waits for a challenger: its champion answers."""
         champion, rollout = self._applications[entry.spec.name], entry.rollout
         champion.server.version = served_version(entry.spec.version, entry.revision)
         champion.engine.patience_s = COLD_START_S
@@ -143,14 +145,14 @@ class EndpointModels:
             each.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
 
     def counted(self) -> list[CountedRevision]:
-        """Returns the totals of the rollouts that run, and of those that ran before."""
+        """Returns the totals of the running rollouts and of earlier ones."""
         return [tally.to_report() for tally in self._tallies.values()]
 
     async def answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
-        raises, so the champion answers what a challenger fails, and a fallback what all replicas refuse.
+        """Returns the response of the revision for this request. When `respond` raises, nothing of a response has been
+        sent yet; so if a challenger fails, the champion answers, and if all replicas refuse, the fallback does.
         """
         try:
             return await self._answer(model, request, body, respond)
@@ -188,7 +190,7 @@ class EndpointModels:
         return cast(T, await in_request(request, body, self._hosted.answer(backend, model, request, track)))
 
     def _count_failure(self, model: str, request: Request, error: Exception) -> None:
-        """Counts a failure before an engine was asked, which no server has counted."""
+        """Counts a failure that came before an engine was asked, since no server has counted it."""
         failure = to_api_error(error)
         if failure.is_counted:
             return
@@ -224,7 +226,7 @@ class EndpointModels:
     async def _champion_answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns the champion's response; that of its successor if it was replaced meanwhile."""
+        """Returns the champion's response; if the champion was replaced meanwhile, the response of its successor."""
         while True:
             server = await self.server(model, request, body)
             champion = self._serving(model)
@@ -237,7 +239,9 @@ class EndpointModels:
     def _with_copy(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> Callable[[Server], Awaitable[T]]:
-        """Returns `respond`; for a share of the requests in a shadow rollout, one that also asks the challenger."""
+        """Returns `respond`; for a share of the requests in a shadow rollout, one that also sends a copy to the
+        challenger.
+        """
         entry = self._listing[endpoint_of_model(model)]
         if entry.rollout is None or entry.challenger is None or not isinstance(body, CompletionRequest | ChatRequest):
             return respond
@@ -251,7 +255,7 @@ class EndpointModels:
         return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. It waits for a first replica as long as the request does."""
+        """Returns the server of a model. Waits for a first replica for as long as the request may wait."""
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)
@@ -286,8 +290,8 @@ class EndpointModels:
             yield from each.metrics.samples()
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
-        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums over their
-        replicas as those last reported.
+        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums of the last
+        reports of their replicas.
         """
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
@@ -300,7 +304,9 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Reports the requests that wait for a replica, for as long as it runs; the controller scales by them."""
+        """Reports, until it is cancelled, how many requests wait for a replica; the controller scales by
+        these numbers.
+        """
         reported: set[str] = set()
         while True:
             for name, found in self._applications.items():
@@ -326,7 +332,9 @@ class EndpointModels:
         self._retired = [*(each for each in self._retired if each.connected), replicas]
 
     def _challenger(self, entry: EndpointEntry, model: str, request: Request, session: str) -> _Application | None:
-        """Returns the challenger if it answers this request, has its adapter, and was ever reached."""
+        """Returns the challenger if it answers this request, has the request's adapter, and has been reached at least
+        once.
+        """
         if entry.rollout is None or entry.challenger is None or not _has(entry.challenger, model):
             return None
         found = self._applications[entry.challenger.spec.name]
@@ -374,14 +382,14 @@ class EndpointModels:
 
 
 def _marked(response: T, request: Request, revision: int) -> T:
-    """Leaves the revision that answered for the middleware that writes headers."""
+    """Stores the revision that answered in the request, where the middleware that writes headers finds it."""
     if revision:
         request.scope[HEADERS] = {**request.scope.get(HEADERS, {}), "x-raytide-revision": str(revision)}
     return response
 
 
 def endpoint_of_model(model: str) -> str:
-    """Returns the endpoint of a model's name, which may name an adapter of it too."""
+    """Returns the endpoint's name from a model's name, which may also name an adapter of the endpoint."""
     return model.partition(ADAPTER_SEPARATOR)[0]
 
 

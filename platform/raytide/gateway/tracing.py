@@ -18,14 +18,14 @@ _NAME = TRACEPARENT.encode()
 
 @dataclass(frozen=True, slots=True)
 class RequestTracing:
-    """The way in which one gateway process traces requests."""
+    """The settings by which one gateway process traces requests."""
 
     sampler: TraceSampler
     tracer: Tracer
 
     @classmethod
     def of(cls, section: TracingSection) -> RequestTracing | None:
-        """Returns None where no traces are wanted."""
+        """Returns the tracing that the configuration asks for; None if it asks for none."""
         tracer = Tracer.over_otlp(section, "raytide-gateway")
         return None if tracer is None else cls(TraceSampler(section), tracer)
 
@@ -34,7 +34,7 @@ class RequestTracing:
 
 
 class TracedRequests:
-    """Middleware that traces requests for `/v1/...`. Of one that is not sampled it looks at the headers alone.
+    """Middleware that traces requests for `/v1/...`. Of a request that is not sampled it reads only the headers.
 
     It belongs inside the middleware that takes the endpoint's name from the path.
     """

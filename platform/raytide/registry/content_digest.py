@@ -1,4 +1,4 @@
-"""The digest of a model directory, which is the same wherever its files lie."""
+"""The digest of a model directory; it does not depend on the directory's location."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class ContentDigest:
 
 
 def digest_of_directory(url: str) -> ContentDigest:
-    """Returns the SHA-256 of a directory's files: of the JSON list of (relative path, size, SHA-256), by path.
+    """Returns the digest of a directory: the SHA-256 of the JSON list of its files, (relative path, size in bytes,
+    SHA-256), sorted by path.
 
-    Files and folders whose names begin with a dot do not count. Raises DataError if the directory is no model, or if a
-    file changes while it is read.
+    Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model, or if
+    a file changes while it is read.
     """
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"

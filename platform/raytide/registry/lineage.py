@@ -1,5 +1,6 @@
-"""The lineage of a model from the record of the job that made it, and the differences of two versions of models, or of
-datasets."""
+"""The lineage of a model, from the record of the job that made it, and the differences between two versions of a model
+or a dataset.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Version = ModelVersion | DatasetVersion
 
 
 def exported_model(job: Job) -> str:
-    """Returns the directory of the model that a training job exported. Raises ConflictError if it has none."""
+    """Returns the directory of the model that a training job exported. Raises ConflictError if the job
+    exported none.
+    """
     if job.spec.kind is not JobKind.TRAIN:
         raise ConflictError(
             f"{job.id} is no training job, so its model is not known.", hint="Name the directory, and the job with it."
@@ -36,9 +39,10 @@ def exported_model(job: Job) -> str:
 
 
 def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpec:
-    """Returns the spec with lineage and metrics out of the job's record; `code` is the version of raytide's trainer.
+    """Returns the spec with the lineage and metrics from the job's record; `code` is the version of raytide's trainer.
 
-    Metrics and the dataset's digest are kept where they are given. Raises ConfigError if the model is not the job's.
+    Metrics and a dataset digest that the spec already has are kept. Raises ConfigError if the job did not make the
+    model.
     """
     given, config = spec.lineage, job.spec.config
     if job.spec.kind is JobKind.TRAIN:

@@ -1,4 +1,4 @@
-"""Recorded spot markets: the available nodes of one kind in one zone, by tick.
+"""Recorded spot markets: the number of available nodes of one kind in one zone, by tick.
 
 A file is a JSON object from a trace's key to its fields, the counts run-length encoded as [count, ticks] pairs.
 """
@@ -22,7 +22,9 @@ USUAL = ("v100", 1)
 
 
 class _Recorded(BaseModel):
-    """One entry of the file. Other fields are ignored, recorded prices too: simulations use one price per market."""
+    """One entry of the file. Other fields are ignored, including recorded prices, since simulations use one price per
+    market.
+    """
 
     kind: str
     collection: str
@@ -71,7 +73,8 @@ def select(
     kind: str | None = None,
     zones: Sequence[str] = (),
 ) -> tuple[SpotTrace, ...]:
-    """Returns the traces whose key contains `collection`, one per zone, of one gap, in the order of `zones` if given.
+    """Returns the traces whose key contains `collection`, one per zone and all with the same seconds per tick, in the
+    order of `zones` if given.
 
     Raises DataError for a missing zone or collection, and if the choice is ambiguous.
     """
@@ -117,7 +120,7 @@ def _not_there(traces: Sequence[SpotTrace], collection: str) -> DataError:
 
 
 def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
-    """Returns nodes by [zone, tick], as long as the shortest trace."""
+    """Returns the number of nodes by [zone, tick], with as many ticks as the shortest trace."""
     ticks = min(len(trace.nodes) for trace in traces)
     return np.stack([trace.nodes[:ticks] for trace in traces])
 

@@ -1,4 +1,4 @@
-"""Corrections of the planner by what runs measured: the pace of compute and the scale of activations, by device."""
+"""Corrections of the planner from measured runs: the pace of compute and the scale of activations, by device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST, _MOST = 0.2, 20.0
-"""A correction beyond these says that the run measured something else."""
+"""Bounds of plausible corrections; with one beyond them, the run measured something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Learned factors by the name of the device."""
+    """The learned factors by the device's name."""
 
     pace: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def apply(self, device: Accelerator) -> Accelerator:
-        """Returns the device with what was learned of its kind."""
+        """Returns the device with the corrections for its kind applied."""
         return replace(
             device,
             pace=self.pace.get(device.name, device.pace),
@@ -46,10 +46,10 @@ class Corrections:
 
 
 def learn(runs: Iterable[MeasuredRun]) -> Corrections:
-    """Returns the median correction of each kind of device over its runs.
+    """Returns, for each kind of device, the median of the corrections of its runs.
 
-    The pace is what makes the predicted step equal the measured one; collectives and other parts that do not depend on
-    the pace are left as they are. Runs whose correction is not plausible are left out.
+    The pace is the factor on compute with which the predicted step time equals the measured one; collectives and other
+    parts that do not depend on it stay unchanged. Runs with an implausible correction are left out.
     """
     paces: dict[str, list[float]] = defaultdict(list)
     scales: dict[str, list[float]] = defaultdict(list)
@@ -65,7 +65,9 @@ def learn(runs: Iterable[MeasuredRun]) -> Corrections:
 
 
 def solve_pace(run: MeasuredRun) -> float | None:
-    """Returns the pace at which the prediction equals the measured step; None if none between 0.2 and 20 does."""
+    """Returns the pace at which the predicted step time equals the measured one; None if no pace between 0.2 and 20
+    gives it.
+    """
 
     def predicted(pace: float) -> float:
         device = replace(run.device, pace=pace)
@@ -81,7 +83,9 @@ def solve_pace(run: MeasuredRun) -> float | None:
 
 
 def _memory_scale(run: MeasuredRun) -> float | None:
-    """Returns the factor of activations that explains the measured peak; None if states alone exceed it."""
+    """Returns the factor on predicted activations that explains the measured peak; None if the states alone exceed the
+    peak.
+    """
     if run.peak_bytes is None or run.device.is_cpu:
         return None
     found = estimate(run.workload, run.strategy, Hardware(0.0, fragmentation=0.0, context_bytes=0.0))

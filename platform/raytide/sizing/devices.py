@@ -1,4 +1,4 @@
-"""Accelerators and the links between them: vendors' figures, and what of them a run reaches."""
+"""Accelerators and the links between them: vendors' figures, and the share of them that a run reaches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_NETWORK = 1.25e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One GPU, or all CPUs of a member that has none. Rates are per second, bandwidths in bytes."""
+    """One GPU, or all CPUs of a member without GPUs. Rates are per second, bandwidths in bytes per second."""
 
     name: str
     memory_gb: float
@@ -37,10 +37,11 @@ class Accelerator:
     matmul_efficiency: float = 0.82
     """The share of the peak that large matrix products reach (798 of 989 TFLOP/s on an H100)."""
     narrow_width: float = 400.0
-    """Products whose shorter side has as many elements reach half of that: tensor parallelism makes them narrow. Fitted
-    to Megatron's runs of 22e9 to 1e12 parameters (arXiv 2205.05198, table 5)."""
+    """A product whose shorter side has this many elements reaches half of `matmul_efficiency`; tensor parallelism makes
+    products narrow. Fitted to Megatron's runs of 22e9 to 1e12 parameters (arXiv 2205.05198, table 5).
+    """
     attention_efficiency: float = 0.4
-    """The same of FlashAttention, forward and backward."""
+    """The share of the peak that FlashAttention reaches, forward and backward."""
     overlap: float = 0.7
     """The share of computation behind which sharded data parallelism hides its collectives."""
     launch_s: float = 6e-6
@@ -109,7 +110,9 @@ of vendors' data sheets, networks those of the usual cloud machine."""
 
 
 def find_device(accelerator: str) -> Accelerator | None:
-    """Returns the device whose name `accelerator` (a label, or what the driver reports) contains as whole words."""
+    """Returns the device whose name occurs, as whole words, in `accelerator`: a label or the driver's
+    name of the GPU.
+    """
     matches = [name for name in DEVICES if _pattern(name).search(accelerator)]
     return DEVICES[max(matches, key=len)] if matches else None
 
@@ -120,8 +123,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def device_of(node_type: NodeType) -> Accelerator | None:
-    """Returns one GPU of the node type with the figures that cluster.yaml declares; None for an unknown one. Of a type
-    without GPUs, returns all its CPUs as one device.
+    """Returns one GPU of the node type, with the figures that cluster.yaml declares; None if the GPU is unknown. For a
+    type without GPUs, returns all its CPUs as one device.
     """
     if not node_type.resources.get("GPU"):
         return cpu_device(node_type.resources.get("CPU", 1.0), node_type.resources.get("memory", 0.0))
@@ -136,7 +139,9 @@ def device_of(node_type: NodeType) -> Accelerator | None:
 
 
 def gpu_memory_gb(node_type: NodeType) -> float | None:
-    """Returns the memory of one GPU of the type, declared or known from its accelerator; None if it is unknown."""
+    """Returns the memory in GB of one GPU of the node type, as declared or as known for its accelerator; None if it is
+    unknown.
+    """
     if not node_type.resources.get("GPU"):
         return None
     if node_type.gpu_memory_gb is not None:
@@ -146,7 +151,9 @@ def gpu_memory_gb(node_type: NodeType) -> float | None:
 
 
 def cpu_device(cores: float, memory_bytes: float = 0.0) -> Accelerator:
-    """Returns the CPUs of one rank as a device. Nothing overlaps on it: collectives use the same cores."""
+    """Returns the CPUs of one rank as a device. Collectives do not overlap with compute on it, because they use the
+    same cores.
+    """
     return Accelerator(
         name="CPU",
         memory_gb=memory_bytes / GB,
@@ -167,8 +174,9 @@ def cpu_device(cores: float, memory_bytes: float = 0.0) -> Accelerator:
 
 
 def with_figures(device: Accelerator, figures: Mapping[str, float]) -> Accelerator:
-    """Returns the device with what `raytide bench node` measured: matrix products, memory and the all-reduce of its
-    members. Measured products are what is reached, so their efficiency becomes 1."""
+    """Returns the device with the measurements of `raytide bench node`: matrix products, memory and the all-reduce
+    between members. Measured products are the rate that is really reached, so their efficiency is set to 1.
+    """
     changes: dict[str, float] = {}
     if fp32 := figures.get("gemm_float32_flops"):
         changes["fp32_tflops"] = fp32 / 1e12

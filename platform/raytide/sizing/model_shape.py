@@ -69,12 +69,14 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights, once: those of a tied head are the embedding's."""
+        """The number of all weights. A tied head shares the embedding's weights, which count once."""
         return sum(weight.numel for weight in self.weights(range(self.layers)))
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that multiply a token: no embedding, norms or biases, and only the experts that it uses."""
+        """The number of weights that multiply a token: without embedding, norms and biases, and with only the experts
+        that the token uses.
+        """
         attention = 2 * self.width * (self.attention_width + self.kv_width)
         sparse = len(self.sparse_layers)
         dense_ffn = (3 if self.gated else 2) * self.width * self.ffn
@@ -84,26 +86,29 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """The weights that a token uses: all but the experts to which it is not routed. Published formulas for serving
-        count these.
+        """The number of weights that a token uses: all but the experts to which it is not routed. Published formulas
+        for serving use this number.
         """
         unused = len(self.sparse_layers) * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_ffn
         return self.parameters - unused
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> float:
-        """Returns the model's FLOPs of forward and backward, 6 N' + 12 L a d s (PaLM, appendix B), with full attention.
+        """Returns the FLOPs per token of the forward and the backward pass, 6 N' + 12 L a d s (PaLM, appendix B), with
+        full attention.
 
-        Frozen weights under adapters have no gradients: 4 N'.
+        With adapters the frozen weights have no gradients, so they count 4 N'.
         """
         attention = 12.0 * self.layers * self.attention_width * seq_len
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
-        """Returns the bytes of a token in the KV cache: 2 L k d elements."""
+        """Returns the bytes of a token in the KV cache, which has 2 L k d elements."""
         return 2 * self.layers * self.kv_width * bytes_each
 
     def weights(self, layers: range, *, first: bool = True, last: bool = True) -> Iterator[WeightTensor]:
-        """Yields the weights of a part of the model: some layers, with what is before the first and after the last."""
+        """Yields the weights of a part of the model: some layers, optionally with the weights before the first and
+        after the last layer.
+        """
         if first or (last and self.tied):
             yield WeightTensor("embedding", (self.vocab, self.width), 0)
         if first and self.positions:
@@ -137,7 +142,9 @@ class ModelShape:
         yield from self._linear("down_proj", self.width, self.ffn, "columns", bias=self.ffn_bias)
 
     def layer_kinds(self, layers: range) -> list[tuple[bool, int]]:
-        """Returns the number of layers with experts and without, as (sparse, count), of those that exist."""
+        """Returns pairs (sparse, count) for layers with and without experts; a kind of which there are none is left
+        out.
+        """
         sparse = sum(index in self.sparse_layers for index in layers)
         return [(kind, count) for kind, count in ((True, sparse), (False, len(layers) - sparse)) if count]
 

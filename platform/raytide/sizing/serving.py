@@ -1,8 +1,9 @@
-"""Serving: what one replica of a model does, by the roofline, and how many an SLO and a request rate need.
+"""Serving: the speed of one replica of a model by a roofline model, and the number of replicas that an SLO and a
+request rate need.
 
-It is a first guess, for what fits and for the size of a fleet; measured speeds replace it (`autoscaler/endpoints`).
-Published predictors of this kind are off by up to 47 % for time to first token. A spec whose replicas cannot fit the
-memory of any GPU is refused.
+The result is a first guess of what fits and of the size of a fleet; measured speeds replace it
+(`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for time to first token. A spec whose
+replicas cannot fit the memory of any GPU is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KV_MEMORY_GB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServingLoad:
-    """The requests of an endpoint, and what they may take."""
+    """The requests of an endpoint, and the latencies that they may have."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -48,7 +49,7 @@ class ServingLoad:
     """The KV caches' numbers, as the engine's option of this name: 16 bits, or 8 and a scale of 32 for each head."""
 
     def kv_bytes_each(self, head_dim: int) -> float:
-        """Returns the bytes of one number of the KV cache."""
+        """Returns the bytes of one element of the KV cache."""
         return 1.0 + 4.0 / head_dim if self.kv_dtype == "int8" else 2.0
 
 
@@ -60,7 +61,7 @@ class ReplicaPlan:
     gpus: int
     """GPUs of one replica, which divide the model by tensor parallelism."""
     slots: int
-    """Sequences that it decodes at once."""
+    """The number of sequences that a replica decodes at once."""
     kv_bytes_per_token: float
     kv_bytes: float
     """Room for KV caches on all GPUs of the replica."""
@@ -77,7 +78,7 @@ class ReplicaPlan:
 
     @property
     def speed(self) -> Speed:
-        """The speed as `replicas.speed` of a ServeSpec and the autoscaler take it."""
+        """The speed in the form of `replicas.speed` in a ServeSpec, which the autoscaler uses too."""
         return Speed(prefill_tps=self.prefill_tps, slots=self.slots, tpot_ms=max(1e-3, self.tpot_s * 1e3))
 
     def json(self) -> dict[str, object]:
@@ -101,7 +102,9 @@ class ReplicaPlan:
 def prefill_seconds(
     model: ModelShape, tokens: int, device: Accelerator, gpus: int = 1, *, efficiency: float = COMPUTE_EFFICIENCY
 ) -> float:
-    """Returns (2 N T + 2 L a d T^2) / (n peak eff): the products of all weights, and causal attention."""
+    """Returns the seconds of a prefill, (2 N T + 2 L a d T^2) / (n peak eff): the products of all weights, and causal
+    attention.
+    """
     flops = 2.0 * model.active_parameters * tokens + 2.0 * model.layers * model.attention_width * tokens**2
     return flops / (gpus * device.peak_flops("bf16") * efficiency)
 
@@ -118,8 +121,9 @@ def decode_seconds(
     host_s: float = _HOST_S,
     kv_bytes_each: float = 2.0,
 ) -> float:
-    """Returns the seconds of a decode step of `batch` sequences with `context` tokens each: the larger of reading
-    weights and KV caches and of computing, the tensor ranks' all-reduces, and the host's work.
+    """Returns the seconds of a decode step of `batch` sequences with `context` tokens each. It is the sum of three
+    parts: the time for reading weights and KV caches or for computing, whichever is larger; the all-reduces of the
+    tensor ranks; and the work of the host.
     """
     weights = model.weight_bytes * min(model.parameters, batch * model.active_parameters)
     moved = weights + batch * context * model.kv_bytes_per_token(kv_bytes_each)
@@ -145,7 +149,8 @@ def plan_replicas(
     """Returns how many replicas of `gpus` GPUs the load needs; None if the model does not fit on them or an idle
     replica already misses the SLO.
 
-    A replica's prefill takes its time from decoding: a request costs its prompt's seconds and its share of the slots.
+    A replica does not decode while it prefills, so a request costs the seconds of its prompt plus its share of the
+    slots.
     """
     room = kv_room(model, device, gpus)
     context = load.prompt_tokens + load.output_tokens
@@ -197,7 +202,9 @@ def _most_slots(
     slo_tpot_s: float,
     kv_bytes_each: float,
 ) -> int:
-    """Returns the most sequences that a step decodes within the SLO; a step's time grows with them."""
+    """Returns the largest number of sequences with which a decode step stays within the SLO; the step's time grows with
+    their number.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -207,10 +214,11 @@ def _most_slots(
 
 
 def check_memory(spec: ServeSpec, weight_bytes: int, node_types: Sequence[NodeType]) -> ServeSpec:
-    """Returns the spec, bound to the node types whose GPUs hold its replicas if others of its types do not.
+    """Returns the spec; if some of its node types have GPUs that cannot hold a replica, restricted to the other node
+    types.
 
-    `weight_bytes` are those of the model's files. Node types whose GPUs have unknown memory are taken to hold them, and
-    replicas without GPUs and `memory` are not checked. Raises CapacityError if nothing holds them.
+    `weight_bytes`: the bytes of the model's files. GPUs of unknown memory are assumed to hold a replica, and replicas
+    without GPUs and `memory` are not checked. Raises CapacityError if no node type can hold a replica.
     """
     if (kept_gb := _number(spec.engine.get("weights_memory_gb"))) > 0:  # the others stay in the files
         weight_bytes = min(weight_bytes, int(kept_gb * GB))
@@ -248,7 +256,7 @@ def check_memory(spec: ServeSpec, weight_bytes: int, node_types: Sequence[NodeTy
 
 
 def _kv_bytes(engine: Mapping[str, Any]) -> int:
-    """Returns the bytes that an engine takes for KV; 0 where its options count blocks instead."""
+    """Returns the bytes that an engine reserves for its KV cache; 0 if its options give a number of blocks instead."""
     own = engine.get("vllm")
     own = own if isinstance(own, Mapping) else {}
     if engine.get("num_blocks") is not None or "num_gpu_blocks_override" in own:
@@ -258,7 +266,7 @@ def _kv_bytes(engine: Mapping[str, Any]) -> int:
 
 
 def _number(value: object) -> float:
-    """Returns an engine's option; 0.0 for one that the engine will refuse."""
+    """Returns an engine's option as a number; 0.0 for a value that the engine will refuse."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e18 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Predicts the time of a training step, split by cause: the model's own arithmetic, and each cost beyond it.
+"""Predicts the time of a training step, split by cause: the model's own arithmetic, and each additional cost.
 
 Compute follows a roofline: matrix products and attention at a share of the device's peak, everything else at the
 bandwidth of its memory. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring
@@ -41,14 +41,16 @@ class Link:
     latency_s: float
 
     def all_gather(self, whole_bytes: float) -> float:
-        """Returns the seconds to gather, or to reduce and scatter, `whole_bytes`: (n-1)/n of them pass each rank."""
+        """Returns the seconds of an all-gather, or of a reduce-scatter, of `whole_bytes` bytes: (n-1)/n of them pass
+        through each rank.
+        """
         if self.ranks == 1:
             return 0.0
         hops = self.ranks - 1
         return self.latency_s * hops + whole_bytes * hops / self.ranks / self.bandwidth
 
     def all_reduce(self, nbytes: float) -> float:
-        """Returns the seconds to sum `nbytes` on all ranks: a reduce-scatter and an all-gather."""
+        """Returns the seconds of an all-reduce of `nbytes` bytes: those of a reduce-scatter and an all-gather."""
         return 2.0 * self.all_gather(nbytes)
 
     def send(self, nbytes: float) -> float:
@@ -56,11 +58,11 @@ class Link:
 
 
 def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict[str, Link]:
-    """Returns the link of each axis. Ranks are numbered with the tensor axis innermost, so an axis whose ranks lie
-    within a node uses the node's own links.
+    """Returns the link of each mesh axis. Ranks are numbered with the tensor axis innermost, so an axis whose ranks are
+    all on one node uses the node's own links.
 
-    An axis that spans nodes is as fast as its ranks' share of the node's network: those of one node work together, and
-    the groups of the other ranks share it at the same time.
+    An axis that spans nodes is as fast as its share of a node's network: the ranks of a group on one node use the
+    network together, and share it with the groups of the node's other ranks.
     """
     links, inside = dict[str, Link](), 1
     for axis in reversed(AXES):
@@ -87,7 +89,7 @@ class StepTime:
     arithmetic: float
     """The model's FLOPs at the device's peak: what MFU counts as useful."""
     below_peak: float
-    """The further time of its products, because no kernel reaches the peak."""
+    """The additional time of matrix products, because no kernel reaches the peak."""
     memory_bound: float
     """Norms, activations and the loss, at the bandwidth of memory."""
     launches: float
@@ -134,7 +136,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs over what the devices could have done."""
+        """The model FLOPs utilization: the model's FLOPs divided by the devices' peak FLOPs in the time of the step."""
         return self.flops / (self.peak_flops * self.total)
 
     @property
@@ -148,12 +150,12 @@ class StepTime:
 
 
 def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
-    """Returns the pipeline's idle time over its ideal time, (p-1) / (v m) (Narayanan et al. 2021)."""
+    """Returns the pipeline's idle time divided by its ideal time, (p-1) / (v m) (Narayanan et al. 2021)."""
     return (ranks - 1) / (stages * microbatches)
 
 
 def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, devices_per_node: int) -> StepTime:
-    """Returns the time of one optimizer step of the whole gang."""
+    """Returns the time of one optimizer step of the whole gang, by part, in seconds."""
     sizes, layout, memory = strategy.sizes, strategy.layout, strategy.memory
     count, sequences = strategy.microbatches(workload)
     part = Slice(sequences, workload.seq_len, sizes.tensor, sizes.context, workload.bytes_each, on_cpu=device.is_cpu)
@@ -265,8 +267,9 @@ _COMPILED_PASSES = 0.5
 def _update_seconds(
     workload: TrainWorkload, strategy: Strategy, device: Accelerator, weights: int, optimizer: int
 ) -> float:
-    """Returns the seconds of clipping and updating: weights, gradients and moments are read, and written but for the
-    gradients."""
+    """Returns the seconds of clipping and updating: weights, gradients and moments are read, and weights and moments
+    are written.
+    """
     resident = optimizer if strategy.memory.optimizer == "none" else 0
     moved = 3 * weights + weights + 2 * resident
     count = 9 * workload.model.layers / strategy.layout.pipeline * _UPDATE_OPERATIONS
@@ -279,8 +282,9 @@ def _offload_seconds(
 ) -> float:
     """Returns the seconds of copies that computation does not hide.
 
-    Optimizer state, and for the update weights and gradients, are read and written beside no computation. Activations,
-    and the weights that each pass of a micro-batch reads and the gradients that it adds to, are copied meanwhile.
+    During the update no computation hides copies: optimizer state, weights and gradients are read and written. In the
+    passes of micro-batches, copies overlap with computation: of activations, of the weights that each pass reads, and
+    of the gradients to which it adds.
     """
     rate = {"none": 0.0, "cpu": 1 / _PCIE, "disk": 1 / _DISK}
     memory = strategy.memory
@@ -295,8 +299,9 @@ def _offload_seconds(
 
 
 def _bubble_factor(schedule: Schedule) -> float:
-    """Returns the part of a bubble that a schedule leaves: a third of 1F1B's for split backwards, none of it for those
-    in the form of a V (Qi et al. 2024, arXiv 2401.10241)."""
+    """Returns the share of 1F1B's bubble that remains in a schedule: a third if it splits the backward pass, none if it
+    is V-shaped (Qi et al. 2024, arXiv 2401.10241).
+    """
     if schedule in V_SHAPED:
         return 0.0
     return 1.0 / 3.0 if schedule in SPLIT_BACKWARD else 1.0

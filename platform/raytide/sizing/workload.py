@@ -1,4 +1,4 @@
-"""The work that is trained and the strategy for it: the two halves of a TrainSpec that decide memory and time."""
+"""The training work and the strategy for it: the two halves of a TrainSpec that decide memory and time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrainWorkload:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of a weight or an activation in computation."""
+        """The bytes of one element of a weight or an activation in computation."""
         return BYTES[self.precision]
 
     @property
@@ -60,7 +60,7 @@ class Strategy:
 
     @classmethod
     def from_spec(cls, spec: TrainSpec, world: int) -> Strategy:
-        """Returns the strategy of a spec on `world` ranks. Raises ConfigError if its layout needs more."""
+        """Returns the strategy of a spec on `world` ranks. Raises ConfigError if the layout needs more ranks."""
         sizes = spec.layout.sizes(world)
         return cls(sizes, spec.layout, spec.first_micro_batch(sizes), spec.memory)
 
@@ -69,7 +69,9 @@ class Strategy:
         return self.sizes.world
 
     def rows(self, workload: TrainWorkload) -> int:
-        """Returns the sequences of a step that each data rank computes, the last one perhaps padded."""
+        """Returns the number of sequences that each data rank computes in a step; those of the last rank
+        may be padded.
+        """
         return -(-workload.global_batch // self.sizes.data)
 
     def microbatches(self, workload: TrainWorkload) -> tuple[int, int]:

@@ -1,1 +1,3 @@
-"""Workflows: one file of stages, from text to an endpoint. `planner` decides, `executor` acts, `spec` is the file."""
+"""Workflows: one file describes stages from text to an endpoint. `spec` defines the file, `planner` decides, `executor`
+acts.
+"""

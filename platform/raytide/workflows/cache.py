@@ -1,8 +1,8 @@
-"""The digests by which a finished stage is found again, and the records of what finished stages made.
+"""The keys by which the results of finished stages are found again, and the records of these results.
 
-The key of a stage covers its kind and spec, the digests of what it refers to, its code and the files that it reads from
-outside the flow, but not where or for whom it runs. Its folder is named by the key, so results never overwrite others,
-and an attempt that goes on where another stopped finds its checkpoints.
+The key of a stage covers its kind and spec, the digests of the results that it refers to, its code, and the files that
+it reads from outside the flow; it does not cover the gang or the team. The folder of the results is named by the key.
+So results never overwrite others, and an attempt that continues an earlier one finds its checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ = {
 
 
 class StageRecord(Config):
-    """The outputs and metrics of a finished stage, in `out`/results/KEY.json."""
+    """The outputs and metrics of a finished stage, stored in `out`/results/KEY.json."""
 
     stage: str
     job: str = ""
@@ -81,7 +81,7 @@ def folder_of(flow: FlowSpec, name: str, key: str) -> str:
 
 
 def record_of(flow: FlowSpec, key: str) -> StageRecord | None:
-    """Returns the record of a finished stage, None if there is none or what it made is no longer there."""
+    """Returns the record of a finished stage; None if there is none, or if the stage's results no longer exist."""
     url = join(flow.out, "results", f"{key}.json")
     try:
         record = StageRecord.parse(json.loads(read_bytes(url)), where=url)
@@ -95,8 +95,8 @@ def save_record(flow: FlowSpec, key: str, record: StageRecord) -> None:
 
 
 def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
-    """Returns the digest of a result. A dataset's is that of its shards and tokenizer: what needs a dataset that was
-    built anew with the same bytes is not run again. Any other's is its key.
+    """Returns the digest of a result. For a dataset it is that of the shards and the tokenizer, so that stages that
+    need the dataset do not run again if it was rebuilt with the same bytes. For any other result it is the stage's key.
     """
     if kind != "data":
         return key
@@ -129,7 +129,7 @@ def fingerprint_of_inputs(flow: FlowSpec) -> str:
 
 
 def _read_from_outside(flow: FlowSpec, stage: StageSpec) -> list[Any]:
-    """Returns the names, sizes and versions of the files that a stage reads and no other stage made."""
+    """Returns the names, sizes and versions of the files that a stage reads from outside the flow."""
     spec = resolved(stage.spec, lambda each: flow.params[each.name] if each.stage == PARAMS else "")
     assert isinstance(spec, dict)  # as the stage's spec is
     if stage.kind == "data":
@@ -144,7 +144,7 @@ def _read_from_outside(flow: FlowSpec, stage: StageSpec) -> list[Any]:
 
 
 def _listing(url: str) -> list[Any]:
-    """Returns the names, sizes and versions of the files at a URL; of a dataset only its manifest's digest."""
+    """Returns the names, sizes and versions of the files at a URL; for a dataset, only the digest of its manifest."""
     if "@" in url or not exists(url):
         return [url]
     if exists(manifest := join(url, MANIFEST)):
@@ -158,7 +158,7 @@ def _listing(url: str) -> list[Any]:
 
 
 def _is_there(record: StageRecord) -> bool:
-    """Returns whether the files of a result are still there: a model's config, else the folder."""
+    """Returns whether the files of a result still exist: for a model its config, else the folder."""
     out, model = record.outputs.get("out"), record.outputs.get("model")
     if model is not None and not exists(join(model, "config.json")):
         return False

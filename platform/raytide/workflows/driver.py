@@ -2,8 +2,8 @@
 
 It steps the flow's executor, stores its state and reports it. A scheduled flow waits between its cycles.
 
-It has the rights of the flow's job. Killed at any moment, it is started again by the job's driver, on another node if
-its own was lost, and goes on from the stored state.
+It has the rights of the flow's job. If it is killed, the job's driver starts it again, on another node if its own was
+lost, and it continues from the stored state.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _to_log(line: str) -> None:
 
 
 class FlowDriver:
-    """Runs the cycles of a flow until it is over, or for ever with a schedule."""
+    """Runs the cycles of a flow until the flow is over; with a schedule, for ever."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class FlowDriver:
         return self._leave()
 
     def tick(self) -> int | None:
-        """Does what can be done now. Returns the exit code once the flow is over.
+        """Runs all steps that are possible now. Returns the exit code once the flow is over.
 
-        ClusterError or StorageError if the API or the storage is away: the next tick goes on.
+        Raises ClusterError or StorageError if the API or the storage is unavailable; the next tick continues.
         """
         is_over = self._executor.step()
         self._report()
@@ -122,7 +122,9 @@ class FlowDriver:
         self._stopped.set()
 
     def _leave(self) -> int:
-        """Ends the stages if the flow's job was asked to stop; otherwise it is only moved, and they run on."""
+        """Stops the stages if the flow's job was asked to stop. Otherwise the driver is only moved to another node, and
+        the stages keep running.
+        """
         try:
             if self._client.job(self._job).job.stop_requested:
                 self._executor.stop()
@@ -198,7 +200,7 @@ def main() -> int:
 
 
 def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
-    """Returns the first time after `now_s` that the cron expression names; None without one."""
+    """Returns the first time after `now_s` that matches the cron expression; None without an expression."""
     if not schedule.cron:
         return None
     from cronsim import CronSim
@@ -207,10 +209,10 @@ def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
 
 
 def begins_because(schedule: ScheduleSpec, next_at_s: float | None, now_s: float, before: str, inputs: str) -> str:
-    """Returns why the next cycle begins now; empty if it does not.
+    """Returns why the next cycle begins now; empty if it does not begin.
 
-    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. A time that passed while no
-    driver ran counts once.
+    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. Scheduled times that passed
+    while no driver ran start only one cycle.
     """
     if next_at_s is not None and now_s >= next_at_s:
         return f"the schedule {schedule.cron}"

@@ -1,7 +1,7 @@
-"""Applies the plan of a flow: a thin loop around `planner.plan`, whose every step may be the last before a kill.
+"""Applies the plan of a flow: a thin loop around `planner.plan`, which may be killed after any step.
 
-The state is stored before each submission and after each event. What is submitted has a key made of the run, the cycle,
-the stage and the attempt, so that submitting it again is the same job.
+The state is stored before each submission and after each event. A submission has a key made of the run, the cycle, the
+stage and the attempt, so that a repeated submission gives the same job.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Executor:
         self._saved: FlowState | None = None
 
     def step(self) -> bool:
-        """Looks at everything that runs and does all that can be done now. Returns whether the cycle is over.
+        """Looks at all running stages and takes all actions that are possible now. Returns whether the cycle is over.
 
-        ClusterError if the API does not answer: what was done is stored, and the next step goes on from it.
+        Raises ClusterError if the API does not answer; completed actions are stored, and the next step continues from
+        them.
         """
         try:
             self._look_at_all()
@@ -62,7 +63,7 @@ class Executor:
         return self.state.is_over
 
     def stop(self) -> None:
-        """Asks for the end of everything that runs."""
+        """Asks all running stages and trials to end."""
         for name, stage in self.state.stages.items():
             if stage.status == "running" and stage.job:
                 self._runner.stop(self._task(name), stage.job)
@@ -163,7 +164,7 @@ class Executor:
             self._submit(name)
 
     def _is_known(self, name: str, key: str) -> bool:
-        """Returns whether the result of the stage is there already, which is then the stage's."""
+        """Returns whether the result of the stage exists already; if so, it is taken as the stage's result."""
         stage, now_s = self.flow.stages[name], self._now_s()
         if stage.kind == "serve":
             if not stage.cache or self.state.applied.get(name) != key or self.state.cycle == 1:
@@ -259,7 +260,9 @@ class Executor:
         return spec
 
     def _steps(self, name: str) -> int:
-        """Returns the steps of a whole trial, by which rungs are placed; 0 if the spec does not say."""
+        """Returns the number of steps of a whole trial, from which the rungs are computed; 0 if the spec does not give
+        it.
+        """
         steps = self._spec(name).get("steps")
         return steps if isinstance(steps, int) else 0
 

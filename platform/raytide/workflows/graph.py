@@ -1,4 +1,4 @@
-"""The order in which stages need each other, and errors for circles and for names that do not exist."""
+"""The order of stages by their dependencies, with errors for circles and for names that do not exist."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
 
 
 def needs_of(stage: StageSpec) -> tuple[str, ...]:
-    """Returns the stages that must be done before this one, in the order in which it names them."""
+    """Returns the names of the stages that must be done before this one, in the order in which its spec names them."""
     named = [reference.stage for reference in references_in(stage.spec) if reference.stage != PARAMS]
     judged = [name for condition in stage.conditions for name in condition.stages]
     return tuple(dict.fromkeys([*named, *judged, *stage.needs]))
 
 
 def order_of(flow: FlowSpec) -> tuple[str, ...]:
-    """Returns the stages, each after those that it needs, else as the file has them.
+    """Returns the stages in an order in which each comes after those that it needs; otherwise they keep the order of
+    the file.
 
-    Raises ConfigError for a circle, naming it, and for a reference to something that does not exist.
+    Raises ConfigError for a circle, which it names, and for a reference to something that does not exist.
     """
     for name, stage in flow.stages.items():
         _check_references(flow, name, stage)

@@ -1,7 +1,7 @@
 """Decides what a flow does next: `plan(flow, state, now_s) -> actions`, a pure function. The executor applies them.
 
-Every decision follows from the stored state alone, so a driver that was killed goes on where it was: a stage that runs
-without a known job is submitted again under the same key, which is the same job.
+Every decision follows from the stored state alone, so a driver that was killed continues where it was: a running stage
+without a known job is submitted again under the same key, which gives the same job.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from raytide.workflows.sweep.sampler import PastTrial
 class StageAction:
     """A change of one stage.
 
-    `begin`: count a new attempt, store it, and submit it unless its result is cached. `submit`: submit the attempt that
-    is stored, again. `skip` and `fail`: end it, for `reason`. `conclude`: end a sweep with its best trial, which is
-    `trial`; without one it has failed.
+    `begin`: count a new attempt, store it, and submit it unless its result is cached. `submit`: submit the stored
+    attempt again. `skip` and `fail`: end the stage, for `reason`. `conclude`: end a sweep with its best trial, `trial`;
+    the sweep has failed if that is None.
     """
 
     kind: Literal["begin", "submit", "skip", "fail", "conclude"]
@@ -50,8 +50,9 @@ FlowAction = StageAction | TrialAction
 
 
 def plan(flow: FlowSpec, state: FlowState, now_s: float) -> tuple[FlowAction, ...]:
-    """Returns what is to be done now, in the order of the stages. Nothing while all that is left runs, or waits for its
-    retry."""
+    """Returns the actions to take now, in the order of the stages. There are none while all unfinished stages run or
+    wait for a retry.
+    """
     actions: list[FlowAction] = []
     running = sum(1 for stage in state.stages.values() if stage.status == "running")
     for name in order_of(flow):
@@ -68,7 +69,7 @@ def plan(flow: FlowSpec, state: FlowState, now_s: float) -> tuple[FlowAction, ..
 
 
 def _of_waiting(flow: FlowSpec, state: FlowState, name: str, now_s: float) -> StageAction | None:
-    """Returns the action on a stage that waits; None while it has to."""
+    """Returns the action on a waiting stage; None while it must keep waiting."""
     stage, needs = flow.stages[name], needs_of(flow.stages[name])
     for needed in needs:
         before = state.stages[needed]
@@ -137,7 +138,7 @@ def _of_trial(
 
 
 def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> StageAction:
-    """Returns the end of a sweep: its best whole trial, or the failure of all."""
+    """Returns the action that ends a sweep: with its best complete trial, or as failed if there is none."""
     assert stage.sweep is not None
     sign = 1.0 if stage.sweep.mode == "min" else -1.0
     whole = [(sign * trial.value, number) for number, trial in enumerate(trials) if trial.value is not None]
@@ -149,7 +150,9 @@ def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> S
 
 
 def past_trials(trials: tuple[TrialState, ...]) -> tuple[PastTrial, ...]:
-    """Returns what the sampler learns from: trials that ended, whole or early, in the order of their numbers."""
+    """Returns the trials from which the sampler learns: those that ended, complete or early, in the order of their
+    numbers.
+    """
     past = []
     for trial in trials:
         if trial.status == "done" and trial.value is not None:

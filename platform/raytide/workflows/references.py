@@ -68,9 +68,9 @@ class MetricCondition(NamedTuple):
         return (self.metric[0],) if self.other is None else (self.metric[0], self.other[0])
 
     def broken_by(self, metrics: Callable[[str, str], float]) -> str:
-        """Returns why the condition does not hold; empty if it does. `metrics(stage, name)` gives a value.
+        """Returns why the condition does not hold; empty if it holds. `metrics(stage, name)` returns a metric's value.
 
-        A value that is not a number fulfils no condition.
+        A NaN fulfils no condition.
         """
         value = metrics(*self.metric)
         limit = self.number if self.other is None else self.number * metrics(*self.other)
@@ -99,8 +99,8 @@ def references_in(value: object) -> Iterator[Reference]:
 def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
     """Returns the spec with every reference replaced by `lookup(reference)`.
 
-    A text that is nothing but a reference becomes the value itself, a number for instance; within a text it is written
-    out.
+    A text that consists of one reference becomes the value itself, for instance a number. A reference within a longer
+    text is replaced by the value as text.
     """
     if isinstance(value, str):
         found = list(references_in(value))
@@ -115,7 +115,7 @@ def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
 
 
 def with_value(spec: Mapping[str, object], path: str, value: object) -> dict[str, object]:
-    """Returns the spec with the field at a dotted path replaced, and the mappings on the way made where they lack."""
+    """Returns the spec with the field at a dotted path replaced; missing mappings on the path are created."""
     first, _, rest = path.partition(".")
     if not rest:
         return {**spec, first: value}

@@ -1,6 +1,6 @@
-"""The file of a workflow: named stages, what each needs of the others, and when the whole runs.
+"""The file of a workflow: named stages, their dependencies, and the schedule.
 
-`raytide.workflows.graph` checks what no single stage knows: references, and circles.
+`raytide.workflows.graph` checks what concerns several stages: references and circles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The state of a run of a flow, and how each event changes it. All of it is pure: the executor stores what it returns.
+"""The state of a run of a flow, and its changes by each event, as pure functions: the executor stores the states that
+they return.
 
 A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. After a failure it waits again if it has
-retries left. The number of an attempt never comes twice in a cycle, and is stored before its job is submitted under a
-key made of it: whatever is killed in between, the same attempt is submitted again and is the same job.
+retries left. An attempt's number occurs once in a cycle, and is stored before its job is submitted under a key that
+contains it. So if a process is killed in between, the same attempt is submitted again and gives the same job.
 """
 
 from __future__ import annotations
@@ -105,27 +106,27 @@ class FlowState(Config):
 
 
 def fresh(flow: FlowSpec, run: str, driver: str = "") -> FlowState:
-    """Returns the state of a run in which nothing was done."""
+    """Returns the state of a run in which no stage has begun."""
     return FlowState(run=run, driver=driver, stages={name: StageState() for name in flow.stages})
 
 
 def postponed(state: FlowState) -> FlowState:
-    """Returns the state of a flow whose first cycle is that of its schedule: nothing is done in cycle 0."""
+    """Returns the state of a flow that first runs when its schedule says so: in cycle 0 nothing is done."""
     stages = {name: StageState(status="skipped", reason="its first cycle has not begun") for name in state.stages}
     return state.model_copy(update={"cycle": 0, "stages": stages})
 
 
 def next_cycle(state: FlowState, because: str, inputs: str) -> FlowState:
-    """Returns the state in which everything waits again."""
+    """Returns the state for the next cycle, in which all stages wait again."""
     stages = {name: StageState() for name in state.stages}
     changes = {"cycle": state.cycle + 1, "because": because, "stages": stages, "inputs": inputs, "next_at_s": None}
     return state.model_copy(update=changes)
 
 
 def resumed(state: FlowState, driver: str) -> FlowState:
-    """Returns the state for another driver job: what failed or was skipped waits again, what is done stays.
+    """Returns the state for another driver job: failed and skipped stages wait again, finished stages stay done.
 
-    The trials of a sweep that failed are tried again too; those that ended stay.
+    Failed trials of a sweep are run again too; trials that ended otherwise stay.
     """
     stages = {}
     for name, stage in state.stages.items():
@@ -137,7 +138,7 @@ def resumed(state: FlowState, driver: str) -> FlowState:
 
 
 def begun(state: FlowState, name: str, key: str, now_s: float) -> FlowState:
-    """Returns the state with one more attempt of a stage, which is stored before the attempt is submitted."""
+    """Returns the state with one more attempt of a stage; this state is stored before the attempt is submitted."""
     before = state.stages[name]
     changes = {"status": "running", "attempt": before.attempt + 1, "key": key, "job": "", "retry_at_s": None}
     if before.started_at_s is None:
@@ -187,7 +188,9 @@ def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, rea
 
 
 def metric_of(state: FlowState) -> Callable[[str, str], float]:
-    """Returns the function that gives a metric of a stage. It raises KeyError with a text for one that is not known."""
+    """Returns a function from a stage and a metric's name to the value. The function raises KeyError, with a text, for
+    an unknown metric.
+    """
 
     def find(stage: str, name: str) -> float:
         metrics = state.stages[stage].metrics

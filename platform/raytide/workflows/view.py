@@ -47,7 +47,8 @@ class StageView:
 
 
 def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
-    """Returns what a driver reports: `stage` for tables of jobs, and one text for each stage, which `views_of` reads.
+    """Returns the progress that a driver reports: `stage` for tables of jobs, and a text for each stage, which
+    `views_of` reads.
 
     The more stages there are, the shorter are their texts, because a job's progress has 16 KiB.
     """
@@ -62,7 +63,9 @@ def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
 
 
 def _fitting(text: str, most: int) -> str:
-    """Returns the text, cut so that it has at most this many characters as JSON within JSON."""
+    """Returns the text, truncated so that it has at most this many characters when it is encoded as JSON
+    within JSON.
+    """
     while len(json.dumps(json.dumps(text))) > most + 6:  # six quotation marks and their escapes
         text = shortened(text, max(1, len(text) * 4 // 5))
         if len(text) == 1:
@@ -109,7 +112,7 @@ class FlowGraph:
 
 
 def svg_of(views: Iterable[StageView]) -> str:
-    """Returns the graph as SVG: a stage is a box, in the column after those of all that it needs."""
+    """Returns the graph as SVG: each stage is a box, in a column to the right of all stages that it needs."""
     stages = {view.name: view for view in views}
     column: dict[str, int] = {}
     for view in stages.values():  # in order: what it needs comes before it

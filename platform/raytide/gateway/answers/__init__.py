@@ -1,1 +1,1 @@
-"""Answers that need not be computed: those that are being computed already, and those that are kept."""
+"""Answers that need not be computed again: those that are in computation for an equal request, and cached ones."""

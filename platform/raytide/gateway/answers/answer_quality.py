@@ -1,4 +1,4 @@
-"""Measures the log probability that a model gives its own answers, of a sample of the requests."""
+"""Measures, for a sample of the requests, the log probability that a model gives its own answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _KEPT, _KEPT_S = 256, 3600.0
 
 
 class AnswerQuality:
-    """The mean log probability of the tokens of the last measured answers, in nats: at most 256, of the last hour."""
+    """The mean log probability, in nats a token, of the last measured answers: at most 256 answers, of
+    the last hour.
+    """
 
     def __init__(self, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._clock = share, clock
@@ -26,7 +28,7 @@ class AnswerQuality:
         """(time, sum of the log probabilities, tokens)"""
 
     def measured(self, generate: Generate, is_able: Callable[[], bool]) -> Generate:
-        """Returns `generate`, which measures some of its answers where the engine `is_able` to."""
+        """Returns a `generate` that measures a share of the answers while `is_able` says that the engine can."""
 
         def choose(request: GenRequest) -> AsyncIterator[GenChunk]:
             is_chosen = random.random() < self._share  # no secret  # nosec B311
@@ -35,7 +37,7 @@ class AnswerQuality:
         return choose
 
     async def _measure(self, generate: Generate, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Yields the answer with the log probabilities that the request asks for."""
+        """Yields the answer and measures it; log probabilities that the request did not ask for are removed."""
         is_asked = request.sampling.logprobs is not None
         if not is_asked:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))
@@ -50,7 +52,7 @@ class AnswerQuality:
 
     @property
     def mean_logprob(self) -> float | None:
-        """None without a measured answer."""
+        """The mean over the kept answers, in nats a token; None without a measured answer."""
         since_s = self._clock() - _KEPT_S
         recent = [(total, tokens) for at_s, total, tokens in self._answers if at_s >= since_s]
         tokens = sum(count for _, count in recent)

@@ -1,9 +1,9 @@
-"""Computes equal requests once: those in flight share one stream, and later ones may find the answer in a cache, which
-keeps exact answers for a while where an endpoint asks for it.
+"""Computes equal requests once: requests in flight share one stream. If an endpoint asks for it, answers are also kept
+in a cache for a while, where later equal requests find them.
 
-Only requests whose answer is determined are equal: greedy or seeded ones with the same prompt, parameters, adapter and
-salt, of the same weights. The salt has the caller's team, so teams share nothing. Tools change nothing about that: a
-model only writes calls, which the client makes.
+Only requests whose answer is determined can be equal: greedy or seeded ones with the same prompt, parameters, adapter,
+salt and weights. The salt contains the caller's team, so teams share nothing. Requests with tools are no exception: a
+model only writes calls, and the client makes them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AnswerCache:
         self._evict()
 
     def find(self, key: bytes) -> list[GenChunk] | None:
-        """Returns the chunks of an answer, one for each sample; None for one that is not kept or has expired."""
+        """Returns the chunks of an answer, one for each sample; None if the answer is not kept or has expired."""
         if self._policy is None or (found := self._answers.get(key)) is None:
             return None
         at_s, _, chunks = found
@@ -94,8 +94,8 @@ def _joined(chunks: Sequence[GenChunk]) -> list[GenChunk]:
 
 
 def answer_key(request: GenRequest, version: str) -> bytes | None:
-    """Returns the same key for requests with the same answer, None for those whose answer is not determined or is much
-    more than its tokens.
+    """Returns a key that is equal for requests with the same answer; None if the answer is not determined, or needs
+    much more memory than its tokens (log probabilities).
     """
     params = request.sampling
     if not (params.is_greedy or params.seed is not None) or request.resume:
@@ -112,7 +112,7 @@ def answer_key(request: GenRequest, version: str) -> bytes | None:
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream with its readers. `chunks` are those from number `first` on."""
+    """A stream with its readers. `chunks` has the chunks from number `first` on; earlier ones were dropped."""
 
     chunks: list[GenChunk] = field(default_factory=list)
     first: int = 0
@@ -127,7 +127,7 @@ class _Stream:
 
     @property
     def is_joinable(self) -> bool:
-        """False once a new reader would get more at once than it could read."""
+        """False once the stream is complete, or so long that a new reader would get too much at once."""
         return self.tokens <= MAX_TOKENS and not self.is_complete
 
     def add(self, chunk: GenChunk) -> None:
@@ -150,7 +150,7 @@ class _Stream:
 
 
 class SharedAnswers:
-    """The streams of one endpoint. `version` returns that of the weights. Use it from one event loop."""
+    """The streams of one endpoint. `version` returns the version of the weights. Use it from one event loop."""
 
     def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
         self.cache = AnswerCache()
@@ -196,7 +196,7 @@ class SharedAnswers:
                 await self._end(key, stream)
 
     async def _end(self, key: bytes, stream: _Stream) -> None:
-        """Ends a stream that nobody reads; the engine has freed its blocks when this returns."""
+        """Ends a stream without readers; the engine has freed the stream's blocks when this returns."""
         if self._streams.get(key) is stream:
             del self._streams[key]
         if stream.task is not None and not stream.is_complete:

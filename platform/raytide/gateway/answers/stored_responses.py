@@ -55,7 +55,9 @@ END;
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """The most that is kept of a key's account, of a team and of all; beyond it the oldest of these go."""
+    """The limits on stored responses of a key's account, of a team, and of all. Beyond a limit the oldest of the same
+    group are removed.
+    """
 
     account_responses: int = 10_000
     account_bytes: int = 256 << 20
@@ -66,7 +68,7 @@ class ResponseLimits:
 
 
 class SharedResponses:
-    """A ResponseStore for the gateway processes of a cluster. `run` removes what has expired."""
+    """A ResponseStore for the gateway processes of a cluster. `run` removes expired responses."""
 
     def __init__(
         self, folder: Path, limits: ResponseLimits | None = None, now_s: Callable[[], float] = time.time

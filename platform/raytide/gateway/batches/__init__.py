@@ -1,1 +1,1 @@
-"""Batches of the OpenAI API: what a batch is, who keeps it, and which gateway process works on it."""
+"""Batches of the OpenAI API: their objects, their store, and the gateway process that works on each."""

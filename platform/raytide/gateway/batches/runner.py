@@ -50,8 +50,8 @@ ScopeOf = Callable[[str], Mapping[str, Any]]
 
 
 class BatchRunner:
-    """The part of one gateway process in the batches. `scope_of(account)` gives the entries of the ASGI scope
-    with which rows run, such as their caller, by the account of the key that created their batch.
+    """Works on batches in one gateway process. `scope_of(account)` returns the entries of the ASGI scope, such as the
+    caller, with which rows run; `account` is that of the key that created the batch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchRunner:
         poll_s: float = _POLL_S,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`has_priority(model)` returns whether the model's engine knows priorities."""
+        """`has_priority(model)` returns whether the model's engine supports priorities."""
         self._batches, self._app, self._scope_of, self._has_priority = batches, app, scope_of, has_priority
         self._rows_at_once, self._poll_s, self._now_s = rows_at_once, poll_s, now_s
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
@@ -92,7 +92,9 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_up(self) -> None:
-        """Starts batches that nobody works on: first those of teams with the fewest here, then the oldest."""
+        """Starts batches that no process works on: first those of teams with the fewest batches in this process, then
+        the oldest.
+        """
         self._running = {name: entry for name, entry in self._running.items() if not entry[1].done()}
         if len(self._running) >= _BATCHES_AT_ONCE:
             return
@@ -175,7 +177,7 @@ class BatchRunner:
         await _in_thread(self._finish, batch, claimed.team, rows, progress, status or "completed")
 
     def _ending(self, batch: BatchObject) -> BatchStatus | None:
-        """Returns why a batch must stop before all of its rows have run; None if it need not."""
+        """Returns the state in which a batch must end before all of its rows have run; None if it need not."""
         if batch.status == "cancelling":
             return "cancelled"
         return "expired" if self._now_s() >= batch.expires_at else None
@@ -200,14 +202,16 @@ class BatchRunner:
             self._batches.finish(batch, team, status, output, errors)
 
     def _remove(self, batch_id: str) -> None:
-        """Removes what only an unfinished batch needs."""
+        """Removes the files that only an unfinished batch needs."""
         for suffix in ("progress", "lock"):
             with suppress(FileNotFoundError):
                 (self._batches.files.folder / f"{batch_id}.{suffix}").unlink()
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` in a thread and, even if it is cancelled, waits for its end: the batch's lock is held until then."""
+    """Runs `work` in a thread. Even if this task is cancelled, it waits for the thread to end: the batch's lock is held
+    until then.
+    """
     running = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
     try:
         return await asyncio.shield(running)

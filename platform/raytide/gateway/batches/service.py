@@ -37,7 +37,9 @@ class BatchService:
         await self._runner.run()
 
     def _scope_of(self, account: str) -> dict[str, object]:
-        """Returns what a row's request has in its scope: a row runs under the limits of the batch's key."""
+        """Returns the scope entries of a row's request: the row runs under the limits of the key that created the
+        batch.
+        """
         return {CALLER: self._tenancy.caller_of_account(account)}
 
     def _has_priority(self, model: str) -> bool:

@@ -117,8 +117,8 @@ class BatchStore:
         return [UnfinishedBatch(row["id"], row["team"], row["account"]) for row in rows]
 
     def move(self, batch: BatchObject, status: BatchStatus) -> BatchObject:
-        """Saves what the batch's process has set, with a new status and its time, unless the batch is beyond that
-        status already, such as cancelled meanwhile.
+        """Saves the batch's fields with a new status and its time, unless the batch is past that status already, for
+        example because it was cancelled meanwhile.
         """
         with self._database.write() as connection:
             found = _found(connection, batch.id)
@@ -129,7 +129,7 @@ class BatchStore:
     def finish(
         self, batch: BatchObject, team: str, status: BatchStatus, output: PartialFile, errors: PartialFile
     ) -> BatchObject:
-        """Ends the batch and publishes its two files, unless they are empty, at once."""
+        """Ends the batch and publishes its two files, except empty ones, in one transaction."""
         with self._database.write() as connection:
             found = _found(connection, batch.id)
             if found.status in FINAL:

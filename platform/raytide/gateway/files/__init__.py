@@ -1,1 +1,1 @@
-"""Files of the OpenAI API: who may keep which, where, and for how long."""
+"""Files of the OpenAI API: their store, limits and expiry."""

@@ -1,4 +1,4 @@
-"""A SQLite database that processes of a cluster share: that of files and batches, unless told otherwise."""
+"""A SQLite database that processes of a cluster share; by default the one of files and batches."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 class FileDatabase:
     """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it.
 
-    It has a rollback journal, not a write-ahead log, whose readers would need room on the disk. One that `has_log` is
-    faster, and may lose the last transactions when the power fails.
+    By default it has a rollback journal, since readers of a write-ahead log need space on the disk. With `has_log` it
+    has a write-ahead log: it is faster, but may lose the last transactions when the power fails.
 
-    A file that SQLite finds damaged is renamed, and a new one begun: only the call that found it fails. What the file
-    held is unknown from then on.
+    A file that SQLite finds damaged is renamed, and a new one begun: only the call that found the damage fails. The
+    contents of the damaged file are lost to later calls.
     """
 
     def __init__(self, folder: Path, name: str = "files.db", schema: str = _SCHEMA, *, has_log: bool = False) -> None:
@@ -72,7 +72,7 @@ class FileDatabase:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Opens a transaction that no other writer can interleave with; it is durable once the block has ended."""
+        """Opens a transaction that excludes other writers; it is durable once the block has ended."""
         with self._opened() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -92,7 +92,9 @@ class FileDatabase:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """Raises StorageError for a full disk or a damaged file, and OverloadedError for one that stays locked."""
+        """Opens the file. Raises StorageError for a full disk or a damaged file, and OverloadedError if the file stays
+        locked.
+        """
         name, inode = self._path.name, 0
         try:
             with self._lock(fcntl.LOCK_SH):
@@ -122,7 +124,9 @@ class FileDatabase:
         connection.executescript(self._schema)
 
     def _replace(self, inode: int, error: sqlite3.DatabaseError) -> None:
-        """Renames the file and its journals while nobody has it open, unless another process did, and begins anew."""
+        """Renames the damaged file and its journals and creates a new file, unless another process has done so. It
+        waits until no process has the file open.
+        """
         with self._lock(fcntl.LOCK_EX):
             if not self._path.exists() or self._path.stat().st_ino != inode:
                 return
@@ -139,7 +143,7 @@ class FileDatabase:
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        """Keeps the file in its place, or with LOCK_EX all others out of it."""
+        """Holds a lock: a shared one keeps others from renaming the file, LOCK_EX keeps others from opening it."""
         try:
             handle = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -49,7 +49,7 @@ Cursor = Annotated[str | None, Query(max_length=MAX_NAME_CHARS)]
 
 
 def team_of(request: Request) -> str:
-    """Returns the team of the caller whom a middleware has found."""
+    """Returns the team of the caller that a middleware has identified."""
     return caller_of(request.scope).team
 
 
@@ -109,7 +109,7 @@ def add_file_routes(app: FastAPI, files: FileStore) -> None:
 
 
 def _check_length(files: FileStore, request: Request) -> None:
-    """Refuses an upload that is too large by what it says of itself, before it is sent."""
+    """Refuses an upload whose Content-Length is too large, before the body is sent."""
     length = request.headers.get("content-length", "")
     size = int(length) if length.isdecimal() and len(length) < 18 else 0
     if size > files.limits.file_bytes + (1 << 20):
@@ -119,7 +119,7 @@ def _check_length(files: FileStore, request: Request) -> None:
 
 
 def _checked(form: UploadForm) -> tuple[str, int | None]:
-    """Returns purpose and seconds until the expiry. Raises ApiError for what is missing or wrong."""
+    """Returns the purpose and the seconds until the expiry. Raises ApiError for missing or wrong fields."""
     if form.filename is None:
         raise _missing("file")
     purpose = form.fields.get("purpose")
@@ -132,7 +132,7 @@ def _checked(form: UploadForm) -> tuple[str, int | None]:
 
 
 def expiry_of(fields: Mapping[str, Any], param: str) -> int:
-    """Returns the seconds of `{anchor, seconds}`, of a form or of JSON."""
+    """Returns the seconds of `{anchor, seconds}`, given as form fields or as JSON."""
     if fields.get("anchor") != "created_at":
         raise invalid("The anchor is created_at.", param=f"{param}.anchor")
     text = str(fields.get("seconds", ""))

@@ -68,7 +68,7 @@ class FileDeletion(BaseModel):
 
 
 class PartialFile:
-    """Content that is being written, under a name by which the next process finds it if this one dies."""
+    """Content that is being written, under a name by which another process can remove it if this one dies."""
 
     def __init__(self, folder: Path, limits: FileLimits) -> None:
         self.id = f"file-{secrets.token_hex(16)}"
@@ -79,7 +79,9 @@ class PartialFile:
             self._file: BinaryIO = open(self.path, "xb", buffering=0, opener=_for_owner)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
-        """Appends. Raises ApiError beyond the size of a file, StorageError if the disk is full or nearly."""
+        """Appends data. Raises ApiError beyond the largest size of a file, StorageError if the disk is full or nearly
+        full.
+        """
         self.size += len(data)
         if self.size > self._limits.file_bytes:
             raise invalid(
@@ -100,7 +102,7 @@ class PartialFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Removes what was not added to the store."""
+        """Removes the content unless it was added to the store."""
         self._file.close()
         with suppress(FileNotFoundError):
             self.path.unlink()
@@ -117,7 +119,7 @@ class FileStore:
 
     @contextmanager
     def partial(self) -> Iterator[PartialFile]:
-        """Opens a context in which a new file is written; without `add` in it, nothing is left."""
+        """Opens a context in which a new file is written. If the context ends without `add`, the file is removed."""
         part = PartialFile(self.folder, self.limits)
         try:
             yield part
@@ -145,7 +147,7 @@ class FileStore:
         purpose: str,
         expires_after_s: int | None,
     ) -> FileObject:
-        """Adds a written and synced file in a transaction of the caller's, which decides whether it exists."""
+        """Adds a written and synced file within the caller's transaction; the file exists once that commits."""
         now = int(self._now_s())
         if expires_after_s is None and purpose == "batch":
             expires_after_s = _KEEP_BATCH_S
@@ -173,7 +175,7 @@ class FileStore:
             raise _no_room("The files of this cluster take all the room that they may.")
 
     def get(self, team: str, file_id: str) -> FileObject:
-        """Returns a file of the team. Raises a 404 for one that is another team's, too."""
+        """Returns a file of the team. Raises a 404 if there is none, or if it belongs to another team."""
         with self.database.read() as connection:
             row = connection.execute(
                 "SELECT * FROM files WHERE id = ? AND team = ? AND coalesce(expires_at, ?) >= ?",
@@ -225,7 +227,7 @@ class FileStore:
         return FileDeletion(id=file_id)
 
     def sweep(self) -> None:
-        """Removes what has expired and what killed processes have left."""
+        """Removes expired files, and unfinished files of killed processes."""
         sweep([self.folder])
         with self.database.write() as connection:
             expired = connection.execute(
@@ -243,7 +245,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def content_path(self, file_id: str) -> Path:
-        """Returns where the content of a file of any team is."""
+        """Returns the path of the content of a file, whichever team it belongs to."""
         assert _CONTENT.fullmatch(file_id), file_id
         return self.folder / file_id
 

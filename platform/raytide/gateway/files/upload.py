@@ -24,7 +24,7 @@ _UPLOAD_TIMEOUT_S = 3600.0
 
 @dataclass(slots=True)
 class UploadForm:
-    """The fields of an upload, and the name of its file; None if it had none."""
+    """The fields of an upload, and the name of its file; None if it had no file."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
@@ -75,7 +75,7 @@ def _too_slow() -> ApiError:
 
 
 class _Reader:
-    """Takes what the parser finds."""
+    """Receives the parser's events: fields, and the data of the file."""
 
     def __init__(self) -> None:
         self.form = UploadForm()

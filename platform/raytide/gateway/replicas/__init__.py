@@ -1,1 +1,3 @@
-"""The replicas behind the gateway: where they are, which one answers a request, and what happens when it is lost."""
+"""The replicas behind the gateway: their addresses, the choice of one for each request, and recovery
+when it is lost.
+"""

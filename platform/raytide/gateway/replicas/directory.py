@@ -1,4 +1,4 @@
-"""Reads which endpoints and replicas exist from the GCS, without being part of the Ray cluster."""
+"""Reads from the GCS which endpoints and replicas exist, without joining the Ray cluster."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Directory:
         self._thread.join(_TIMEOUT_S + 1)
 
     def report(self, key: bytes, value: bytes | None) -> None:
-        """Writes a key with the next poll; None deletes it."""
+        """Writes a key at the next poll; a value of None deletes it."""
         with self._lock:
             self._reports[key] = value
 
@@ -105,9 +105,9 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
 
 
 def listing(found: Mapping[bytes, bytes]) -> Listing:
-    """Returns the endpoints of these keys. An unreadable one is left out, and hides no other.
+    """Returns the endpoints that these keys describe. An unreadable key is skipped and does not hide others.
 
-    Applications that no route names are those of rollouts that are over or have not begun.
+    Applications that no route names belong to rollouts that are over or have not begun.
     """
     applications: Listing = {}
     replicas: dict[str, dict[str, ReplicaAddress]] = {}

@@ -11,16 +11,19 @@ from raytide.gateway.replicas.routing.router import Route
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
-    """The replicas of an endpoint with the same model, and the fewest tokens of a prompt for which they are asked."""
+    """The replicas of another endpoint with the same model, and the minimum number of prompt tokens for which they are
+    used.
+    """
 
     replicas: ReplicaSet
     min_tokens: int
 
     def route(self, request: GenRequest, replica: Replica, cached_tokens: int) -> Route | None:
-        """Returns the route of a request's prompt; None where `replica`, which then decodes, computes it itself.
+        """Returns the route for computing a request's prompt; None if `replica`, which decodes the request, should
+        compute the prompt itself.
 
-        That is where little of the prompt is missing in its cache, and for what the other process could not hand
-        over: several samples, log probabilities of the prompt, and the rest of a stream.
+        The replica should do so if little of the prompt is missing in its cache, and for requests that cannot be handed
+        over: several samples, log probabilities of the prompt, and the rest of an interrupted stream.
         """
         params = request.sampling
         if len(request.prompt) - cached_tokens < self.min_tokens or isinstance(request.prompt, str):
@@ -39,7 +42,7 @@ class PrefillPool:
         )
 
     def address(self, route: Route) -> tuple[str, int, str, str] | None:
-        """Returns the host, port, secret and name of the route's replica, unless it has gone."""
+        """Returns the host, port, secret and name of the route's replica; None if the replica has gone."""
         address = self.replicas.address(route.replica)
         return None if address is None else (address.host, address.port, address.secret, route.replica)
 

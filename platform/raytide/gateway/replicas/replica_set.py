@@ -41,7 +41,9 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """The requests that it holds: this gateway's exactly, those of others as of its last status."""
+        """The number of requests that the replica holds: exact for those of this gateway, as of the last status for
+        those of other gateways.
+        """
         status = self.engine.status
         held = status.stats.running + status.stats.waiting if status.stats is not None else 0
         return float(max(held, self.in_flight))
@@ -55,7 +57,7 @@ class Replica:
         return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
-        """Returns whether the last status names other weights than `info`, which has them from now on."""
+        """Returns whether the last status names weights other than those in `info`, and updates `info`."""
         stats = self.engine.status.stats
         if stats is None or stats.weights_version in ("", self.info.weights_version):
             return False
@@ -63,7 +65,7 @@ class Replica:
         return True
 
     def has_adapter(self, lora: str | None) -> bool:
-        """Returns whether it has loaded the adapter, as of its last status."""
+        """Returns whether the replica has loaded the adapter, according to its last status."""
         stats = self.engine.status.stats
         return lora is None or (stats is not None and lora in stats.adapters)
 
@@ -107,7 +109,9 @@ class Replica:
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
-        """Keeps requests away from a replica whose engine has died, until a later status says otherwise."""
+        """If the engine dies in this context, the replica gets no requests until a later status shows that it works
+        again.
+        """
         try:
             yield
         except EngineDeadError:
@@ -144,7 +148,9 @@ class ReplicaSet:
                 self._keepers[name] = asyncio.create_task(self._keep(name))
 
     def retire(self) -> None:
-        """Ends the endpoint: requests that run may finish where they are, those that wait for a replica are refused."""
+        """Ends the endpoint: running requests may finish on their replicas, requests that wait for a replica are
+        refused.
+        """
         self._is_retired = True
         self.update({})
         self._changed.set()
@@ -155,7 +161,7 @@ class ReplicaSet:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests, without those that have been silent unless all have."""
+        """The replicas that take requests, except those without a recent status; if all are without one, all."""
         listed = self._addresses
         ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
         since_s = time.monotonic() - _STALE_S
@@ -167,8 +173,8 @@ class ReplicaSet:
     async def wait_ready(self, timeout_s: float, lora: str | None = None) -> list[Replica]:
         """Returns the replicas that take requests and have the adapter, as soon as there is one.
 
-        Raises WaitTimeoutError, earlier if replicas are ready but none gets the adapter, and NotFoundError for a
-        retired endpoint.
+        Raises WaitTimeoutError after the timeout, or earlier if replicas are ready but none gets the adapter. Raises
+        NotFoundError for a retired endpoint.
         """
         if ready := [replica for replica in self.ready if replica.has_adapter(lora)]:
             return ready
@@ -198,8 +204,9 @@ class ReplicaSet:
             self.waiting -= 1
 
     def _on_status(self, name: str) -> None:
-        """Passes a status on to the router, and notices other weights, with which nothing of the replica's prefix cache
-        is left."""
+        """Passes a status on to the router, and drops the replica's prefix index if its weights have changed, because
+        the engine then has dropped its prefix cache.
+        """
         self._changed.set()
         replica = self._replicas.get(name)
         if replica is None:
@@ -216,7 +223,7 @@ class ReplicaSet:
             await replica.engine.shutdown()
 
     async def _keep(self, name: str) -> None:
-        """Keeps a replica connected for as long as it has an address, which may change."""
+        """Keeps a replica connected for as long as it has an address; the address may change."""
         pause_s = _FIRST_RETRY_S
         while (address := self._addresses.get(name)) is not None:
             lost = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`RoutedEngine`: all replicas of an endpoint as one engine, which loses no stream when it loses a replica."""
+"""`RoutedEngine` presents all replicas of an endpoint as one engine, whose streams survive the loss of a replica."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ _RESUME_S = 30.0
 _FULL_PAUSE_S = 0.2
 _PAUSE_S = 0.02
 _MAX_DEATHS = 3
-"""Replicas that may die one after the other with a request before its next token: then it is refused, since it may be
-what kills them."""
+"""The number of replicas that may die one after another while they serve a request, before its next token. Then the
+request is refused, since it may be what kills them.
+"""
 
 
 class _GoneError(Exception):
-    """A replica died before it got a request."""
+    """A replica died before it received a request."""
 
 
 class RoutedEngine(Engine):
-    """Sends each request to a replica. One that refuses or dies before the first token is replaced by another; after
-    it, the request goes on from its tokens elsewhere.
+    """Sends each request to a replica. If the replica refuses or dies before the first token, another one gets the
+    request; if it dies later, another one continues from the tokens so far.
     """
 
     backend = "routed"
@@ -134,9 +135,10 @@ class RoutedEngine(Engine):
         *,
         alone: bool,
     ) -> AsyncIterator[GenChunk]:
-        """Generates a request on one replica, its prompt on that of `prefill`. With `alone` no other such request
-        starts there or elsewhere until this one has its first token: one of several that died together may be the
-        cause. Raises _GoneError where the replica died of another one meanwhile.
+        """Generates a request on one replica; its prompt is computed on the replica of `prefill`, if given. `alone` is
+        for requests whose replica died: no other such request starts on any replica until this one has its first token,
+        because one of those that died together may be the cause. Raises _GoneError if another request made the replica
+        die meanwhile.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
@@ -178,7 +180,7 @@ class RoutedEngine(Engine):
         return self._replicas.token_texts.get(token, b"")
 
     async def stats(self) -> EngineStats:
-        """Returns the sums over the replicas, as they last reported."""
+        """Returns the sums of the replicas' last reported statistics."""
         total = EngineStats()
         for replica in self._replicas.connected:
             stats = replica.engine.status.stats
@@ -194,19 +196,19 @@ class RoutedEngine(Engine):
         return True
 
     async def shutdown(self) -> None:
-        """Closes the connections; the replicas go on."""
+        """Closes the connections; the replicas keep running."""
         await self._replicas.close()
 
     def _version(self) -> str:
-        """Returns the versions of the weights that may answer now."""
+        """Returns, as one text, the versions of the weights of all ready replicas."""
         return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
 
     async def _any(self, lora: str | None = None) -> Replica:
-        """Returns the replica that holds the fewest requests, of those with the adapter."""
+        """Returns, of the ready replicas with the adapter, the one that holds the fewest requests."""
         return min(await self._replicas.wait_ready(self._patience_s(), lora), key=lambda replica: replica.load)
 
     def _patience_s(self) -> float:
-        """Returns how long a request waits for a replica before its first token."""
+        """Returns how many seconds a request waits for a replica before its first token."""
         return 0.0 if GIVES_WAY.get() else self.patience_s
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]], lora: str | None = None) -> T:
@@ -217,8 +219,8 @@ class RoutedEngine(Engine):
         return await (await self._any(lora=lora)).ask(question)
 
     async def _choose(self, request: GenRequest, full: set[str], *, may_wait: bool) -> tuple[Replica, Route]:
-        """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
-        for one if it `may_wait`, since its client has a part of the answer already.
+        """Returns a replica for the request, other than those in `full`, which have refused it, and the route. If all
+        have refused, it waits for one if `may_wait`: the client then has a part of the answer already.
         """
         patience_s = max(self.patience_s, _RESUME_S) if may_wait else self._patience_s()
         deadline_s = time.monotonic() + patience_s
@@ -243,7 +245,9 @@ class RoutedEngine(Engine):
 
 
 def _found(request: GenRequest, chunk: GenChunk) -> int | None:
-    """Returns the tokens that an engine found in its cache; None where it may not have looked for all of them."""
+    """Returns the number of tokens that an engine found in its cache; None if it may not have looked for the whole
+    prompt.
+    """
     looked = not request.resume and request.sampling.prompt_logprobs is None
     return chunk.usage.cached_tokens if looked and chunk.usage is not None else None
 

@@ -1,1 +1,1 @@
-"""Rollouts in the gateway: which revision answers a request, and what is counted of both."""
+"""Rollouts in the gateway: the choice of the revision that answers a request, and the counts of both revisions."""

@@ -1,4 +1,6 @@
-"""Chooses the revision that answers a request, and tells which failures of a challenger its champion can make good."""
+"""Chooses the revision that answers a request, and tells after which failures of a challenger the champion may answer
+instead.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ _TIMED_OUT = "timeout"
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
-    """Returns whether the challenger answers a request that names this session, or none. In an A/B test its caller gets
-    the group of its unit."""
+    """Returns whether the challenger answers a request with this session, or with none (""). In a rollout by key it
+    also stores the unit's group in the caller.
+    """
     unit = unit_of(scope, session, by_key=rollout.by_key)
     caller = scope.get(CALLER)
     if rollout.by_key and isinstance(caller, GatewayCaller):
@@ -27,8 +30,8 @@ def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
 
 
 def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
-    """Returns what stays with one revision: the user or session that a request names, apart for each account; else with
-    `by_key` the account, and without the request itself.
+    """Returns the unit that stays with one revision: the user or session that the request names, within its account;
+    else, with `by_key`, the account; else an id for this request alone.
     """
     caller = scope.get(CALLER)
     key = caller.key if isinstance(caller, GatewayCaller) else None
@@ -43,7 +46,9 @@ def is_overload(error: Exception) -> bool:
 
 
 def is_for_fallback(error: Exception) -> bool:
-    """Returns whether a fallback answers what this error ended: all replicas were full, dead or gone."""
+    """Returns whether a fallback answers a request that this error ended: the error means that all replicas were full,
+    dead or gone.
+    """
     causes = (error, error.__cause__)
     return is_overload(error) or any(isinstance(each, EngineDeadError | WaitTimeoutError) for each in causes)
 
@@ -51,7 +56,8 @@ def is_for_fallback(error: Exception) -> bool:
 def champion_may_answer(error: Exception) -> bool:
     """Returns whether another revision may answer a request that this error ended before anything of it was sent.
 
-    Refusals of the content are among them: a challenger may wrongly refuse what the champion accepts.
+    It may also do so after a refusal of the content, since a challenger may wrongly refuse a request that the champion
+    accepts.
     """
     if is_overload(error) or isinstance(error.__cause__, WaitTimeoutError):
         return True

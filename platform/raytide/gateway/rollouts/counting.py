@@ -1,6 +1,6 @@
 """Counts the outcomes of a revision's requests while it takes part in a rollout, and reports them to the control API.
 
-Reports are totals, so none counts twice.
+Reports are totals, so a repeated report changes nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class _CountedTracker(RequestTracker):
         super().finish(outcome, code)
 
     def _count_start(self, is_late: bool) -> None:
-        """Counts the first token, or that it is late: a request that still waits for it counts at once."""
+        """Counts the first token, or that it is late; a request counts as late as soon as the promised
+        time has passed.
+        """
         if not self._is_started:
             self._is_started = True
             self._tally.started += 1

@@ -18,7 +18,7 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 
 _RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)?[0-9a-f]{32}")
-"""The ids of responses; nobody needs to be asked for others."""
+"""The pattern of response ids; the API is not asked for an id that does not match."""
 _UNREPORTED_S = (0.6, 1.2)
 """The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
 
@@ -64,7 +64,7 @@ class FeedbackObject(BaseModel):
 
 
 def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Request], str]) -> None:
-    """`endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
+    """Adds the route. `endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
 
     @app.post("/v1/feedback")
     async def feedback(body: FeedbackRequest, request: Request) -> FeedbackObject:

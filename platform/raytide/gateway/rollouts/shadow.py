@@ -1,4 +1,6 @@
-"""Copies of requests for a challenger. No user gets its answers; those of greedy requests are compared."""
+"""Copies of requests for a challenger. Users never get the challenger's answers; answers to greedy requests are
+compared with the champion's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _LONGEST_S = 300.0
 
 
 class RecordedEngine:
-    """An engine of which one HTTP request's output is kept."""
+    """An engine for one HTTP request, whose output it keeps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,7 +87,9 @@ class ShadowTraffic:
 
 
 class _Copier(Anybody):
-    """The caller of a copy: it pays nothing, and its prompts are cached apart as those of the request's sender."""
+    """The caller of a copy: it pays nothing, and its prompts are cached apart from others, under the team of the
+    request's sender.
+    """
 
     def __init__(self, caller: RequestCaller) -> None:
         self.team, self.is_known = caller.team, caller.is_known

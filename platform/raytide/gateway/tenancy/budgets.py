@@ -1,4 +1,6 @@
-"""Reservations of budgets before requests are admitted. Those that are asked for during a call share the next one."""
+"""Reservations of budgets before requests are admitted. Reservations that arrive during a call to the API share the
+next call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class KeyBudgets:
         self._sender: asyncio.Task[None] | None = None
 
     async def reserve(self, id: str, key: ApiKey, amount_micro_usd: int) -> None:
-        """Returns when the amount is reserved for the request `id`. Raises a 429 if the budget has no room for it."""
+        """Reserves the amount for the request `id` and returns once it is reserved. Raises a 429 if the amount exceeds
+        what is left of the budget.
+        """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[id] = AskedReservation(id=id, key=key.id, amount_micro_usd=amount_micro_usd), answer
         if self._sender is None or self._sender.done():
@@ -59,8 +63,9 @@ class KeyBudgets:
                 self._resolve(batch, refusals)
 
     def _resolve(self, batch: list[tuple[AskedReservation, asyncio.Future[str]]], refusals: dict[str, str]) -> None:
-        """Passes the answers on. What nobody waits for any more, or has no answer, is released: it may be granted. Not
-        before, since a release that overtakes its reservation would have no effect.
+        """Passes the API's answers on. A reservation without an answer, or for which no request waits any more, is
+        released, since it may have been granted. It is released only now, because a release that overtakes its
+        reservation has no effect.
         """
         for asked, answer in batch:
             refusal = refusals.get(asked.id)
@@ -74,7 +79,7 @@ class KeyBudgets:
                 answer.set_result(refusal)
 
     async def _answered(self, asked: tuple[AskedReservation, ...]) -> dict[str, str]:
-        """Asks until the API answers; asking twice reserves once."""
+        """Asks until the API answers. Asking again is safe: each reservation is made once."""
         deadline_s = time.monotonic() + _PATIENCE_S
         batch = ReservationBatch(gateway=self._api.gateway, asked=asked)
         while True:

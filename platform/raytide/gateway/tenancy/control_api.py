@@ -28,25 +28,29 @@ class ControlApi:
         self._http = httpx.AsyncClient(base_url=address, headers=headers, transport=transport, trust_env=False)
 
     async def key_table(self, newer_than: int, timeout_s: float) -> KeyTableChange:
-        """Returns what changed after the revision `newer_than`, as soon as something did, or after `timeout_s`."""
+        """Returns the changes after the revision `newer_than`: as soon as there is one, or after
+        `timeout_s` seconds.
+        """
         query = {"newer_than": newer_than, "timeout_s": timeout_s, "gateway": self.gateway}
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=timeout_s + _TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
 
     async def key_changes(self, newer_than: int) -> KeyTableChange:
-        """Returns at once what changed after this revision. Unlike `key_table` it does not report this gateway."""
+        """Returns the changes after this revision at once. Unlike `key_table`, the call does not report this gateway as
+        present.
+        """
         query = {"newer_than": newer_than, "timeout_s": 0.0}
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=_TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
 
     async def reserve(self, batch: ReservationBatch, timeout_s: float) -> dict[str, str]:
-        """Returns the refusal of each reservation, empty if it is granted, by its id."""
+        """Returns the refusal of each reservation by its id; empty if it is granted."""
         body = batch.model_dump(mode="json")
         answer: dict[str, str] = await self._call("POST", "/v1/gateway/reservations", json=body, timeout=timeout_s)
         return answer
 
     async def settle(self, batch: UsageBatch) -> None:
-        """Reports requests. Those that were reported before are not billed again."""
+        """Reports requests. Requests that were reported before are not billed again."""
         await self._call("POST", "/v1/gateway/usage", json=batch.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def report_rollouts(self, report: RolloutReport) -> None:
@@ -54,7 +58,9 @@ class ControlApi:
         await self._call("POST", "/v1/gateway/rollouts", json=report.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def save_feedback(self, feedback: Feedback) -> int:
-        """Keeps a judgement; returns the revision that answered. Raises NotFoundError for an unknown request."""
+        """Stores a judgement; returns the revision that answered the request. Raises NotFoundError for an unknown
+        request.
+        """
         body = feedback.model_dump(mode="json")
         answer = await self._call("POST", "/v1/gateway/feedback", json=body, timeout=_TIMEOUT_S)
         return int(answer["revision"])

@@ -1,4 +1,6 @@
-"""The API keys that a gateway knows. It follows the control API's table and goes on without it for a bounded time."""
+"""The API keys that a gateway knows. The table follows that of the control API, and is used without the API for a
+limited time.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class KeyTable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def apply(self, change: KeyTableChange) -> None:
-        """Takes over what changed, unless a later change was taken over meanwhile."""
+        """Applies changes of the table, unless later ones have been applied meanwhile."""
         if change.is_whole:
             self._keys.clear()
         elif change.revision < self._revision:
@@ -77,10 +79,10 @@ class KeyTable:
         self.synced.set()
 
     async def key(self, secret: str) -> ApiKey:
-        """Returns the key of this secret, or raises a 401 as OpenAI does; a 503 while that cannot be known.
+        """Returns the key of this secret. Raises a 401 as OpenAI does if there is none, a 503 while that is unknown.
 
-        An unknown key may have been made a moment ago, so the API is asked before it is refused. The table is searched
-        by the secret's hash, so that the time says nothing about other secrets.
+        An unknown key may have been created a moment ago, so the API is asked before the key is refused. The table is
+        searched by the secret's hash, so that response times reveal nothing about other secrets.
         """
         if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
@@ -95,7 +97,7 @@ class KeyTable:
         return key
 
     def key_of_account(self, account: str) -> ApiKey:
-        """Returns the newest key of an account, for work that goes on after the request that began it.
+        """Returns the newest key of an account, for work that continues after the request that began it.
 
         Raises a 401 if it is no longer valid, a 503 while that cannot be known.
         """
@@ -107,7 +109,7 @@ class KeyTable:
         return key
 
     def price(self, model: str) -> TokenPrice:
-        """Returns the price of an endpoint's tokens, which is that of its adapters."""
+        """Returns the price of an endpoint's tokens, which is also that of its adapters."""
         return self._prices.get(model.partition(":")[0], _FREE)
 
     def weight(self, team: str) -> float:
@@ -118,7 +120,9 @@ class KeyTable:
         return self._synced_s is None or self._monotonic_s() - self._synced_s > MOST_STALE_S
 
     async def _look(self) -> bool:
-        """Reads what changed until this call; returns False if the API does not say. Calls at one time share a look."""
+        """Applies all changes made before this call; returns False if the API does not answer. Concurrent calls share
+        one request.
+        """
         called_s = time.monotonic()
         async with self._looking:
             if self._looked_s < called_s:
@@ -140,11 +144,11 @@ def unauthorized(message: str) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """Returns the error of a request that cannot be admitted now, but can soon."""
+    """Returns the error (503) for a request that cannot be admitted now but may be soon."""
     headers = {"retry-after": str(RETRY_AFTER_S)}
     return ApiError(503, message, type="server_error", code="overloaded", headers=headers)
 
 
 def _masked(secret: str) -> str:
-    """Returns the secret with all but its ends hidden, as OpenAI shows it, for logs of clients."""
+    """Returns the secret with all but its ends hidden, as in OpenAI's error messages."""
     return f"{secret[:5]}***{secret[-4:]}" if len(secret) >= 20 else "***"

@@ -1,7 +1,8 @@
-"""Requests and tokens a minute of each account, in token buckets that all gateway processes of a machine share.
+"""Limits of requests and tokens a minute for each account, as token buckets that all gateway processes of a machine
+share.
 
-A bucket is a slot of a memory-mapped file. It holds what was used of the last minute's limit, which decays at the rate
-of the limit; an unused slot is all zeros, so a slot that has decayed can be reused.
+A bucket is a slot of a memory-mapped file. It stores the usage, which decays at the rate of the limit. An unused slot
+is all zeros, so a slot that has decayed to zero can be reused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RateState:
-    """The limits of an account and what is left of them, None for a limit that it does not have."""
+    """The limits of an account and their remainders; None for a limit that it does not have."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
@@ -53,7 +54,7 @@ class RateState:
 
 
 class RateLimits:
-    """The buckets of a file; without one, of this process alone."""
+    """The buckets in a file; without a file, the buckets of this process alone."""
 
     def __init__(self, path: Path | None = None, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
@@ -72,8 +73,8 @@ class RateLimits:
     def take(self, key: ApiKey, tokens: int) -> tuple[int, RateState]:
         """Counts a request with at most this many tokens.
 
-        Returns the tokens that were counted, never more than a minute's limit, so that one larger request can run
-        alone; and what is left. Raises a 429 that says when to try again.
+        Returns the number of counted tokens, and the limits with their remainders. At most a minute's limit is counted,
+        so that a larger request can run alone. Raises a 429 that states when to try again.
         """
         if key.requests_per_min is None and key.tokens_per_min is None:
             return 0, RateState()
@@ -91,7 +92,7 @@ class RateLimits:
         return counted, state
 
     def adjust(self, key: ApiKey, tokens: int) -> None:
-        """Counts further tokens of a request, or with a negative number fewer."""
+        """Counts additional tokens of a request; a negative number gives tokens back."""
         if key.tokens_per_min is None or tokens == 0:
             return
         with self._locked(key) as (at, state):
@@ -99,7 +100,9 @@ class RateLimits:
 
     @contextmanager
     def _locked(self, key: ApiKey) -> Iterator[tuple[int, RateState]]:
-        """Yields the slot of the account and its present state, while no other process changes any."""
+        """Yields the slot of the account and its present state, and keeps other processes from changing any slot
+        meanwhile.
+        """
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             now_s = self._monotonic_s()
@@ -112,8 +115,9 @@ class RateLimits:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _find(self, name: bytes, now_s: float) -> tuple[int, float, float, float]:
-        """Returns the place, time and usage of the account's slot, or of one that is free; else of the one that will
-        be free first."""
+        """Returns the position, time and usage of the account's slot; if it has none, those of a free slot, else of the
+        slot that will be free first.
+        """
         first = int.from_bytes(name[:4], "little")
         free: list[tuple[float, int]] = []
         for probe in range(_PROBES):

@@ -55,7 +55,7 @@ class Tenancy:
         shared: Path | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`shared` is the folder in which the gateway processes of this machine count their limits, and leave requests
+        """`shared`: the folder in which the gateway processes of this machine keep their rate limits and the requests
         that are not billed yet.
         """
         self.api, self.requires_keys, self._now_s = api, requires_keys, now_s
@@ -78,15 +78,15 @@ class Tenancy:
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Starts to follow the keys and to report usage. Until the keys are known, requests with one get a 503.
+        """Starts to follow the key table and to report usage. Until the table is known, requests with a key get a 503.
 
-        Returns the tasks that do it, which should not end before `close`.
+        Returns the tasks that do this; they should not end before `close`.
         """
         self._following = asyncio.create_task(self.keys.follow())
         return [self._following, self.reporter.start()]
 
     async def close(self) -> None:
-        """Reports what is left. Call it when no request runs any more."""
+        """Reports the remaining usage. Call it when no request runs any more."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -97,10 +97,10 @@ class Tenancy:
 
     async def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
         """Returns the caller of a request by its Authorization header, or by `x-api-key`, in which Anthropic's clients
-        send a key. Both are found by their names in lower case.
+        send a key. `headers` must have lower-case names.
 
-        Raises a 401 as OpenAI does. Where no keys are demanded, only texts that look like one are checked, because
-        OpenAI's client always sends some.
+        Raises a 401 as OpenAI does. If no keys are demanded, only texts that look like a raytide key are checked,
+        because OpenAI's client always sends some text.
         """
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
@@ -118,7 +118,8 @@ class Tenancy:
         return GatewayCaller(self, None)
 
     def caller_of_account(self, account: str) -> GatewayCaller:
-        """Returns the caller of a row of a batch, by the account of the key that created the batch; "" is none.
+        """Returns the caller of a row of a batch, by the account of the key that created the batch; "" if it was
+        created without a key.
 
         Raises a 401 once the account has no valid key.
         """
@@ -151,7 +152,7 @@ class Tenancy:
 
 
 class GatewayCaller:
-    """The sender of a request: the holder of an API key, or anybody, where no keys are demanded."""
+    """The sender of a request: the holder of an API key, or anyone if no keys are demanded."""
 
     def __init__(self, tenancy: Tenancy, key: ApiKey | None) -> None:
         self._tenancy, self.key = tenancy, key
@@ -164,12 +165,12 @@ class GatewayCaller:
 
     @property
     def account(self) -> str:
-        """The account of its key; empty without a key."""
+        """The account of the caller's key; empty without a key."""
         return "" if self.key is None else self.key.account
 
     @property
     def is_known(self) -> bool:
-        """True for the holder of a key."""
+        """True if the caller has a key."""
         return self.key is not None
 
     @property
@@ -179,12 +180,12 @@ class GatewayCaller:
 
     @property
     def priority(self) -> int:
-        """The priority of its requests in the engine; lower is more urgent."""
+        """The priority of the caller's requests in the engine; lower is more urgent."""
         return 0 if self.key is None else self.key.priority
 
     @property
     def keeps_answers(self) -> bool:
-        """True for a key with `answer_cache`, and without a key, where the endpoint alone decides."""
+        """True for a key with `answer_cache`. Also true without a key: then the endpoint alone decides."""
         return self.key is None or self.key.answer_cache
 
     def may_use(self, model: str) -> bool:
@@ -193,10 +194,10 @@ class GatewayCaller:
     async def admit(
         self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
     ) -> GatewayGrant:
-        """Admits a request, with the most tokens that it can have, at the endpoint's price unless another is given.
+        """Admits a request with at most this many tokens, at the endpoint's price unless another price is given.
 
-        Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while that
-        cannot be checked. The caller must settle or release the grant.
+        Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while
+        these cannot be checked. The caller must settle or release the grant.
         """
         grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
         if self.key is None:
@@ -241,7 +242,7 @@ class GatewayGrant:
         self._cost_pico_usd: int | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns headers of the response: the `x-ratelimit-*` ones, and after `settle` the cost, if it has a key."""
+        """Returns headers for the response: `x-ratelimit-*`, and for a caller with a key, after `settle`, the cost."""
         if self.caller.key is None or self._cost_pico_usd is None:
             return self.rates.headers()
         return {**self.rates.headers(), "x-raytide-cost-usd": f"{self._cost_pico_usd / 1e12:.9f}"}
@@ -261,7 +262,7 @@ class GatewayGrant:
             self._tenancy.reporter.release(self.id)
 
     def row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
-        """Returns the request as it is reported."""
+        """Returns the request's row as it is reported to the control API."""
         key, tokens = self.caller.key, usage or TokenUsage(0, 0)
         cached = min(tokens.cached_tokens, tokens.prompt_tokens)
         return RequestUsage(
@@ -280,7 +281,9 @@ class GatewayGrant:
         )
 
     def _end(self, tokens: int) -> bool:
-        """Returns whether this is the first end. Corrects the tokens of the last minute to those that were used."""
+        """Ends the grant and corrects the tokens that the rate limit counted to those that were used. Returns False if
+        it had ended before.
+        """
         if self._is_over:
             return False
         self._is_over = True
@@ -290,5 +293,5 @@ class GatewayGrant:
 
 
 def _word(text: str) -> str:
-    """Returns a client's text as one short line, which every store accepts."""
+    """Returns a client's text as one short line that every store accepts."""
     return "".join(char if char.isprintable() else "?" for char in text[:256])

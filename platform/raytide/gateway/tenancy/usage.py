@@ -1,4 +1,6 @@
-"""Reports finished requests to the control API, in batches, until it has them. None is billed twice."""
+"""Reports finished requests to the control API, in batches, and repeats a report until it arrives. No request is billed
+twice.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ class UsageReporter:
         self._is_closing = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts to report, first what gateways that were killed have left behind; returns the task that does it."""
+        """Starts to report and returns the task that does so. Requests that killed gateways had not reported come
+        first.
+        """
         if self._journal is not None:
             self._requests.extend(self._journal.take_over())
         self._task = asyncio.create_task(self._run())
         return self._task
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Reports what is left, for at most `timeout_s` seconds."""
+        """Reports the remaining requests, for at most `timeout_s` seconds."""
         self._is_closing = True
         self._wake.set()
         if self._task is not None:
@@ -58,14 +62,16 @@ class UsageReporter:
         return len(self._requests) >= MOST_QUEUED
 
     def report(self, request: RequestUsage) -> None:
-        """Queues a request; its reservation, if any, ends with it. Only one without a key may be dropped."""
+        """Queues a request; its report also ends its reservation, if any. Only a request without a key
+        may be dropped.
+        """
         if request.key or not self.is_full:
             self._requests.append(request)
         if request.key and self._journal is not None:
             self._journal.add(request)
 
     def report_refused(self, request: RequestUsage | None) -> None:
-        """Queues a request that was refused, or counts it if it is not known whose it is or too many wait."""
+        """Queues a refused request. If its sender is unknown, or too many requests wait, it is only counted."""
         if request is None or len(self._requests) >= MOST_QUEUED // 2:
             self._refused += 1
         else:
@@ -99,7 +105,9 @@ class UsageReporter:
                 await asyncio.sleep(EVERY_S)
 
     def _next_batch(self) -> UsageBatch:
-        """Returns the oldest of what waits; it stays in the queue until it has arrived."""
+        """Returns a batch of the oldest waiting requests and releases; they stay in the queue until the batch has
+        arrived.
+        """
         requests = tuple(self._requests[n] for n in range(min(MOST_BATCH, len(self._requests))))
         released = tuple(self._released[n] for n in range(min(MOST_BATCH, len(self._released))))
         return UsageBatch(gateway=self._api.gateway, requests=requests, released=released, refused=self._refused)
@@ -115,7 +123,7 @@ class UsageReporter:
             self._journal.keep(self._requests)
 
     async def _send(self, batch: UsageBatch) -> None:
-        """Sends a batch. If the API rejects its content, finds the requests that it rejects, and reports the rest."""
+        """Sends a batch. If the API rejects the content, finds the requests that it rejects and reports all others."""
         try:
             await self._api.settle(batch)
         except UsageError as error:

@@ -1,8 +1,8 @@
 """Requests that a gateway process has finished but not reported yet, in a file that outlives the process.
 
-A row is written before its response ends, so an answered request is billed even if the gateway is killed at that
-moment: the next process that starts on this machine reports what it finds. The API bills no request twice, so it does
-not matter that some of these rows had been reported.
+A row is written before its response ends. So an answered request is billed even if the gateway is killed at that
+moment: the next gateway that starts on this machine reports the rows that it finds. Some of them may have been reported
+already, but the API bills no request twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UsageJournal:
         self._has_failed = False
 
     def add(self, request: RequestUsage) -> None:
-        """Writes a row. A full disk costs the row's safety, and not the request."""
+        """Writes a row. If the disk is full the row is only kept in memory; the request does not fail."""
         line = request.model_dump_json().encode() + b"\n"
         try:
             self._size += os.write(self._file, line)
@@ -43,7 +43,7 @@ class UsageJournal:
             self._has_failed = True
 
     def keep(self, requests: Collection[RequestUsage]) -> None:
-        """Forgets all rows but these, at the latest when the file is large."""
+        """Forgets all rows but these: empties the file if there are none, else rewrites it once it is large."""
         try:
             if not requests:
                 os.ftruncate(self._file, 0)
@@ -54,8 +54,8 @@ class UsageJournal:
             _log.error("reported requests stay in %s: %s", self._path, error)
 
     def take_over(self) -> Iterator[RequestUsage]:
-        """Yields the rows of gateways that have ended without having reported them. Each is in this journal, too,
-        before its own is deleted.
+        """Yields the unreported rows of gateways that have ended. Each row is added to this journal before the old
+        journal is deleted.
         """
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:
@@ -77,7 +77,7 @@ class UsageJournal:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Ends the file; it is deleted if all of its rows were reported."""
+        """Closes the file; it is deleted if all of its rows were reported."""
         if not os.fstat(self._file).st_size:
             self._path.unlink(missing_ok=True)
         os.close(self._file)

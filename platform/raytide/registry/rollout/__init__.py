@@ -1,4 +1,5 @@
-"""Rollouts as pure decisions: which revision answers whom, whether a new one may have more traffic, and which one wins.
+"""Rollouts as pure decisions: which revision answers a request, whether a new revision gets more traffic, and which one
+wins.
 
-Nothing here knows time, randomness or the network; callers give what they measured and apply what is decided.
+Nothing here uses the clock, randomness or the network; callers pass their measurements and apply the decisions.
 """

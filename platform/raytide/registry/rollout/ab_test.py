@@ -8,7 +8,7 @@ for a difference D of variance V,
 
     Lambda = sqrt(V / (V + tau^2)) exp(D^2 tau^2 / (2 V (V + tau^2))),    p = min over all looks of 1 / Lambda.
 
-It rests on the central limit theorem, hence the least numbers of requests and groups.
+The test assumes the central limit theorem, hence the minimum numbers of requests and groups.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class AbSpec(Config):
 
 @dataclass(slots=True)
 class Arm:
-    """The observations of one arm, summed by group of users. Sums of several gateways add up."""
+    """The observations of one arm, summed by group of users. Arms of several gateways can be added up."""
 
     counts: list[int] = field(default_factory=lambda: [0] * GROUPS)
     sums: list[float] = field(default_factory=lambda: [0.0] * GROUPS)
 
     def add(self, group: int, value: float, count: int = 1) -> None:
-        """Adds observations with this sum."""
+        """Adds to a group this number of observations with this sum."""
         if not math.isfinite(value):
             raise ValueError(f"{value} is no observation")
         self.counts[group] += count
@@ -79,7 +79,7 @@ class Comparison:
     """One look at a test."""
 
     difference: float = 0.0
-    """The mean of b, less that of a."""
+    """The mean of b minus the mean of a."""
     low: float = -math.inf
     """The interval holds the true difference at all looks together, with a probability of 1 - alpha."""
     high: float = math.inf
@@ -97,7 +97,9 @@ def last_look(progress: Mapping[str, Any]) -> Comparison | None:
 
 
 def look(spec: AbSpec, a: Arm, b: Arm, before: Comparison | None = None) -> Comparison:
-    """Returns what is known now; `before` is the last look of the same test. A declared winner stays."""
+    """Returns the comparison of the arms now; `before` is the last look of the same test. A declared winner never
+    changes.
+    """
     before = before or Comparison()
     for name, arm in (("a", a), ("b", b)):
         if arm.requests < spec.requests:

@@ -1,4 +1,4 @@
-"""A canary: the challenger gets more traffic in steps, and none at once when it is worse than the champion."""
+"""A canary: the challenger gets more traffic step by step. As soon as it is worse than the champion, it gets none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CanaryStep(Config):
 
 
 class CanarySpec(Config):
-    """The steps of a canary, and what ends it."""
+    """The steps of a canary, and the criteria that end it."""
 
     steps: tuple[CanaryStep, ...] = Field(
         default=tuple(CanaryStep(percent=percent) for percent in (5, 25, 50, 100)), min_length=1, max_length=100
@@ -70,7 +70,9 @@ class RevisionCounts:
     """The number of values and of the bad ones, by metric."""
 
     def share(self, criterion: str) -> BadShare:
-        """Returns the number of observations by a criterion (one of CRITERIA, or a metric), and of the bad ones."""
+        """Returns the number of observations for a criterion (one of CRITERIA, or a metric), and the number of bad ones
+        among them.
+        """
         if criterion == "errors":
             return BadShare(self.requests, self.errors)
         if criterion == "late":
@@ -88,7 +90,7 @@ class CanaryState:
     requests: int = 0
     """The challenger's requests in this step."""
     tests: Mapping[str, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
-    """The tests, one for each criterion."""
+    """The sequential tests by criterion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,10 @@ def begin(spec: CanarySpec, now_s: float) -> tuple[CanaryState, CanaryDecision]:
 def decide(
     spec: CanarySpec, state: CanaryState, champion: RevisionCounts, challenger: RevisionCounts, now_s: float
 ) -> tuple[CanaryState, CanaryDecision]:
-    """Returns the next state and what to do, given what was counted since the last call.
+    """Returns the next state and the decision, given the counts since the last call.
 
-    The end of the last step completes the rollout. In a step of 100 % the challenger is compared with the upper
-    limit of what the champion did before.
+    The end of the last step completes the rollout. In a step of 100 % the champion has no requests, so the challenger
+    is compared with the upper limit of the champion's earlier share of bad observations.
     """
     step = spec.steps[state.step]
     tests = {

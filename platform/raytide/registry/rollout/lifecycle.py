@@ -1,5 +1,6 @@
-"""The states of a rollout: what was observed of both revisions, what is decided next, and the replicas that each may
-have: together at most one more than the endpoint alone."""
+"""The states of a rollout: the observations of both revisions, the next decision, and the number of replicas that each
+may have. Together they may have at most one replica more than the endpoint alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class RolloutView:
 
     @property
     def needed(self) -> int:
-        """The replicas that the challenger must have before it serves alone."""
+        """The number of ready replicas that the challenger must have before it serves alone."""
         return max(1, self.challenger.spec.replicas.min) if self.challenger is not None else 1
 
 
@@ -58,7 +59,9 @@ def advance_all(
     liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, float]]]] = MappingProxyType({}),
     bad_values: Mapping[int, Mapping[int, Mapping[str, tuple[int, int]]]] = MappingProxyType({}),
 ) -> dict[int, Rollout]:
-    """Returns the rollouts by number, each a step further. `endpoints` are those not deleted, by application."""
+    """Returns the rollouts by number, each advanced by one step. `endpoints`: the endpoints that are not deleted, by
+    application.
+    """
     moved = {}
     for rollout in rollouts:
         load = loads.get(rollout.challenger_application)
@@ -130,7 +133,7 @@ def _started(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: floa
 
 
 def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: float) -> Rollout:
-    """Compares the revisions by what was counted since the last look."""
+    """Returns the rollout after comparing the revisions by the counts since the last look."""
     before = rollout.progress.get("seen", {})
     sides = {"champion": rollout.champion, "challenger": rollout.challenger}
     seen = {side: _total(view.counts.get(revision)) for side, revision in sides.items()}
@@ -155,7 +158,7 @@ def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: flo
 
 
 def _compared(rollout: Rollout, spec: AbTestSpec, view: RolloutView) -> Rollout:
-    """Looks at the test of the share of liked answers. It never ends a rollout: a user does."""
+    """Returns the rollout after one look at its A/B test. The test never ends a rollout; only a user does."""
     champion, challenger = (_arm(view.liked.get(each, {})) for each in (rollout.champion, rollout.challenger))
     found = look(spec.test, champion, challenger, last_look(rollout.progress))
     dumped = {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(found).items()}
@@ -182,7 +185,7 @@ def _arm(liked: Mapping[int, tuple[int, float]]) -> Arm:
 
 
 def _promoted(rollout: Rollout, view: RolloutView, why: str, now_s: float) -> Rollout:
-    """Lets the challenger serve alone once it has the replicas for it."""
+    """Lets the challenger serve alone once it has enough ready replicas."""
     if view.ready < view.needed:
         waits = f"{why}; {view.ready} of {view.needed} replicas of the challenger are ready"
         return replace(rollout, percent=100.0, reason=waits)
@@ -218,7 +221,9 @@ def _since(total: Mapping[str, int], before: Mapping[str, int]) -> RevisionCount
 
 
 def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-    """Returns the new values of each metric, and the bad ones of them; a value that was replaced counts once."""
+    """Returns, for each metric, the number of new values and of bad ones among them; a value that was replaced counts
+    once.
+    """
     gained = {}
     for metric, (number, bad) in total.items():
         earlier, earlier_bad = before.get(metric, (0, 0))
@@ -228,7 +233,7 @@ def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[
 
 
 def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
-    """Returns the metric of an A/B test, None for thumbs, and the metrics of a canary with their limits."""
+    """Returns the metric of an A/B test (None if thumbs decide), and the metrics of a canary with their limits."""
     try:
         spec = RolloutSpec.model_validate(rollout.plan)
     except ValueError:  # `advance` ends it
@@ -242,8 +247,9 @@ def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
 def intervals(
     counted: CountedRevision, values: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, tuple[float, float, float]]:
-    """Returns the share of bad requests by criterion, with the limits of its 95 % interval. `values` has the number of
-    values of each metric, and of the bad ones."""
+    """Returns the share of bad observations by criterion, with the limits of its 95 % interval. `values` has, for each
+    metric, the number of values and of bad ones among them.
+    """
     known: dict[str, Any] = {name: value for name, value in _total(counted).items() if name in _NAMES}
     counts = RevisionCounts(**known)
     shares: dict[str, BadShare] = {criterion: counts.share(criterion) for criterion in CRITERIA}
@@ -254,11 +260,12 @@ def intervals(
 def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
-    """Returns the endpoints, those of live rollouts with bounds for their replicas by their share of traffic. An
-    application that lost keeps what it has until it drains.
+    """Returns all endpoints; those of live rollouts have bounds on their replicas that follow from their share of
+    traffic. An application that lost keeps its replicas until it drains.
 
-    Within them the number follows the load as always. A revision gets room as the other one gives it up: the champion's
-    maximum falls as the challenger's replicas become ready, and the challenger's rises as the champion's end.
+    Within the bounds the number of replicas follows the load as always. A revision grows as the other one shrinks: the
+    champion's maximum falls as the challenger's replicas become ready, and the challenger's maximum rises as the
+    champion's replicas end.
     """
     found = dict(endpoints)
     for rollout in rollouts:

@@ -1,4 +1,6 @@
-"""Decides the promotion of a challenger, by a rule on the metrics of both versions and on their results under load."""
+"""Decides whether a challenger is promoted, by a rule on the metrics of both versions and on their results with live
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def decide_promotion(
 ) -> PromotionDecision:
     """Returns whether the challenger (arm b of `online`) replaces the champion, and why.
 
-    `champion` is None if there is none yet: then improvements count as given, and limits still hold.
+    `champion` is None if there is none yet: then required improvements count as reached, but limits still apply.
     """
     held: list[str] = []
     broken: list[str] = []
@@ -60,5 +62,5 @@ def _checks(
 
 
 def _reaches(value: float, wanted: float) -> bool:
-    """Allows for rounding: 12.0 - 11.9 is a gain of 0.1."""
+    """Returns whether the value reaches the least one, up to rounding errors: 12.0 - 11.9 counts as a gain of 0.1."""
     return value >= wanted or math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-12)

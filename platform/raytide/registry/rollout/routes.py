@@ -14,7 +14,7 @@ from raytide.registry.rollout.traffic import TrafficSplit
 
 
 class RolloutRoute(Config):
-    """A rollout that runs."""
+    """A running rollout."""
 
     number: int = Field(ge=1)
     challenger: str
@@ -31,7 +31,7 @@ class EndpointRoute(Config):
 
 
 def routes(serving: Mapping[str, Serving], rollouts: Iterable[Rollout]) -> dict[str, EndpointRoute]:
-    """Returns the routes by endpoint. A revision that was just promoted serves already."""
+    """Returns the routes by endpoint. In them, a revision that was just promoted serves already."""
     found = dict(serving)
     running: dict[str, RolloutRoute] = {}
     for rollout in rollouts:

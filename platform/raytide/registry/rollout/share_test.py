@@ -1,10 +1,11 @@
-"""A sequential test of two shares, such as those of failed requests, that is valid however often it is looked at.
+"""A sequential test of two shares, such as shares of failed requests, that is valid however often its result is read.
 
-It multiplies E-variables of blocks: for n_a and n_b observations with the shares theta_a < theta_b of the alternative,
-and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against theta_0 in both has an expectation
-of at most 1 if b is no worse than a (Turner, Ly, Grunwald: Generic E-variables for exact sequential k-sample tests that
-allow for optional stopping, 2021). By Ville's inequality the product ever reaches 1 / alpha with a probability of at
-most alpha, for any traffic split, even one that changes. Observations must be independent.
+The test multiplies E-variables of blocks of observations: for n_a and n_b observations with the shares theta_a <
+theta_b of the alternative, and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against
+theta_0 in both has an expectation of at most 1 if b is no worse than a (Turner, Ly, Grunwald: Generic E-variables for
+exact sequential k-sample tests that allow for optional stopping, 2021). By Ville's inequality the product ever reaches
+1 / alpha with a probability of at most alpha, for any traffic split, even one that changes. Observations must be
+independent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LEAST, _MOST = 1e-4, 1 - 1e-4
 
 @dataclass(frozen=True, slots=True)
 class BadShare:
-    """A number of observations, and of the bad ones among them."""
+    """A number of observations, and the number of bad ones among them."""
 
     total: int = 0
     bad: int = 0
@@ -69,7 +70,7 @@ class ShareTest:
         return ShareTest(self.a.plus(a), self.b.plus(b), tuple(logs))
 
     def against(self, limit: float, b: BadShare) -> ShareTest:
-        """Returns the test with new observations of b alone, compared with a share that is known to be good."""
+        """Returns the test with new observations of b alone, compared with a share that is known to be good enough."""
         limit = _within(limit)
         logs = (
             log + _likelihood_ratio(b, _shifted(limit, odds), limit)
@@ -79,7 +80,9 @@ class ShareTest:
 
     @property
     def e_value(self) -> float:
-        """The evidence that b is worse; above 1 / alpha with a probability of at most alpha if it is not."""
+        """The evidence that b is worse. If b is not worse, this exceeds 1 / alpha with a probability of
+        at most alpha.
+        """
         highest = max(self.log_e)
         if highest > 700.0:
             return math.inf
@@ -87,7 +90,7 @@ class ShareTest:
 
     @property
     def excess(self) -> float:
-        """The share of bad observations of b, less that of a."""
+        """The share of bad observations of b minus that of a."""
         return self.b.mean - self.a.mean
 
 
@@ -99,7 +102,7 @@ def _block(a: BadShare, b: BadShare, theta_a: float, theta_b: float) -> float:
 
 
 def _likelihood_ratio(seen: BadShare, theta: float, null: float) -> float:
-    """Returns its logarithm."""
+    """Returns the logarithm of the likelihood ratio."""
     good = seen.total - seen.bad
     return seen.bad * math.log(theta / null) + good * math.log((1.0 - theta) / (1.0 - null))
 

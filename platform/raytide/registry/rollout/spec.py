@@ -16,7 +16,7 @@ from raytide.registry.rollout.canary import CanarySpec
 
 
 class ShadowSpec(Config):
-    """Copies of requests go to the challenger, whose answers no user gets."""
+    """A shadow rollout: the challenger gets copies of requests, and users never get its answers."""
 
     percent: float = Field(default=10.0, gt=0, le=100)
     """The share of the champion's requests that are copied."""

@@ -1,4 +1,6 @@
-"""The choice of a request's revision: a stable hash of the user, in shares that only move forward."""
+"""The choice of a request's revision by a stable hash of the user. As the challenger's share grows, users only move to
+the challenger.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class TrafficSplit(Config):
         return slot_of(request_id, f"{self._salt}/shadow") < self.shadow_percent * SLOTS / 100
 
     def group_of(self, unit: str) -> int:
-        """Returns the group of a unit's statistics."""
+        """Returns the group in which a unit's observations are summed."""
         return self._slot(unit) % GROUPS
 
     def _slot(self, unit: str) -> int:
@@ -52,11 +54,15 @@ class TrafficSplit(Config):
 
     @property
     def _salt(self) -> str:
-        """Differs between rollouts, so that it is not always the same users who get new revisions first."""
+        """The salt of the hash. It differs between rollouts, so that not always the same users get new
+        revisions first.
+        """
         return f"{self.endpoint}/{self.challenger}"
 
 
 def slot_of(unit: str, salt: str) -> int:
-    """Returns a slot that is uniform over units, the same in every process, and unrelated between salts."""
+    """Returns the slot of a unit. Slots are uniform over units, equal in every process, and independent
+    between salts.
+    """
     digest = blake2b(unit.encode(errors="surrogatepass"), digest_size=8, key=salt.encode()[-64:]).digest()
     return int.from_bytes(digest, "big") % SLOTS

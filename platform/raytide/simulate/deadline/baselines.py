@@ -1,7 +1,7 @@
 """Published deadline policies as baselines: greedy, and Uniform Progress (NSDI'24).
 
-Uniform Progress keeps the work done in proportion to the time gone. Its three variants differ in when they release an
-on-demand node: A when the job is ahead, B when it is ahead and spot is up, C as soon as spot is up.
+Uniform Progress keeps the completed work in proportion to the elapsed time. Its three variants differ in when they
+release an on-demand node: A when the job is ahead, B when it is ahead and spot is up, C as soon as spot is up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ uniform_progress_c = uniform_progress(lambda is_ahead, has_spot: has_spot)
 
 
 def replayed(policy: Callable[[Terms], TickPolicy]) -> Runs:
-    """Returns runs of a policy that does not know the time before its start."""
+    """Returns a function that runs a policy, which sees nothing of the market before the job's start."""
 
     def runs(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
         return lambda start: replay(terms, up[:, start : start + terms.deadline], policy(terms))

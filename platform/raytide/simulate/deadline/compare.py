@@ -1,7 +1,7 @@
 """One job with a deadline on a recorded spot market, in whole ticks of the trace.
 
-A start wastes `restart` ticks, all billed. A zone that is up at a tick can be held for the whole tick; a held zone that
-goes down is lost at the tick's start, without loss of work.
+A start takes `restart` ticks without work, all billed. A zone that is up at a tick can be held for the whole tick; a
+held zone that goes down is lost at the tick's start, without loss of work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Terms:
 
     @classmethod
     def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
-        """Returns the terms of a job. The deadline is `hours` times (1 + `slack`) plus one restart after the start."""
+        """Returns the terms of a job of `hours` hours of work. From the start to the deadline there are `hours` * (1 +
+        `slack`) hours and one restart.
+        """
         work = max(1, round(hours * 3600 / tick_s))
         restart = max(1, round(restart_h * 3600 / tick_s))
         return cls(work, restart, int(work * (1 + slack) + 1e-9) + restart, tick_s)
@@ -83,7 +85,7 @@ Runs = Callable[[Terms, Up], Callable[[int], RunOutcome]]
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
-    """Runs the job on `up`, from its start, until it is done; past the deadline on demand."""
+    """Runs the job on the availability `up` until it is done; after the deadline it runs on demand."""
     held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
     while work:
         if tick >= terms.deadline:
@@ -107,7 +109,9 @@ def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
 
 
 def starts(ticks: int, terms: Terms, count: int) -> list[int]:
-    """Returns the first ticks of `count` runs, evenly over the trace, each with its whole deadline inside it."""
+    """Returns the first ticks of `count` runs, spread evenly over the trace; each run's deadline is
+    within the trace.
+    """
     room = ticks - terms.deadline
     if room < 0:
         raise DataError(

@@ -1,7 +1,7 @@
-"""The lowest cost to finish in time with knowledge of the whole trace: a lower bound for every policy.
+"""The lowest cost of finishing in time if the whole trace is known: a lower bound for every policy.
 
-Dynamic programming backward over the ticks, for all amounts of remaining work at once. A start is only taken if its
-zone stays up through it; else holding nothing is better.
+It is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A start is
+considered only if its zone stays up throughout; else holding nothing is better.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
 def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns runs of the optimum, which never misses, because on demand alone is in time."""
+    """Returns the function that runs the optimum. It never misses the deadline, because on demand alone finishes in
+    time.
+    """
     return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 
 

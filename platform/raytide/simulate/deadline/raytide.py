@@ -1,4 +1,6 @@
-"""raytide's deadline policy on a recorded market: the production decision, with what is known at each tick."""
+"""raytide's deadline policy on a recorded market: the production decision, with the information
+available at each tick.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Terms
 
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns runs whose model has observed the market since the trace began."""
+    """Returns a function that runs the policy with a model that has observed the market since the trace began."""
     ticks, markets, ages_s = _watch(up, terms.tick_s)
 
     def from_start(start: int) -> RunOutcome:
@@ -54,7 +56,9 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
 
 
 def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[ReclaimRates], Floats]:
-    """Returns the ticks of new rates, those rates, and each zone's age in its state at each tick."""
+    """Returns the ticks at which the rates change, the new rates, and for each tick how long each zone has been up or
+    down.
+    """
     model = AvailabilityModel(len(up))
     ticks, markets = [0], [model.cached_rates(0.0)]
     ages_s = np.empty(up.shape)

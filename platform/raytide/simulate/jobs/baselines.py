@@ -12,15 +12,15 @@ LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
 def fifo(queue: JobQueue) -> Ints:
-    """Returns the jobs to run in order of submission; none overtakes the head."""
+    """Returns the jobs to run in order of submission; no job overtakes the first waiting one."""
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
 
 
 def easy(queue: JobQueue) -> Ints:
-    """Returns the jobs to run; a job is backfilled if it ends before the head can start, or leaves it enough GPUs.
-    Durations are known exactly.
+    """Returns the jobs to run. A job is backfilled if it ends before the first waiting job can start, or leaves that
+    job enough GPUs. Durations are known exactly.
     """
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
@@ -56,8 +56,8 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """Returns the jobs to run: repeatedly the next one of the team that holds least; first come, first served within a
-    team.
+    """Returns the jobs to run: repeatedly the next job of the team that holds the fewest GPUs; within a team, first
+    come, first served.
     """
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
@@ -81,8 +81,8 @@ def drf(queue: JobQueue) -> Ints:
 
 
 def las(queue: JobQueue) -> Ints:
-    """Returns the jobs to run, least attained service first, in three bands; first come, first served within one
-    (NSDI'19).
+    """Returns the jobs to run by attained service, in three bands, the least first; within a band, first come, first
+    served (NSDI'19).
     """
     band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
     return _filled(queue, queue.active[np.argsort(band, kind="stable")])
@@ -95,7 +95,7 @@ def srpt(queue: JobQueue) -> Ints:
 
 
 def _filled(queue: JobQueue, order: Ints) -> Ints:
-    """Returns the jobs that get GPUs in this order, each all of its GPUs or none."""
+    """Returns the jobs that get GPUs in this order. Each gets all of its GPUs or none."""
     free, rest, taken = queue.gpus_total, order, [order[:0]]
     while free and len(rest := rest[queue.gpus[rest] <= free]):
         sums = np.cumsum(queue.gpus[rest])

@@ -28,7 +28,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class JobQueue:
-    """The input of a policy: one array per column, with all jobs of the trace; `active` are submitted and not done."""
+    """The input of a policy: one array per column, with all jobs of the trace; `active` jobs are submitted and not
+    done.
+    """
 
     now_s: float
     gpus_total: int
@@ -107,8 +109,9 @@ def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> Replay
 
 
 def lower_bound_s(trace: JobTrace, gpus: int) -> float:
-    """Returns a lower bound of the mean JCT: no job is faster than alone, no cluster faster than one machine of its
-    total speed (SRPT)."""
+    """Returns a lower bound of the mean job completion time in seconds: no job is faster than when it runs alone, and
+    no cluster is faster than one machine of the same total speed (SRPT).
+    """
     work_s = trace.duration_s * trace.gpus / gpus
     heap: list[float] = []
     now_s = total_s = 0.0

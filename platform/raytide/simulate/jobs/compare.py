@@ -30,7 +30,7 @@ class Setting:
 
 
 def simulate(path: Path, setting: Setting) -> dict[str, object]:
-    """Returns the setting and the outcome, as JSON."""
+    """Runs the simulation and returns its settings and outcome as a JSON object."""
     _check(setting)
     trace = job_trace.window(job_trace.read(path), _first_day(setting.window), setting.days)
     mixed = job_trace.with_multi_gpu_share(trace, setting.multi_gpu_share, setting.seed)

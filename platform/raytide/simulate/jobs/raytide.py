@@ -53,7 +53,7 @@ class GpuCapacity:
         return floor
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the first waiting row whose GPUs are free or held by preemptible lower rows."""
+        """Returns the first waiting row whose GPUs are free, or are held by preemptible rows of lower priority."""
         able = self.need[waiting] <= self.free
         return int(able.argmax()) if able.any() else None
 
@@ -109,7 +109,9 @@ def _claims(queue: JobQueue) -> QueueTable:
 
 
 def _old_s(queue: JobQueue) -> float:
-    """Returns the ageing cutoff over all jobs submitted so far; 0 if it is at most `OLD_S`, which has no effect."""
+    """Returns the ageing cutoff in seconds over all jobs submitted so far. A cutoff of at most `OLD_S` has no effect,
+    so 0 is returned instead.
+    """
     until = queue.active.max(initial=-1) + 1
     end_s = queue.end_s[:until]
     age_s = np.where(end_s > 0, end_s, queue.now_s) - queue.submit_s[:until]

@@ -76,7 +76,7 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Redraws one-GPU jobs from the sizes of the others until about this share has several GPUs."""
+    """Gives one-GPU jobs random sizes of multi-GPU jobs, until about this share of jobs has several GPUs."""
     several = trace.gpus > 1
     now = several.mean()
     if share <= now or not several.any():
@@ -89,5 +89,7 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 
 
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
-    """Returns the GPUs, in whole nodes of 8, for which the jobs' GPU-hours are `load` times the cluster's."""
+    """Returns the number of GPUs, in whole nodes of 8, with which the jobs' GPU-hours are `load` times those of the
+    cluster.
+    """
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))

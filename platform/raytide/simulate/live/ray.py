@@ -1,4 +1,4 @@
-"""A fake Ray that counts resources: which work of a live cluster runs on which node, and which waits."""
+"""A fake Ray that counts resources: it knows which work of a live cluster runs on which node, and which work waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Work:
 
 
 class LiveRay:
-    """Simulates Ray for a look ahead from a live cluster.
+    """Simulates Ray for a forecast that starts from a live cluster.
 
     `move` applies changes and places waiting work. Leases get their placement groups at once.
     """
@@ -61,7 +61,9 @@ class LiveRay:
             self._place(together, open_nodes)
 
     def _waiting(self) -> Iterator[list[_Work]]:
-        """Yields waiting work in units to place: one each, or all members of a replica, incomplete ones first."""
+        """Yields waiting work in units that are placed whole: single pieces of work, or all missing members of a
+        replica, replicas with missing members before new ones.
+        """
         members: defaultdict[str, list[_Work]] = defaultdict(list)
         for work in self._work:
             if not work.node_id and self._size.get(work.endpoint, 1) > 1:
@@ -75,7 +77,7 @@ class LiveRay:
                 unplaced = unplaced[count:]
 
     def _place(self, together: Sequence[_Work], nodes: Sequence[Node]) -> None:
-        """Places all of them or none."""
+        """Places all of this work on nodes, or none of it."""
         for work in together:
             work.node_id = next((node.id for node in nodes if self._suits(work, node)), "")
         if not all(work.node_id for work in together):
@@ -111,7 +113,9 @@ class LiveRay:
         return (*waiting, *(demand for demand in self._seen.demand if demand.is_standing))
 
     def loads(self, now_s: float) -> dict[str, EndpointLoad]:
-        """Returns the last load of each endpoint, as fresh as in the snapshot, for its present replicas."""
+        """Returns the last load of each endpoint, spread over its present replicas; a report that was fresh in the
+        snapshot stays fresh.
+        """
         return {
             view.endpoint.name: self._load(view.endpoint.name, view.load, now_s - self._seen.at_s)
             for view in self._seen.endpoints
@@ -134,7 +138,9 @@ class LiveRay:
         )
 
     def _publish(self, endpoint: Endpoint, draining: Collection[str]) -> None:
-        """Starts missing replicas, also for leaving ones, and ends surplus ones, leaving ones first."""
+        """Starts missing replicas; those on draining nodes do not count. Ends surplus replicas, and those on draining
+        nodes once all others are placed.
+        """
         replicas = [work for work in self._work if work.endpoint == endpoint.name]
         staying = [work for work in replicas if work.node_id not in draining]
         spec = endpoint.spec

@@ -48,10 +48,10 @@ class Outlook:
 def look_ahead(
     seen: Snapshot, *, hours: float = 1.0, launch_s: float | None = None, job_hours: float | None = None
 ) -> Outlook:
-    """Runs the production decision forward from this Snapshot on a virtual clock; returns the plans, starts and costs.
+    """Runs the production decision forward from this snapshot on a virtual clock; returns the plans, starts and costs.
 
-    New nodes join after `launch_s` (default: as the cluster's own did); jobs end `job_hours` after their start
-    (default: never).
+    New nodes join after `launch_s` seconds (default: the median of the cluster's own nodes). Jobs end `job_hours` after
+    their start (default: never).
     """
     if hours <= 0 or (launch_s or 0.0) < 0 or (job_hours is not None and job_hours <= 0):
         raise UsageError("hours and job hours must be above zero, and the launch time not below it.")
@@ -88,7 +88,7 @@ def look_ahead(
 
 
 def usual_launch_s(seen: Snapshot) -> float:
-    """Returns the median time of the cluster's own nodes from the decision until they joined."""
+    """Returns the median number of seconds that the cluster's own nodes took from the decision until they joined."""
     took_s = [
         view.node.ready_at_s - view.node.requested_at_s for view in seen.nodes if view.node.ready_at_s is not None
     ]

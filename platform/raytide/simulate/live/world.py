@@ -1,7 +1,7 @@
 """A live cluster that continues on a virtual clock: its records, a fake provider, and a fake Ray.
 
-The controller's own functions advance the records and decide. Load, tasks and prices stay constant, every pool sells,
-and no node is lost.
+The controller's own functions advance the records and decide. Load, tasks and prices stay constant, every pool has
+nodes to sell, and no node is lost.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LiveWorld:
         )
 
     def _snapshot(self, world: ClusterObservation) -> Snapshot:
-        """Returns the live snapshot with all changes since."""
+        """Returns the live snapshot with all changes of the simulation."""
         book = self.book
         return replace(
             self._seen,
@@ -113,7 +113,9 @@ class LiveWorld:
         )
 
     def _held(self, view: NodeView) -> str:
-        """Returns why it stays although it is idle in Ray: work outside Ray continues, and so do missing readings."""
+        """Returns why the node counts as busy although it is idle in Ray; empty if it does not. Work outside Ray, and
+        missing readings, are assumed to persist.
+        """
         node_type = self._types.get(view.node.type)
         if node_type is None or not view.idle_s:
             return ""
@@ -140,7 +142,7 @@ class LiveWorld:
         )
 
     def _is_up(self, node: Node) -> bool:
-        """Returns whether it is in Ray: joined nodes until they end, new nodes once they have started."""
+        """Returns whether the node is in Ray: a joined node until it ends, a new node once it has started."""
         if node.id in self._left or node.state in (NodeState.REQUESTED, NodeState.TERMINATING, NodeState.GONE):
             return False
         return node.ready_at_s is not None or self.provider.is_up(node.id)
@@ -176,7 +178,7 @@ class LiveWorld:
                 self._drain(action)
 
     def _drain(self, drain: Drain) -> None:
-        """Drains a node: Ray refuses an idle drain where something runs; else the raylet leaves at once."""
+        """Drains a node. An idle drain is refused if something runs there; otherwise the raylet leaves at once."""
         node = self.book.nodes[drain.node_id]
         if drain.kind == "idle" and self._ray.is_empty(node):
             self.book.nodes[node.id] = lifecycle.drained(node, drain)

@@ -1,4 +1,4 @@
-"""Baselines: a fixed fleet, Ray Serve's target on demand or on spot alone, and SkyServe's SpotHedge."""
+"""Baselines: a fixed fleet, Ray Serve's target with only on-demand or only spot nodes, and SkyServe's SpotHedge."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ DOWNSCALE_DELAY_S = 600.0
 
 @dataclass(slots=True)
 class ServeTarget:
-    """Ray Serve's rule: requests in flight over the target of a replica; up after 30 s, down after 600 s to the highest
-    target in that time."""
+    """Ray Serve's rule. The target is the number of requests in flight divided by the target of one replica. It rises
+    after 30 s, and falls after 600 s to the highest target of that time.
+    """
 
     most: int
     current: int = 1
@@ -68,7 +69,7 @@ class ServeOnDemand:
 
 @dataclass(slots=True)
 class SpotNaive:
-    """Spot alone, zones round-robin; a zone that refuses is skipped for the rest of the tick."""
+    """Buys only spot, from the zones in turn; a zone that refuses is skipped for the rest of the tick."""
 
     target: ServeTarget
     turn: int = 0
@@ -91,8 +92,9 @@ class SpotNaive:
 
 @dataclass(slots=True)
 class SpotHedge:
-    """SkyServe (EuroSys'25): spot spread over zones without a recent failure, `extra` nodes beyond the target, and on
-    demand in place of spot that is not ready."""
+    """SkyServe's policy (EuroSys'25): spot nodes spread over zones without a recent failure, with `extra` nodes beyond
+    the target, and an on-demand node in place of each spot node that is not ready.
+    """
 
     target: ServeTarget
     extra: int
@@ -141,7 +143,7 @@ def match_ondemand(fleet: SimulatedFleet, target: int) -> None:
 
 
 def release(fleet: SimulatedFleet, replicas: Iterable[SimulatedReplica], count: int) -> None:
-    """Ends `count` of them: unready ones first, then the least busy, the youngest first."""
+    """Ends `count` replicas: unready ones first, then the least busy; of equals, the youngest."""
     order = sorted(replicas, key=lambda r: (fleet.is_ready(r), fleet.busy(r), -r.number))
     for replica in order[: max(0, count)]:
         fleet.release(replica)

@@ -1,4 +1,6 @@
-"""A lower bound of the cost for an omniscient buyer: a linear programme over fractional nodes, with starts billed."""
+"""A lower bound of the cost, that of an omniscient buyer: a linear programme over fractional nodes, with
+billed starts.
+"""
 
 from __future__ import annotations
 

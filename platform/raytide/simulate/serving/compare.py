@@ -27,7 +27,7 @@ STATIC_SLO = 0.99
 
 class FleetPolicy(Protocol):
     def tick(self, fleet: SimulatedFleet) -> None:
-        """Launch and release."""
+        """Decides and applies launches and releases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ class Scenario:
         return self._run(name, policy(name, self))
 
     def _smallest_static(self) -> Result:
-        """Bisects over the size: one more replica never misses more."""
+        """Finds the smallest fixed fleet by bisection on its size, because a larger fleet never has more
+        late requests.
+        """
         low, high = 1, self.setup.max_replicas
         best = self._run("static", Static(high))
         while low < high:
@@ -96,7 +98,7 @@ class Scenario:
         return best
 
     def setup_of(self, name: str) -> ServingSetup:
-        """Returns the setup with the order of waiting requests, and what happens to those of lost nodes."""
+        """Returns the setup with the order in which requests wait, and the treatment of requests on lost nodes."""
         setup, is_raytide = self.setup, name == "raytide"
         queue = setup.queue or ("deadline" if is_raytide else "first-come")
         resumes = is_raytide if setup.resumes is None else setup.resumes
@@ -130,7 +132,7 @@ class Scenario:
 
 
 def policy(name: str, stage: Scenario) -> FleetPolicy:
-    """Returns a policy by name, except `static`, whose size is searched."""
+    """Returns a policy by name; `static` is not among them, because its size has to be searched."""
     target = ServeTarget(stage.setup.max_replicas)
     named: dict[str, Callable[[], FleetPolicy]] = {
         "serve-ondemand": lambda: ServeOnDemand(target),
@@ -144,8 +146,9 @@ def policy(name: str, stage: Scenario) -> FleetPolicy:
 
 
 def simulate(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
-    """Runs the policy to the end, and returns the fleet at each tick. Steps from event to event: capacity changes,
-    notices, replicas that become ready, ticks."""
+    """Runs the policy to the end, and returns the fleet at each tick. Time advances from event to event: capacity
+    changes, notices, replicas that become ready, ticks.
+    """
     setup, zones = fleet.setup, fleet.zones
     changes = deque(zones.times_s[1:])
     notices = deque(at - setup.notice_s for at in changes if at > setup.notice_s > 0)

@@ -1,6 +1,7 @@
 """The simulated fleet: replicas that prefill one request after another and decode in slots, spot zones and the bill.
 
-Unfinished requests of a lost replica start again elsewhere; their first token counts from the first arrival.
+Unfinished requests of a lost replica start again on other replicas; the time to their first token counts from the first
+arrival.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class SimulatedFleet:
 
     @property
     def first_token_s(self) -> list[float]:
-        """The time of each request's first token; infinite without."""
+        """The time of each request's first token in seconds; infinite if it has none."""
         return self.router.first_token_s
 
     @property
     def arrived(self) -> int:
-        """Requests that have arrived."""
+        """The number of requests that have arrived."""
         return self.router.arrived
 
     def of(self, market: CapacityType) -> list[SimulatedReplica]:
-        """Returns staying replicas of a market, launching ones included."""
+        """Returns the replicas of a market that are not being released, including launching ones."""
         is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]
 
@@ -49,12 +50,14 @@ class SimulatedFleet:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
     def busy(self, replica: SimulatedReplica) -> int:
-        """Returns its requests in flight and waiting, and finished ones behind an older unfinished one."""
+        """Returns the number of the replica's requests: those in flight and waiting, and finished ones that came after
+        a still unfinished one.
+        """
         return len(replica.jobs)
 
     @property
     def ongoing(self) -> int:
-        """Requests in flight and waiting."""
+        """The number of requests in flight and waiting."""
         return self._ongoing[-1]
 
     def mean_ongoing(self) -> float:
@@ -72,14 +75,14 @@ class SimulatedFleet:
         return self._launch(zone) if there < room else None
 
     def release(self, replica: SimulatedReplica) -> None:
-        """Ends it: now if it has no requests or is not ready, else after its last request."""
+        """Ends the replica: now if it has no requests or is not ready, else after its last request."""
         last_s = max((self.router.done_s[job] for job in replica.jobs), default=self.now_s)
         replica.ended_s = min(replica.ended_s, max(self.now_s, last_s))
         self.router.cordon(replica)
         self._remove_ended()
 
     def advance(self, until_s: float) -> None:
-        """Serves the requests that arrive before `until_s`, and sets the clock to it."""
+        """Serves the requests that arrive before `until_s`, and sets the clock to `until_s`."""
         self.router.advance(until_s)
         self.now_s = until_s
         self._remove_ended()
@@ -91,13 +94,15 @@ class SimulatedFleet:
         self.router.admit(replica, self.now_s)
 
     def reclaim(self) -> None:
-        """Reclaims randomly chosen nodes above their zone's capacity."""
+        """Reclaims nodes of zones that have more than their capacity, chosen at random."""
         for zone, room in enumerate(self.zones.at(self.now_s)):
             for replica in self._excess(zone, room, [r for r in self.alive if r.zone == zone]):
                 self._on_lost(replica)
 
     def warn(self, deadline_s: float) -> None:
-        """Warns nodes that will be reclaimed: they take no new requests, and hand over those they cannot finish."""
+        """Warns nodes that will be reclaimed: they take no new requests, and hand over the requests that they cannot
+        finish.
+        """
         for zone, room in enumerate(self.zones.at(deadline_s)):
             staying = [r for r in self.alive if r.zone == zone and r.ended_s > deadline_s]
             for replica in self._excess(zone, room, staying):
@@ -110,7 +115,7 @@ class SimulatedFleet:
                 self.router.send_again(handed, self.now_s)
 
     def update_counts(self) -> None:
-        """Removes finished requests, and counts ongoing ones second by second."""
+        """Removes finished requests, and counts the ongoing requests of each second."""
         for replica in self.alive:
             jobs = replica.jobs
             while jobs and self.router.done_s[jobs[0]] <= self.now_s:
@@ -122,7 +127,7 @@ class SimulatedFleet:
             self._ongoing.append(ongoing)
 
     def node_hours(self) -> dict[CapacityType, float]:
-        """Returns the billed hours so far, from launch to end."""
+        """Returns the billed node hours so far; a node is billed from launch to end."""
         hours = dict.fromkeys(CapacityType, 0.0)
         for replica in self.launched:
             market = CapacityType.ON_DEMAND if replica.zone is None else CapacityType.SPOT

@@ -31,7 +31,9 @@ _STYLE = (
 
 
 def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
-    """Runs the other policies and raytide's targets too, so it takes many times as long as one run."""
+    """Writes the page. It also runs the other policies, and raytide with several targets, so it takes many times as
+    long as one run.
+    """
     others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
     curve = [replace(stage, setup=setup).run("raytide") for setup in setups]
@@ -60,7 +62,7 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
 def tradeoff(
     axes: Axes, curve: Sequence[Point], others: Mapping[str, Point], chosen: Mapping[str, Point], title: str = ""
 ) -> None:
-    """Draws policies by what they cost and how many requests they serve in time, and raytide's curve."""
+    """Draws each policy's cost against its share of requests in time, and raytide's curve over several targets."""
     label(axes, title, x="$", y="requests in time, %")
     if curve:
         axes.plot(*zip(*sorted(curve), strict=True), color=GREEN, label="raytide, by target")

@@ -1,4 +1,4 @@
-"""raytide's serving policy in the simulator: the production plan, with the inputs of a live controller."""
+"""raytide's serving policy in the simulator: the production plan, with the inputs that a live controller has."""
 
 from __future__ import annotations
 

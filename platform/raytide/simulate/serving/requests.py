@@ -1,4 +1,6 @@
-"""The requests of a simulation: recorded gaps and token counts, repeated at a rate that follows an envelope."""
+"""The requests of a simulation: recorded gaps between arrivals and token counts, repeated at a rate that follows an
+envelope.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _STEP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests by arrival. A replica prefills one after another; a slot is held from prefill to the last token."""
+    """Requests in order of arrival. A replica prefills one request after another; a request holds a slot from its
+    prefill to its last token.
+    """
 
     arrival_s: Floats
     prompt_tokens: Floats
@@ -42,7 +46,7 @@ class Workload:
 
 
 def workload(setup: ServingSetup) -> Workload:
-    """Returns the requests; the seed chooses where in the recording they start."""
+    """Returns the requests; the seed determines where in the recording they start."""
     at_s, prompt, output = _recording(setup.requests)
     gaps = np.diff(at_s, prepend=0.0)
     gaps[0] = gaps[1:].mean()

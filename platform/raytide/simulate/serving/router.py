@@ -1,8 +1,8 @@
-"""Routers of a simulation: they hold the requests that wait, and choose when which replica starts them.
+"""Routers of a simulation: they hold waiting requests, and choose the time and the replica at which each starts.
 
-First come, first served, a request goes on arrival to the replica that can start it first, as in the published
-baselines. By deadline, as in raytide's replicas, it waits until a replica can start it, and those that can still be in
-time go first (deadline_queue.py).
+The first-come router sends a request on arrival to the replica that can start it first, as in the published baselines.
+With the deadline router, as in raytide's replicas, a request waits until a replica can start it, and requests that can
+still be in time go first (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class SimulatedReplica:
 
 
 class FirstComeRouter:
-    """Requests by number, in the order of their arrival. Times of unanswered ones are infinite."""
+    """Routes requests in the order of their arrival and records their times by number. The times of unanswered requests
+    are infinite.
+    """
 
     def __init__(self, setup: ServingSetup, work: Workload) -> None:
         seconds = int(setup.horizon_s) + 2
@@ -74,14 +76,16 @@ class FirstComeRouter:
         self._send(waiting, now_s)
 
     def cordon(self, replica: SimulatedReplica) -> None:
-        """Sends the replica no more requests."""
+        """Stops sending requests to the replica."""
         replica.is_leaving = True
         if replica in self._routed:
             at = self._routed.index(replica)
             del self._routed[at], self._starts[at]
 
     def send_again(self, jobs: Iterable[int], now_s: float) -> None:
-        """Serves requests that a lost replica had not finished: from their tokens, or anew."""
+        """Sends requests that a lost replica had not finished to other replicas, which continue from the tokens so far,
+        or start anew.
+        """
         last = len(self.departures) - 1
         for job in jobs:
             self.departures[min(int(self.done_s[job]) + 1, last)] -= 1
@@ -93,7 +97,7 @@ class FirstComeRouter:
         self._send(jobs, now_s)
 
     def _send(self, jobs: Iterable[int], not_before_s: float) -> None:
-        """Routes each request to the replica that can start it first. A hot loop."""
+        """Routes each request to the replica that can start it first. This is a hot loop."""
         starts = self._starts
         if not starts:
             self._waiting += jobs
@@ -152,7 +156,7 @@ class DeadlineRouter(FirstComeRouter):
         self._queue.push(job, due_s=since_s + self._slo_ttft_s, needs_s=self._prefill_s[job])
 
     def _dispatch(self, until_s: float) -> None:
-        """Starts waiting requests wherever a replica is free until then."""
+        """Starts waiting requests on replicas that become free before `until_s`."""
         starts, queue = self._starts, self._queue
         while queue and starts and (free_s := min(starts)) <= until_s:
             start_s = max(free_s, self._now_s)

@@ -1,4 +1,4 @@
-"""The spot capacity of a simulation: nodes that each zone can hold, as steps over the simulated time."""
+"""The spot capacity of a simulation: the number of nodes that each zone can hold, as a step function of time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class SpotZones:
 
 
 def spot_zones(setup: ServingSetup) -> SpotZones:
-    """Returns the capacity in a window chosen by the seed, the same for all zones; short traces repeat."""
+    """Returns the capacity in a window of the traces. The seed chooses the window, which is the same for all zones;
+    short traces repeat.
+    """
     traces = select(
         read(setup.spot), setup.collection, gpu=setup.gpu, gpus_per_node=setup.gpus_per_node, kind=setup.kind
     )

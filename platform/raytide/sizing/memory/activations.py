@@ -1,8 +1,8 @@
 """The bytes of activations that one layer keeps for its backward pass, counted tensor by tensor.
 
-Counted are the tensors that autograd saves in `actors/trainer/model/transformer.py`; a test compares them with what it
-really saves. Symbols: h width, q = heads * head_dim, k = kv_heads * head_dim, a heads, f feed-forward width; everything
-is divided by the tensor axis t, the sequence also by the context axis.
+The counts are of the tensors that autograd saves in `actors/trainer/model/transformer.py`; a test compares them with
+those really saved. Symbols: h width, q = heads * head_dim, k = kv_heads * head_dim, a heads, f feed-forward width. All
+are divided by the tensor axis t, the sequence also by the context axis.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Slice:
 
     @property
     def tokens(self) -> int:
-        """Tokens that attention and feed-forward see: those of all tensor ranks together."""
+        """The number of tokens that attention and feed-forward compute: those of all tensor ranks together."""
         return self.sequences * self.seq_len // self.context
 
     @property
     def own_tokens(self) -> float:
-        """Tokens of the residual stream, which the tensor ranks divide."""
+        """The number of this rank's tokens in the residual stream, which the tensor ranks divide among them."""
         return self.tokens / self.tensor
 
 
@@ -49,24 +49,23 @@ def layer_bytes(model: ModelShape, part: Slice, *, sparse: bool = False) -> floa
 
 
 def norm_bytes(size: int, part: Slice) -> float:
-    """Returns the bytes a token of a norm's saved input and statistics.
+    """Returns the bytes per token of a norm's saved input and statistics.
 
-    In fp32 on a CPU the input is the residual itself and its normalized form is saved too; at 16 bits both are fp32
-    copies.
+    On a CPU the input and its normalized form are saved, both in fp32: as copies if computation is in 16 bits.
     """
     return (2 * FLOAT * size if part.on_cpu else part.bytes_each * size) + FLOAT
 
 
 def stream_norm_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes a token of a norm of the residual stream. LayerNorm keeps its input and two statistics."""
+    """Returns the bytes per token of a norm of the residual stream. LayerNorm keeps its input and two statistics."""
     if model.layer_norms:
         return part.bytes_each * model.width + 2 * FLOAT
     return norm_bytes(model.width, part)
 
 
 def attention_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns q, k, v, the output and the log-sum-exp; with a context axis, keys and values of whole sequences, the
-    joined output, and the masks of pieces that do not begin at the first key.
+    """Returns the bytes of q, k, v, the output and the log-sum-exp. With a context axis it counts the keys and values
+    of whole sequences, the joined output, and the masks of pieces that do not begin at the first key.
     """
     q = model.attention_width / part.tensor
     kv_heads = model.kv_heads / part.tensor if model.kv_heads % part.tensor == 0 else 1
@@ -84,13 +83,13 @@ def attention_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def ffn_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns gate, its activation, up, and their product; without a gate, up and its activation."""
+    """Returns the bytes of gate, its activation, up, and their product; without a gate, of up and its activation."""
     return (4 if model.gated else 2) * part.tokens * part.bytes_each * model.ffn / part.tensor
 
 
 def sparse_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the router's probabilities, and for each expert of a token its input, four tensors of its width and its
-    output, with the indices that gather them.
+    """Returns the bytes of the router's probabilities, and for each expert of a token: the input, four tensors of the
+    expert's width, the output, and the indices that gather them.
     """
     routed = part.tokens * model.experts_per_token
     values = part.bytes_each * (4 * model.expert_ffn / part.tensor + 2 * model.width)
@@ -98,8 +97,8 @@ def sparse_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def checkpoint_bytes(model: ModelShape, part: Slice, memory: MemorySpec, *, sparse: bool = False) -> float:
-    """Returns the bytes that a layer keeps under activation checkpointing: its input, and with `selective` the results
-    of matrix products and of attention.
+    """Returns the bytes that a layer keeps with activation checkpointing: its input, and with `selective` also the
+    results of matrix products and of attention.
     """
     if memory.checkpointing == "none":
         return layer_bytes(model, part, sparse=sparse)
@@ -115,18 +114,18 @@ def checkpoint_bytes(model: ModelShape, part: Slice, memory: MemorySpec, *, spar
 
 
 def first_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the ids, and the cosines and sines of one rotation."""
+    """Returns the bytes of the token ids, and of the cosines and sines of one rotary embedding."""
     tables = 0 if model.positions else 2 * part.bytes_each * part.seq_len * model.head_dim
     return _IDS * part.tokens + tables
 
 
 def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, float]:
-    """Returns the bytes that the last norm and the loss keep until the backward pass, and the most that they need
-    beyond them while they run.
+    """Returns (kept, extra): the bytes that the last norm and the loss keep until the backward pass, and the most bytes
+    that they need in addition while they run.
 
-    Whole logits are kept as log-probabilities in fp32; beside them stand the logits, in the forward pass in the
-    compute dtype and fp32, in the backward pass their gradient. With chunks the gradients of the last hidden states
-    and of the head are kept instead.
+    Without chunks the log-probabilities of all tokens are kept in fp32. In addition the forward pass needs the logits
+    in the compute dtype and in fp32, and the backward pass their gradient. With chunks the gradients of the last hidden
+    states and of the head are kept instead.
     """
     tokens = part.tokens
     norm = stream_norm_bytes(model, part) * part.own_tokens + _IDS * tokens
@@ -142,5 +141,5 @@ def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, 
 
 
 def part_of(workload: TrainWorkload, *, sequences: int, tensor: int, context: int, on_cpu: bool) -> Slice:
-    """Returns the part of a micro-batch of `sequences` that a rank computes."""
+    """Returns the part that a rank computes of a micro-batch of `sequences` sequences."""
     return Slice(sequences, workload.seq_len, tensor, context, workload.bytes_each, on_cpu)

@@ -1,8 +1,8 @@
-"""The memory of one rank of raytide's trainer, by term, and the most that it needs at once.
+"""The memory of one rank of raytide's trainer, by term, and its peak.
 
-The most is the larger of two moments: the end of the last forward pass before memory falls (activations and logits are
-there, gradients only of earlier micro-batches), and the end of the backward pass (gradients are complete, activations
-gone). Their sum would be wrong.
+The peak is the larger need of two moments. At the end of the last forward pass before memory falls, activations and
+logits exist, but gradients only of earlier micro-batches. At the end of the backward pass, gradients are complete and
+activations are gone. The sum of all terms would be too much.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank, by what they are for. Not all of them are needed at once: see `peak`."""
+    """The bytes of one rank by purpose. Not all of them are needed at once: see `peak`."""
 
     weights: int
     gradients: int
@@ -73,7 +73,7 @@ class MemoryEstimate:
 
     @cached_property
     def forward_end(self) -> Mapping[str, float]:
-        """The terms when the last layer has run."""
+        """The terms, in bytes, when the last layer's forward pass has run."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -85,7 +85,7 @@ class MemoryEstimate:
 
     @cached_property
     def backward_end(self) -> Mapping[str, float]:
-        """The terms when the first layer's gradient is computed."""
+        """The terms, in bytes, when the first layer's gradient is computed."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -97,14 +97,16 @@ class MemoryEstimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """The terms at the moment of the most bytes, with fragmentation and context; their sum is `peak`."""
+        """The terms, in bytes, at the moment that needs the most, with fragmentation and context; their
+        sum is `peak`.
+        """
         most = max(self.forward_end, self.backward_end, key=lambda each: sum(each.values()))
         fragmentation = sum(most.values()) * self.fragmentation_share / (1.0 - self.fragmentation_share)
         return {**most, "fragmentation": fragmentation, "context": self.context}
 
     @cached_property
     def peak(self) -> float:
-        """The bytes that the device must have."""
+        """The bytes of memory that the device must have."""
         return sum(self.terms.values())
 
     @property
@@ -166,7 +168,7 @@ def estimate_rank(
 def estimate(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int | None = None
 ) -> MemoryEstimate:
-    """Returns the memory of the pipeline rank that needs the most, or of the given one."""
+    """Returns the memory of the given pipeline rank, by default of the one that needs the most."""
     if pipeline_rank is not None:
         return estimate_rank(workload, strategy, hardware, pipeline_rank)
     ranks = busiest_pipeline_ranks(strategy.layout)
@@ -174,10 +176,10 @@ def estimate(
 
 
 def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
-    """Returns the micro-batches whose activations a stage holds at once.
+    """Returns the number of micro-batches whose activations a stage holds at once.
 
-    1F1B: those between it and the end (Narayanan et al. 2021); interleaved: (1 + (p-1) / (p v)) of a whole pass over
-    its stages; V-shaped schedules: p stages' worth on every rank; GPipe and looped BFS: all.
+    1F1B: one for each stage from this one to the last (Narayanan et al. 2021); interleaved: p (1 + (p-1) / (p v));
+    V-shaped schedules: p on every rank; GPipe and looped BFS: all.
     """
     layout, ranks = strategy.layout, strategy.layout.pipeline
     if ranks == 1:
@@ -192,8 +194,8 @@ def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
 
 
 def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -> float:
-    """Returns the bytes of gathered weights: all of the rank's part if they stay through the step, else the root's and
-    two layers'. One rank in fp32 computes with its own.
+    """Returns the bytes of gathered weights: all that the rank computes with if they stay for the whole step, else
+    those outside of layers and of two layers. A single rank in fp32 gathers none.
     """
     ranks = strategy.sizes.shard * strategy.sizes.context
     is_resident = strategy.memory.parameters == "none"
@@ -205,7 +207,9 @@ def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -
 
 
 def _reducing(workload: TrainWorkload, strategy: Strategy, states: StateBytes, *, has_earlier: bool) -> float:
-    """Returns the bytes of unreduced gradients. ZeRO-1 sums those of all layers in fp32 over the micro-batches."""
+    """Returns the bytes of unreduced gradients. ZeRO-1 and pipelines sum the gradients of all layers in fp32 over the
+    micro-batches.
+    """
     ranks = strategy.sizes.shard * strategy.sizes.context * strategy.sizes.replicate
     layer = min(states.largest_layer, states.computed_trained)
     one: float = (workload.bytes_each + STATE_BYTES) * max(layer, min(states.outside, states.computed_trained))

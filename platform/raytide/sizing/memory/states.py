@@ -1,7 +1,7 @@
 """The bytes of weights, gradients and optimizer state of one rank, exactly as raytide's trainer allocates them.
 
-A weight is divided by tensor parallelism along one dimension, then along its first over the shard and context axes, as
-FSDP2 does: rank 0 has the largest chunk, and its bytes are returned.
+Tensor parallelism divides a weight along one dimension; then the shard and context axes divide it along its first
+dimension, as in FSDP2. Rank 0 has the largest chunk, so its bytes are returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FFN = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of one rank that live as long as the run, and the elements that it computes with."""
+    """The bytes of one rank that are allocated for the whole run, and the number of elements with which it computes."""
 
     weights: int
     gradients: int
@@ -35,7 +35,7 @@ class StateBytes:
     computed: int
     """Elements of the rank's part of the model, gathered over the shard axis."""
     computed_trained: int
-    """Those of them that are trained."""
+    """The elements of `computed` that are trained."""
     largest_layer: int
     """Elements of its largest layer, gathered."""
     outside: int
@@ -64,7 +64,7 @@ def rank_states(workload: TrainWorkload, strategy: Strategy, pipeline_rank: int 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """The sums of one layer, or of all that is outside of layers."""
+    """The sums over the weights of one layer, or over all weights outside of layers."""
 
     weights: int = 0
     gradients: int = 0
@@ -87,7 +87,7 @@ _NOTHING = _Unit()
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(workload: TrainWorkload, kind: str | tuple[bool, bool], tensor: int, ranks: int) -> _Unit:
-    """Returns the sums of a `dense` or `sparse` layer, or of what is before the first and after the last one."""
+    """Returns the sums of a `dense` or `sparse` layer, or of the weights before the first and after the last layer."""
     model = workload.model
     if isinstance(kind, tuple):
         plain = model.weights(range(0), first=kind[0], last=kind[1])
@@ -114,7 +114,7 @@ def local_shape(weight: WeightTensor, model: ModelShape, tensor: int, ranks: int
 
 
 def optimizer_bytes(name: OptimName, weight: WeightTensor, model: ModelShape, tensor: int, ranks: int) -> int:
-    """Returns the bytes of the optimizer's state of the first rank's part of a weight."""
+    """Returns the bytes of the optimizer's state for the first rank's part of a weight."""
     local = local_shape(weight, model, tensor, ranks)
     elements = math.prod(local)
     if name == "muon" and weight.is_hidden and len(local) >= 2:
@@ -130,7 +130,9 @@ def optimizer_bytes(name: OptimName, weight: WeightTensor, model: ModelShape, te
 
 
 def with_adapters(weights: Iterator[WeightTensor], lora: LoraSpec | None, model: ModelShape) -> Iterator[WeightTensor]:
-    """Yields the weights; with LoRA, frozen, and each adapted one followed by its two adapters (Hu et al. 2021)."""
+    """Yields the weights. With LoRA they are frozen, and each adapted weight is followed by its two adapters (Hu et al.
+    2021).
+    """
     if lora is None:
         yield from weights
         return

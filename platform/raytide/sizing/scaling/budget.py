@@ -1,4 +1,4 @@
-"""The model that a budget should train: the answers of all laws side by side."""
+"""The model to train for a budget, according to each scaling law."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ASSUMED_MFU = 0.35
 
 @dataclass(frozen=True, slots=True)
 class ModelAdvice:
-    """A model size and a number of tokens, and which law says so. `loss` is None where a law predicts none."""
+    """A model size and a number of tokens, with the law from which they follow. `loss` is None if the law predicts
+    none.
+    """
 
     by: str
     parameters: float
@@ -34,8 +36,9 @@ class ModelAdvice:
 
 
 def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
-    """Returns the optimum of each law for `flops`, the default one first; then the model that is as good and cheapest
-    with what it serves, and the best one if only `unique_tokens` exist."""
+    """Returns the optimum of each law for `flops`, the default law first. Then come, if asked for, the model of the
+    same loss that is cheapest with its serving included, and the best model if only `unique_tokens` exist.
+    """
     optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
     found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]
     for name, approach in (("Hoffmann 2022, approach 1", approach_1), ("Hoffmann 2022, approach 2", approach_2)):
@@ -53,10 +56,10 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 
 
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
-    """Returns the model FLOPs that the money buys on the node type with the most per dollar, at 35 % utilization.
+    """Returns the model FLOPs that the money buys, at 35 % utilization, on the node type that gives the most.
 
-    With `hours`, at most as many as all of its nodes compute in that time. Raises CapacityError if no node type has a
-    price and known GPUs.
+    With `hours`, a node type counts with at most the FLOPs that all of its nodes compute in that time. Raises
+    CapacityError if no node type has a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

@@ -1,4 +1,4 @@
-"""Scaling laws of the loss, and the model size and number of tokens that minimise it for a number of FLOPs.
+"""Scaling laws of the loss, and the model size and number of tokens that minimise the loss for a number of FLOPs.
 
 The law is Hoffmann et al. 2022 (arXiv 2203.15556), equation 2: L(N, D) = E + A / N^alpha + B / D^beta, with C = 6 N D.
 Over-training for inference is Sardana et al. 2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model
@@ -51,7 +51,7 @@ class ScalingLaw:
 
     @property
     def balance(self) -> float:
-        """G of Hoffmann's equation 4: (alpha A / (beta B))^(1 / (alpha + beta))."""
+        """The constant G of Hoffmann's equation 4: (alpha A / (beta B))^(1 / (alpha + beta))."""
         numerator = self.parameter_exponent * self.parameter_factor
         power = 1.0 / (self.parameter_exponent + self.data_exponent)
         return float((numerator / (self.data_exponent * self.data_factor)) ** power)
@@ -65,7 +65,7 @@ class ScalingLaw:
         return Allocation(parameters, tokens, self.loss(parameters, tokens))
 
     def tokens_for(self, parameters: float, loss: float) -> float:
-        """Returns the tokens after which a model of this size has the loss; infinity if it never has."""
+        """Returns the number of tokens after which a model of this size reaches the loss; infinity if it never does."""
         rest = loss - self.irreducible - self.parameter_factor / parameters**self.parameter_exponent
         return float((self.data_factor / rest) ** (1.0 / self.data_exponent)) if rest > 0 else math.inf
 
@@ -104,7 +104,7 @@ APPROACH_1 = (
 def approach_1(flops: float) -> tuple[float, float]:
     """Returns the parameters and tokens of approach 1, interpolated in logarithms between the rows of its table.
 
-    Outside of the table the nearest two rows are extended.
+    Outside of the table it extrapolates from the nearest two rows.
     """
     rows = APPROACH_1
     upper = next((at for at, row in enumerate(rows) if row[2] >= flops), len(rows) - 1)
@@ -123,7 +123,7 @@ def approach_2(flops: float) -> tuple[float, float]:
 
 
 def golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Returns where a function with one minimum between `low` and `high` has it, to within 1e-9."""
+    """Returns the position of the minimum of a function that has only one between `low` and `high`, to within 1e-9."""
     ratio = (math.sqrt(5.0) - 1.0) / 2.0
     while high - low > _PRECISION:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -151,7 +151,9 @@ def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIR
 
 
 def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the cheapest model over its life that is as good as the compute-optimal one of `flops`."""
+    """Returns the model with the loss of the compute-optimal one for `flops` whose training and serving are cheapest
+    together.
+    """
     return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)
 
 
@@ -170,19 +172,21 @@ class RepeatedPlan:
 
 
 def effective(total: float, unique: float, decay: float) -> float:
-    """Returns U + U R* (1 - e^(-R / R*)) with R = total / U - 1 repetitions: the worth of `total` in unique units."""
+    """Returns the number of unique units that are worth as much as `total`: U + U R* (1 - e^(-R / R*)), with R = total
+    / U - 1 repetitions.
+    """
     used = min(unique, total)
     repetitions = max(0.0, total / used - 1.0)
     return used + used * decay * (1.0 - math.exp(-repetitions / decay))
 
 
 def optimal_parameters(tokens: float) -> float:
-    """Returns the size that uses `tokens` unique tokens best, N = G^2 D, as alpha equals beta."""
+    """Returns the optimal number of parameters for `tokens` unique tokens, N = G^2 D, because alpha equals beta."""
     return BALANCE * BALANCE * tokens
 
 
 def repeated_loss(parameters: float, tokens: float, unique_tokens: float) -> float:
-    """Returns the loss in nats a token of a model trained on `tokens` of which `unique_tokens` are different."""
+    """Returns the loss in nats a token of a model trained on `tokens` tokens, of which `unique_tokens` are unique."""
     worth_tokens = effective(tokens, unique_tokens, DATA_DECAY)
     base = min(optimal_parameters(min(unique_tokens, tokens)), parameters)
     worth_parameters = effective(parameters, base, SIZE_DECAY)

@@ -1,1 +1,3 @@
-"""The layouts that could be used, the plans that they make, and what would make one fit."""
+"""The search for training plans: possible layouts, the plans that use them, and the changes with which a
+job would fit.
+"""

@@ -1,4 +1,4 @@
-"""`layout: auto` and `gang: auto`: what the planner writes into a spec when its job is submitted."""
+"""`layout: auto` and `gang: auto`: the planner fills in these fields of a spec when its job is submitted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_SHAPES = 4
 def fill_in(
     spec: TrainSpec, model: ModelShape, node_types: Sequence[NodeType], corrections: Corrections | None = None
 ) -> TrainSpec:
-    """Returns the spec with its automatic fields chosen, by cost. Raises CapacityError, with the cheapest fix, if no
-    plan fits.
+    """Returns the spec with its automatic fields filled in from the best plan, ranked by cost. Raises CapacityError,
+    with the cheapest fix, if no plan fits.
 
     An automatic gang lists the node types on which the layout of the best plan fits, cheapest first. It is elastic down
     to the fewest nodes that still fit, unless the layout copies the model.
@@ -67,7 +67,7 @@ def _best(
 
 
 def _fixed(spec: TrainSpec, plans: Sequence[TrainingPlan], options: SearchOptions) -> TrainingPlan:
-    """Returns the best plan whose nodes hold the layout that the spec gives, with that layout."""
+    """Returns the best plan for the layout that the spec gives."""
     for plan in plans:
         world = plan.nodes * plan.devices
         fixed = spec.layout
@@ -93,7 +93,7 @@ def _with_strategy(spec: TrainSpec, strategy: Strategy) -> TrainSpec:
 def _same_layout(
     best: TrainingPlan, workload: TrainWorkload, node_types: Sequence[NodeType], options: SearchOptions
 ) -> list[TrainingPlan]:
-    """Returns the plans, best first, that use the layout and memory options of the best one on any node type."""
+    """Returns the plans, best first, that have the layout and memory options of the best plan, on any node type."""
     found = [best]
     for node_type in node_types:
         device = device_of(node_type)

@@ -1,4 +1,6 @@
-"""The check that a spec fits the GPUs that its gang asks for, and the cheapest change with which it would."""
+"""Checks that a training fits the GPUs that its gang asks for, and finds the cheapest change with which
+it would fit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _MOST_CHANGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a spec that costs time, memory elsewhere, or nothing."""
+    """A change of a spec. It may cost time, or memory of the node, or nothing."""
 
     text: str
     apply: Callable[[TrainWorkload, Strategy], tuple[TrainWorkload, Strategy]]
@@ -92,8 +94,9 @@ def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], 
 
 
 def smallest(spec: TrainSpec, world: int) -> Strategy:
-    """Returns the spec's strategy with micro-batches of one sequence, to which the trainer shrinks them if it must.
-    Raises ConfigError if the layout needs more ranks."""
+    """Returns the spec's strategy with micro-batches of one sequence, the smallest to which the trainer can shrink
+    them. Raises ConfigError if the layout needs more ranks.
+    """
     return replace(Strategy.from_spec(spec, world), micro_batch=1)
 
 
@@ -126,7 +129,7 @@ def _fixes(
     devices: int,
     others: Sequence[NodeType],
 ) -> Iterator[Fix]:
-    """Yields the changes that suffice: of the spec, by as few at a time as possible; more nodes; other node types."""
+    """Yields fixes that suffice: the smallest combinations of changes to the spec, more nodes, and other node types."""
     base_s = step_time(workload, strategy, device, devices).total
     base_cost = base_s * strategy.world * _price(node_type)
     changes = list(_changes(workload, strategy))
@@ -173,7 +176,9 @@ def _larger_members(
     devices: int,
     base_s: float,
 ) -> Iterator[Fix]:
-    """Yields the fewest GPUs on each node with which the job fits, if the node type has more than it asks for."""
+    """Yields the fix with the fewest GPUs on each node with which the job fits, if the node type has more GPUs than the
+    job asks for.
+    """
     factor = 2
     while devices * factor <= node_type.resources.get("GPU", 0.0):
         wider = _wider(strategy, factor)
@@ -226,5 +231,5 @@ def _matches(shape: Shape, node_type: NodeType) -> bool:
 
 
 def _price(node_type: NodeType) -> float:
-    """Returns the price of one of the type's GPUs."""
+    """Returns the price of one GPU of the node type, in micro-dollars an hour."""
     return node_type.price_micro_usd_h / max(1.0, node_type.resources.get("GPU", 1.0))

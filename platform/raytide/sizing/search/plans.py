@@ -75,7 +75,9 @@ def is_possible(workload: TrainWorkload, tensor: int, pipeline: int, context: in
 
 
 def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpec) -> Iterator[MemorySpec]:
-    """Yields the memory options for a layout: each kind of checkpointing, with whole logits and in chunks."""
+    """Yields the memory options for a layout: each kind of checkpointing, each with whole logits and with logits in
+    chunks.
+    """
     chunks = [base.loss_chunk]
     if not base.loss_chunk and layout.tensor == 1 and workload.model.vocab >= _LARGE_VOCABULARY:
         chunks.append(_LOSS_CHUNK)
@@ -86,13 +88,17 @@ def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpe
 
 
 def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
-    """Returns the sizes of micro-batches to try, largest first; none exceeds a data rank's share of a step."""
+    """Returns the sizes of micro-batches to try, in sequences, largest first; none exceeds a data rank's share of a
+    step.
+    """
     rows = math.ceil(workload.global_batch / sizes.data)
     return [size for size in _MICRO_BATCHES if size <= rows]
 
 
 def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
-    """Returns (nodes, devices): parts of one node, then one node, two, four and so on, and all."""
+    """Returns the pairs (nodes, devices) to try: parts of one node, then one, two, four... whole nodes,
+    and all nodes.
+    """
     parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
     counts = sorted({*_powers(most_nodes), most_nodes} - {0})
     return parts + [(nodes, nodes * devices_per_node) for nodes in counts]
@@ -111,7 +117,7 @@ def _zeros(pipeline: int, ranks: int) -> tuple[Literal[1, 2, 3], ...]:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One way to run a workload, with what it needs."""
+    """One way to run a workload, with its memory, time and cost."""
 
     node_type: NodeType
     nodes: int
@@ -144,14 +150,16 @@ class TrainingPlan:
 
     @property
     def kwh(self) -> float:
-        """Energy of the devices at their board power and of the cores beside them, over the whole run."""
+        """The energy in kWh of the whole run: of the devices at their board power, and of the CPU cores that belong to
+        them.
+        """
         cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
         watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)
         return watts * self.hours / 1000.0
 
     @property
     def memory_share(self) -> float:
-        """The part of a device's memory that the plan needs; 0 if its memory is unknown."""
+        """The part of a device's memory that the plan needs; 0 if the device's memory is unknown."""
         capacity = self.device.memory_gb * GB
         return self.memory.peak / capacity if capacity else 0.0
 
@@ -200,7 +208,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """The plans that fit, best first, and the nearest miss of each node type on which none does."""
+    """The plans that fit, best first, and for each node type on which none fits, the plan that comes closest."""
 
     plans: tuple[TrainingPlan, ...]
     misses: tuple[TrainingPlan, ...]
@@ -271,8 +279,9 @@ def plans_on(
     devices: int,
     options: SearchOptions,
 ) -> Iterable[TrainingPlan]:
-    """Yields for each layout and kind of checkpointing the plan with the largest micro-batch that fits, or with the
-    smallest one if none does."""
+    """Yields, for each layout and kind of checkpointing, the plan with the largest micro-batch that fits; if none fits,
+    the plan with the smallest one.
+    """
     hardware = hardware_of(device)
     for sizes, layout in layouts(workload, nodes * devices, devices):
         for memory in memory_options(workload, layout, options.base):
@@ -289,7 +298,7 @@ def plans_on(
 
 
 def hardware_of(device: Accelerator) -> Hardware:
-    """Returns the device as the memory estimate sees it."""
+    """Returns the properties of the device that the memory estimate uses."""
     if device.is_cpu:
         return Hardware.cpu(device.memory_gb * GB)
     return Hardware(device.memory_gb * GB, activation_scale=device.memory_scale)

@@ -1,1 +1,1 @@
-"""The kinds of stages: what each takes, how it is submitted, and what it made."""
+"""The kinds of stages: the spec, the submission and the results of each."""

@@ -1,4 +1,4 @@
-"""The interface between the executor and what runs stages: `runner` asks the API, tests have a runner of their own."""
+"""The interface between the executor and the runner of stages: `runner` uses the API, tests have their own runner."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class StageReport:
 
 
 class StageRunner(Protocol):
-    """Submits attempts and looks at them. Every method may raise ClusterError, and is then called again."""
+    """Submits attempts and reads their states. Every method may raise ClusterError, and is then called again."""
 
     def submit(self, task: StageTask) -> str:
-        """Submits an attempt and returns what it is known by, such as its job's id. The same key again returns the
-        same, whatever happened in between."""
+        """Submits an attempt and returns its id, such as that of its job. Another call with the same key returns the
+        same id, whatever happened in between.
+        """
 
     def look(self, task: StageTask, handle: str, metric: str = "") -> StageReport:
         """Returns the state of an attempt; with `metric`, also the curve of that metric."""
 
     def stop(self, task: StageTask, handle: str) -> None:
-        """Asks for the end of an attempt; has no effect on one that has ended."""
+        """Asks an attempt to end; has no effect on an attempt that has ended."""

@@ -1,4 +1,4 @@
-"""The specs of stages that are specs nowhere else, and the check of a whole flow before anything runs."""
+"""The specs that exist only as stages, and the check of a whole flow before it runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from raytide.workflows.sweep.spec import Value
 class ScriptStageSpec(Config):
     """A command on every member of a gang, in a copy of the flow's working directory, as `raytide run` starts it.
 
-    It finds the folder of its results in RAYTIDE_STAGE_OUT. The numbers of a `metrics.json` that it writes there, and
-    those that its job reports, are its metrics.
+    RAYTIDE_STAGE_OUT is the folder for the command's results. The stage's metrics are the numbers in a `metrics.json`
+    that the command writes there, and the numbers that its job reports.
     """
 
     command: tuple[str, ...] = Field(min_length=1)
@@ -43,7 +43,7 @@ class ScriptStageSpec(Config):
     @field_validator("command", "env", mode="before")
     @classmethod
     def _as_texts(cls, value: object) -> object:
-        """Writes numbers as texts, because a reference to a metric is one."""
+        """Returns the values with numbers written as text, because a reference to a metric becomes a number."""
         if isinstance(value, Mapping):
             return {key: _text(each) for key, each in value.items()}
         return [_text(each) for each in value] if isinstance(value, list | tuple) else value
@@ -64,8 +64,8 @@ class EvalSpec(Config):
     """The evaluation of a model: its loss on a dataset that it has not seen, its answers to prompts, a suite that
     compares it with its parent, or several of these.
 
-    The metrics are `loss` (nats a token), `perplexity` and `tokens`; `accuracy` and `prompts`; and those of the suite,
-    such as `kl`. A suite's gate that is not passed fails the stage.
+    The metrics are `loss` (nats a token), `perplexity` and `tokens` of a dataset; `accuracy` and `prompts` of prompts;
+    and the metrics of the suite, such as `kl`. If the suite's gate is not passed, the stage fails.
     """
 
     model: bounds.Location = ""
@@ -143,9 +143,9 @@ def compress_recipe(spec: dict[str, object], name: str, out: str) -> CompressRec
 
 
 def check(flow: FlowSpec) -> None:
-    """Checks all that can be known before a flow runs. Raises ConfigError that names the stage.
+    """Checks everything that can be checked before a flow runs. Raises ConfigError that names the stage.
 
-    References stand for themselves: a path for an output, 1.0 for a metric.
+    References are replaced by examples for the check: a path for an output, 1.0 for a metric.
     """
 
     def example(reference: Reference) -> object:

@@ -63,8 +63,9 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
 
 
 def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str, float]:
-    """Returns the share of prompts whose answer holds what is expected. `ask(prompt)` answers; by default, the
-    endpoint, greedily."""
+    """Returns the metrics `accuracy`, the share of prompts with an expected answer, and `prompts`, their number.
+    `ask(prompt)` returns an answer; by default the endpoint answers greedily.
+    """
     cases = read_cases(spec.prompts)
     ask = ask or _endpoint(spec)
     right = sum(is_right(ask(str(case["prompt"])), case) for case in cases)
@@ -84,7 +85,7 @@ def suite_metrics(spec: EvalSpec) -> dict[str, float]:
 
 
 def read_cases(url: str) -> list[Mapping[str, Any]]:
-    """Returns the prompts of a JSONL file with what is expected. Raises DataError that names the line."""
+    """Returns the prompts of a JSONL file with the expected texts. Raises DataError that names the line."""
     cases: list[Mapping[str, Any]] = []
     for number, line in enumerate(read_bytes(url).splitlines(), start=1):
         if not line.strip():

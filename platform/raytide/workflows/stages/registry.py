@@ -1,4 +1,4 @@
-"""Register and serve stages: requests to the API, no jobs. Of two equal ones, the second changes nothing."""
+"""Register and serve stages: they send requests to the API and have no jobs. A repeated request changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SET_BY_THE_API = {"model", "version", "team", "labels"}
 
 
 def register(client: ApiClient, task: StageTask) -> str:
-    """Registers a version and returns its id, `chat:3`. The same model and metrics again are the same version."""
+    """Registers a version and returns its id, such as `chat:3`. Registering the same model and metrics again returns
+    the same version.
+    """
     spec = RegisterSpec.parse(task.spec, where=task.name)
     version = ModelRegistry(client).register(
         spec.name, spec.model, job=spec.job, metrics=spec.metrics, note=spec.note, team=task.team or ""
@@ -30,10 +32,10 @@ def registered(handle: str) -> StageReport:
 
 
 def serve(client: ApiClient, task: StageTask) -> str:
-    """Gives the endpoint the spec, unless it has it already, and returns its name.
+    """Deploys the spec to the endpoint, unless it has that spec already, and returns the endpoint's name.
 
-    If the stage's rule does not hold of the new version beside the one that is served, nothing is changed, and the
-    reason is returned in place of the name.
+    If the stage's rule does not hold for the new version compared with the served one, nothing is changed, and the
+    reason is returned instead of the name.
     """
     spec = ServeSpec.parse({**task.spec, **({"team": task.team} if task.team else {})}, where=task.name)
     try:
@@ -52,7 +54,7 @@ def serve(client: ApiClient, task: StageTask) -> str:
 
 
 def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
-    """Returns the state of an endpoint: done once a replica with the stage's spec answers."""
+    """Returns the state of a serve stage: it is done once a replica with the stage's spec answers."""
     if handle.startswith(_REFUSED):
         return StageReport("refused", handle.removeprefix(_REFUSED))
     status = client.endpoint(handle)
@@ -75,7 +77,9 @@ def _is_served(spec: ServeSpec, now: EndpointStatus) -> bool:
 
 
 def _is_new(client: ApiClient, status: EndpointStatus) -> bool:
-    """Returns whether a replica of the present revision answers: those of the one before go on until it does."""
+    """Returns whether a replica of the present revision answers; until one does, replicas of the previous revision
+    answer.
+    """
     revisions = client.revisions(status.endpoint.name)
     if len(revisions) < 2:
         return True

@@ -51,7 +51,9 @@ class ApiRunner:
             self._client.stop(handle)
 
     def _curve(self, view: JobView, metric: str) -> Curve:
-        """Returns the metric of a trial by step: of a training from its log, of a script what it reported last."""
+        """Returns the metric of a trial by step: for a training, from its log; for a script, only the last reported
+        value.
+        """
         job = view.job
         if job.spec.kind is not JobKind.TRAIN:
             step, value = job.progress_number("step"), job.progress.get(metric)
@@ -102,7 +104,7 @@ def job_spec(task: StageTask, package: str) -> JobSpec:
 
 
 def report_of(task: StageTask, view: JobView, curve: Curve = ()) -> StageReport:
-    """Returns the state of a stage from that of its job, and its metrics once it is done."""
+    """Returns the state of a stage from the state of its job, and the stage's metrics once it is done."""
     job = view.job
     if not job.is_final:
         return StageReport("running", curve=curve)
@@ -126,7 +128,9 @@ def outputs_of(task: StageTask, job: Job) -> dict[str, str]:
 
 
 def metrics_of(task: StageTask, job: Job) -> dict[str, float]:
-    """Returns the numbers that a job reported, and those of the metrics.json that it wrote, which count more."""
+    """Returns the numbers that a job reported, and those in the metrics.json that it wrote; the latter
+    take precedence.
+    """
     reported: dict[str, object] = {name: value for name, value in job.progress.items() if name not in _OF_THE_RUNNER}
     return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("compress", "eval", "script") else {})}
 

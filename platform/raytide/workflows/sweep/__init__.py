@@ -1,1 +1,1 @@
-"""Sweeps: many variants of one stage, of which those that do badly end early."""
+"""Sweeps: many variants of one stage; variants with bad results end early."""

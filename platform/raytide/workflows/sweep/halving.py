@@ -1,4 +1,4 @@
-"""Asynchronous successive halving (ASHA), as a pure function of what trials have reached."""
+"""Asynchronous successive halving (ASHA), as a pure function of the values that trials have reached."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
 
 
 def smoothed(curve: Curve, step: int) -> float | None:
-    """Returns the mean of the values in the last tenth of the steps up to `step`, else the value before it, else the
-    first one. None if a value is not finite, or none is known.
+    """Returns the mean of the values in the last tenth of the steps up to `step`. If there are none, returns the last
+    value before them, else the first value. Returns None if a value is not finite, or if there is no value.
     """
     before = [(at, value) for at, value in curve if at <= step]
     near = [value for at, value in before if at > step - max(1, round(_WINDOW * step))]
@@ -42,7 +42,8 @@ def smoothed(curve: Curve, step: int) -> float | None:
 def goes_on(
     value: float | None, others: Iterable[float | None], spec: HalvingSpec, mode: Literal["min", "max"]
 ) -> bool:
-    """Returns whether a trial with this value at a rung is among the best `1 / factor` of those that reached it.
+    """Returns whether a trial with this value at a rung is among the best `1 / factor` of the trials that reached the
+    rung.
 
     `others` are the values of all other trials at that rung. At least one trial goes on. A value that is not finite is
     the worst.
@@ -58,8 +59,8 @@ def goes_on(
 def rung_of_end(own: Rungs, others: Iterable[Rungs], spec: HalvingSpec, mode: Literal["min", "max"]) -> int | None:
     """Returns the rung at which a trial ends; None if it goes on.
 
-    A trial is judged at the highest rung that it has reached, beside all that have reached it by now: one that went on
-    because it was alone is judged again when others arrive.
+    A trial is compared at the highest rung that it has reached with all trials that have reached this rung by now. So a
+    trial that went on because it was alone is judged again when others arrive.
     """
     if not own:
         return None

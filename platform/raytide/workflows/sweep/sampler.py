@@ -31,7 +31,8 @@ class PastTrial:
 def suggest(sweep: SweepSpec, number: int, past: Sequence[PastTrial]) -> dict[str, Value]:
     """Returns the parameters of trial `number` (from 0). The same arguments give the same parameters.
 
-    A trial that ended early counts as Optuna's pruned trials do: by how far it came, then by its value there.
+    A trial that ended early counts as Optuna's pruned trials do: by the last rung that it reached, then by its value
+    there.
     """
     if sweep.sampler == "grid":
         return _of_grid(sweep, number)
@@ -48,7 +49,9 @@ def suggest(sweep: SweepSpec, number: int, past: Sequence[PastTrial]) -> dict[st
 
 
 def _of_grid(sweep: SweepSpec, number: int) -> dict[str, Value]:
-    """Returns point `number` of the grid, the last parameter varying fastest; after the last point, the first again."""
+    """Returns point `number` of the grid, in which the last parameter varies fastest; after the last point the grid
+    starts again.
+    """
     point: dict[str, Value] = {}
     for name, values in reversed(sweep.space.items()):
         assert values.choices is not None  # the spec requires them

@@ -1,4 +1,4 @@
-"""The `sweep` of a stage: which values are tried, how many, and which trials end early."""
+"""The `sweep` of a stage: the values to try, the number of trials, and the rule by which trials end early."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ValueRange(Config):
 
     @property
     def example(self) -> Value:
-        """One of the values, with which a spec is checked before any trial runs."""
+        """One of the values, used to check a spec before any trial runs."""
         if self.choices is not None:
             return self.choices[0]
         assert self.low is not None
@@ -60,7 +60,7 @@ class HalvingSpec(Config):
 
 
 class SweepSpec(Config):
-    """Variants of a stage, each a job of its own. The stage's results are those of the best trial."""
+    """Variants of a stage, each of which runs as a job of its own. The stage's results are those of the best trial."""
 
     space: dict[ParameterPath, ValueRange] = Field(min_length=1, max_length=bounds.MOST_LABELS)
     """The values by the path of the field in the stage's `spec`: `optim.lr`."""

@@ -1,1 +1,1 @@
-"""The choice of a request's replica: where its prefix is cached, and how much work is in front of it there."""
+"""The choice of a request's replica, by where the request's prefix is cached and how much work is queued before it."""

@@ -11,20 +11,24 @@ from hashlib import blake2b
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
 MAX_BLOCKS = 2048
-"""Blocks of one prompt that are hashed, 32,768 tokens: 2 ms. What follows them is where they are."""
+"""The most blocks of a prompt that are hashed: 32,768 tokens, which takes 2 ms. Later blocks are cached where these
+are.
+"""
 MAX_INDEXED_BLOCKS = 1 << 17
 """Blocks in the index of one replica: about 20 MB."""
 _WIDTH = array("i").itemsize * BLOCK_TOKENS
 
 
 def root_key(*parts: str | None) -> bytes:
-    """Returns the key of what a prompt's KV depends on beside its tokens: the adapter and the salt."""
+    """Returns the key from which the keys of a prompt's blocks start: it covers the adapter and the salt, on which KV
+    depends as well as on tokens.
+    """
     return blake2b(repr(parts).encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
 
 def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Returns a key for each full block of a prompt, of its tokens and all before them. `known` are those of its first
-    blocks. Numbers that cannot be tokens have no keys.
+    """Returns a key for each full block of a prompt; it covers the block's tokens and all tokens before them. `known`:
+    the keys of the first blocks, if computed before. Blocks with numbers that cannot be tokens have no keys.
     """
     count, keys = min(len(tokens) // BLOCK_TOKENS, MAX_BLOCKS), list(known)
     try:
@@ -39,7 +43,7 @@ def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ())
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
-    """Returns a prefix as other gateways learn of it."""
+    """Returns the keys of a prefix in the form in which replicas pass them to other gateways."""
     return b"".join(keys)
 
 
@@ -50,8 +54,8 @@ def split_keys(prefix: bytes) -> list[bytes]:
 class PrefixIndex:
     """The cached blocks of one replica, the least recently used first.
 
-    A block is always used at least as recently as those that continue it, as in the engine's own cache; so what is
-    known of a prompt is a prefix of it. Times are those of `clock`, which several indexes share.
+    As in the engine's own cache, a block is always used at least as recently as the blocks that continue it; so the
+    cached blocks of a prompt always form a prefix. Times are numbers from `clock`, which several indexes share.
     """
 
     def __init__(self, capacity_blocks: int, clock: Iterator[int]) -> None:
@@ -67,11 +71,11 @@ class PrefixIndex:
         return bisect_left(keys, True, key=lambda key: key not in self._last_uses)
 
     def last_uses(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns when these blocks, which are cached, were used last."""
+        """Returns the times at which these cached blocks were last used."""
         return [self._last_uses[key] for key in keys]
 
     def oldest_use(self) -> int | None:
-        """Returns the last use of the block that the next one evicts; None while there is room."""
+        """Returns the time of last use of the block that will be evicted next; None while there is free capacity."""
         return next(iter(self._last_uses.values())) if 0 < self._capacity <= len(self._last_uses) else None
 
     def use(self, keys: Sequence[bytes]) -> int:
@@ -85,12 +89,14 @@ class PrefixIndex:
         return now
 
     def undo(self, keys: Sequence[bytes], use: int) -> None:
-        """Drops the blocks that a use has added, unless a later one has shared them."""
+        """Drops the blocks that were last used at the time `use`; blocks that were used again later stay."""
         for key in keys:
             if self._last_uses.get(key) == use:
                 del self._last_uses[key]
 
     def evict_until(self, use: int) -> None:
-        """Drops blocks that were last used at `use` or before: one that was last used then had left the cache."""
+        """Drops all blocks that were last used at `use` or earlier, because a block of that time turned out to have
+        left the replica's cache.
+        """
         while self._last_uses and next(iter(self._last_uses.values())) <= use:
             self._last_uses.popitem(last=False)

@@ -1,9 +1,11 @@
-"""Chooses the replica whose first token is expected first. Pure: the pushed statistics are arguments.
+"""Chooses the replica whose first token is expected first. The choice is a pure function of the statistics that
+replicas pushed.
 
-Costs are in tokens of prefill: those that the request has still to compute, and those in front of it. A gateway knows
-its own requests exactly. Of other gateways', with which it does not talk, it knows what replicas push: statistics, and
-the keys of the prefixes that others sent there. Until those arrive, gateways send the same new prefix to the same
-replica because replicas that cost about the same are ordered by rendezvous hashing (Thaler and Ravishankar 1998).
+Costs are in tokens of prefill: those that the request still has to compute, and those queued before it. A gateway knows
+its own requests exactly. Gateways do not talk to each other: of other gateways' requests one knows only what replicas
+push, statistics and the keys of prefixes that others sent there. Until these arrive, all gateways still send a new
+prefix to the same replica, because replicas of about equal cost are ordered by rendezvous hashing (Thaler and
+Ravishankar 1998).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SHORTAGE_WEIGHT = 16.0
 SLACK = 0.25
 """Share of its own tokens that a request waits longer, so that gateways agree on the replica of a new prefix."""
 SESSION_TOKENS = 512
-"""A session moves for no less work in front of it."""
+"""A session moves only to a replica whose cost is lower by more than this many tokens."""
 MAX_SESSIONS = 1 << 16
 
 
@@ -52,7 +54,7 @@ class ReplicaState:
 class _Assigned:
     """The load that this gateway has sent to a replica.
 
-    That is the requests without a first token, by their times, their tokens, and all that are in flight.
+    It consists of the requests without a first token (by their times of use), their tokens, and all requests in flight.
     """
 
     index: PrefixIndex
@@ -67,7 +69,9 @@ class _Assigned:
     """Requests in flight whose first token was late before it came."""
 
     def count_overdue(self, now_s: float) -> None:
-        """Takes late requests out of the work in front of others: replicas serve those in time before them."""
+        """Removes late requests from the work that counts as queued before others, because replicas serve requests that
+        can be in time first.
+        """
         while self.due and (self.due[0][0] < now_s or not self.due[0][1].is_unanswered):
             self.due.popleft()[1].set_overdue()
 
@@ -109,7 +113,7 @@ class Route:
         self._last_uses = [0 if use in pending else use for use in assigned.index.last_uses(keys[:matched])]
         self._use = assigned.index.use(keys)
         self.new_tokens = max(1, prompt_tokens - self.cached_tokens)
-        """The others, which are computed before its first token."""
+        """The other tokens of the prompt, which are computed before the first token."""
         assigned.unanswered.add(self._use)
         assigned.pending_tokens += self.new_tokens
         assigned.in_flight.add(self)
@@ -128,15 +132,15 @@ class Route:
                 assigned.pending_tokens -= self.new_tokens
 
     def set_overdue(self) -> None:
-        """Counts the request as one that goes after others, if it still waits for its first token."""
+        """Counts the request as late, and so as served after others, if it still waits for its first token."""
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
             self._is_overdue = True
             assigned.overdue += 1
             assigned.pending_tokens -= self.new_tokens
 
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
-        """Ends the request. `cached_tokens` is what the replica found in its cache, which corrects the index; `tokens`
-        are those of the prompt and its answer, which are cached from now on.
+        """Ends the request. `cached_tokens`: the number of tokens that the replica found in its cache, which corrects
+        the index. `tokens`: the tokens of prompt and answer, which are cached from now on.
         """
         assigned = self._assigned
         if assigned is None:
@@ -154,7 +158,9 @@ class Route:
             assigned.index.use(prefix_keys(tokens, self._root, self.keys))
 
     def _findable(self, most: int) -> int:
-        """Returns the tokens that the replica finds if the index is right: whole blocks of its own."""
+        """Returns the number of cached tokens that the replica will find if the index is right, in whole blocks of the
+        replica's own size.
+        """
         return min(self.cached_tokens, most - 1) // self._block_tokens * self._block_tokens
 
 
@@ -180,7 +186,7 @@ class Router:
         session: str = "",
         now_s: float = 0.0,
     ) -> Route:
-        """Returns the route of a request to one of `replicas`, of which there is at least one, as sent."""
+        """Returns the route of a request to one of `replicas`, which must not be empty. The request counts as sent."""
         root = root_key(lora, cache_salt)
         keys = prefix_keys(prompt, root)
         for each in replicas:
@@ -200,12 +206,12 @@ class Router:
             assigned.index.use(split_keys(prefix))
 
     def add_report(self, replica: str, pending_tokens: int) -> None:
-        """Takes over, as it comes, a replica's report of the new tokens of all its requests without a first token."""
+        """Records a replica's report of the uncached tokens of all its requests without a first token."""
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.others_tokens = max(0, pending_tokens - assigned.pending_tokens)
 
     def forget(self, replica: str) -> None:
-        """Drops what is known of a replica whose cache is lost."""
+        """Drops the index and the load of a replica whose cache is lost."""
         self._assigned.pop(replica, None)
 
     def _cheapest(
@@ -242,7 +248,7 @@ class Router:
         return chosen
 
     def _queue(self, replica: ReplicaState, tokens: int) -> float:
-        """Returns the tokens in front of a request that still has `tokens` to compute."""
+        """Returns the number of tokens that are computed before a request that still has `tokens` to compute."""
         own = self._assigned[replica.name]
         held = max(replica.running + replica.waiting, len(own.in_flight)) - own.overdue
         shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)
