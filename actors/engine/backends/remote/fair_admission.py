@@ -213,9 +213,12 @@ class FairAdmission:
 
         Requests that were taken out of the engine do not count against the limit and are never refused.
         """
-        entries = [each for each in self._entries.values() if not (each.is_running or each.turn.done())]
-        queued = [each for each in entries if not each.tokens]
-        begun = sum(each.places for each in entries if each.tokens)
+        queued = [each for each in self._entries.values() if not (each.is_running or each.turn.done() or each.tokens)]
+        begun = sum(
+            each.places
+            for each in self._entries.values()
+            if each in self._preempting or (each.tokens and not (each.is_running or each.turn.done()))
+        )
         if self._asked + places - begun <= self._info.max_running + self._info.max_waiting:
             return
         weights = {each.request.team: each.request.weight for each in queued} | {request.team: request.weight}
