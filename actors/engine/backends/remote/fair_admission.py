@@ -217,7 +217,7 @@ class FairAdmission:
         begun = sum(
             each.places
             for each in self._entries.values()
-            if each in self._preempting or (each.tokens and not (each.is_running or each.turn.done()))
+            if each.tokens and (each in self._preempting or not (each.is_running or each.turn.done()))
         )
         if self._asked + places - begun <= self._info.max_running + self._info.max_waiting:
             return
