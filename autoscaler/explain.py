@@ -62,7 +62,7 @@ def _rejected(rejected: Mapping[str, Any]) -> str:
 
 
 def _an_hour(micro_usd_h: int) -> str:
-    """Formats a price difference, such as `+$1.20/h`."""
+    """Formats a price difference per hour, such as `+$1.20/h`."""
     return f"{'-' if micro_usd_h < 0 else '+'}{format_usd(abs(micro_usd_h))}/h"
 
 

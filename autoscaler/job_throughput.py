@@ -19,10 +19,10 @@ from raytide.scheduling.throughput import AcceleratorClasses
 
 STRETCH_S = 60.0
 ENOUGH, MOST = 3, 20
-"""Stretches needed on a node type, and stretches kept."""
+"""The number of stretches needed on a node type, and the number of the latest stretches that are kept."""
 
 Learned = Mapping[str, Mapping[str, float]]
-"""Keyed by job and node type."""
+"""Steps per second and GPU, by job and node type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Meter:
     seen: dict[str, deque[float]] = field(default_factory=dict)
     mark: _Mark | None = None
     paces: Throughputs | None = None
-    """Cache of what follows from `learned`."""
+    """The relative throughputs that follow from `learned`, cached."""
 
     def observe(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
         mark = self.mark
@@ -68,7 +68,9 @@ class JobThroughput:
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
         on_cpus, on_gpus = (AcceleratorClasses.of(node_types, {name: 1.0}) for name in ("CPU", "GPU"))
         self._on = (on_cpus, on_cpus.relative({})), (on_gpus, on_gpus.relative({}))
-        """Accelerator classes and throughputs by the configured `speed`, for jobs without and with GPUs."""
+        """The accelerator classes, and the throughputs by the configured `speed`, for jobs without GPUs and for jobs
+        with GPUs.
+        """
         self._kinds = len(on_cpus.declared)
         self._meters = {job_id: _Meter(dict(by_type)) for job_id, by_type in (known or {}).items()}
 

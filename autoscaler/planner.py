@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from raytide.autoscaler.disruption import consolidation, termination
+from raytide.autoscaler.disruption.consolidation_candidates import ConsolidationPlanner
 from raytide.autoscaler.endpoints import slo_policy
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
@@ -47,7 +48,7 @@ def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Actio
     _keep_warm(draft)
     draft.actions += [drain for drain in slo_policy.drains(snapshot) if drain.node_id not in draft.nominated]
     draft.actions += consolidation.finish_moves(draft)
-    draft.actions += consolidation.start_moves(draft)
+    draft.actions += [*ConsolidationPlanner(draft).decide()]
     draft.actions += termination.idle_drains(snapshot, keep=draft.nominated, leaving=draft.leaving)
     return tuple(draft.actions)
 

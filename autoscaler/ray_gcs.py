@@ -62,7 +62,9 @@ NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
 _ENDLESS = 1e18
 _GROUP_MARK = "_group_"
-"""Part of resource names inside a placement group, `CPU_group_0_<id>`: such work waits for its group, not a node."""
+"""A part of the names of resources inside a placement group, `CPU_group_0_<id>`: work that needs these waits for its
+group, not for a node.
+"""
 
 
 class GcsReader:
@@ -226,8 +228,8 @@ def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Returns the amount rounded to Ray's precision. `request_resources` validates nothing, so NaN and negative amounts
-    count as 0, infinite ones as more than any node has.
+    """Returns the amounts rounded to Ray's precision. `request_resources` validates nothing, so NaN and negative
+    amounts count as 0, infinite ones as more than any node has.
     """
     rounded = {name: max(0.0, round(amount, 4)) for name, amount in _resources(amounts).items()}
     return {name: min(amount, _ENDLESS) for name, amount in rounded.items()}

@@ -19,8 +19,8 @@ from raytide.kernels.registry import register
 
 Tensor = torch.Tensor
 
-_DTYPES = (torch.float32, torch.bfloat16)
-_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+DTYPES = (torch.float32, torch.bfloat16)
+KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def can_run() -> bool:
@@ -38,7 +38,7 @@ def loaded_library() -> Library:
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
     """Returns whether the C code can take these tensors: all contiguous, and all bfloat16 or all float32."""
     dtype = x.dtype
-    return dtype in _DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
+    return dtype in DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
 
 
 @register("norm", "cpu", priority=20, probe=can_run, invariant=True)
@@ -72,27 +72,37 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
     return out
 
 
-@register("linear", "cpu", priority=20, probe=can_run, invariant=True)
-def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its weight once and does not keep the plain weight."""
-    size, width = weight.shape
-    words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
-    if not words:
-        return ref.linear(weight, bias)
-    call, dtype, is_bf16 = loaded_library().linear, weight.dtype, weight.dtype == torch.bfloat16
-    packed = torch.empty(words + 16, dtype=torch.int32)
-    start = packed.data_ptr() + -packed.data_ptr() % 64  # a vector of weights never straddles two cache lines
-    loaded_library().pack(weight.data_ptr(), start, size, width, is_bf16)
-    bias_start = bias.data_ptr() if bias is not None else None
+class PackedLinear:
+    """A plain linear layer: it packs its weight once and does not keep the plain one."""
 
-    def apply(x: Tensor, kept: tuple[Tensor, Tensor | None] = (packed, bias)) -> Tensor:
+    __slots__ = ("_call", "_kept", "bias_start", "dtype", "is_bf16", "size", "start", "width")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, words: int) -> None:
+        """Packs a weight [N, K] into so many words."""
+        lib = loaded_library()
+        self.size, self.width = weight.shape
+        self.dtype, self.is_bf16 = weight.dtype, weight.dtype == torch.bfloat16
+        packed = torch.empty(words + 16, dtype=torch.int32)
+        self.start = packed.data_ptr() + -packed.data_ptr() % 64  # a vector of weights never straddles two cache lines
+        lib.pack(weight.data_ptr(), self.start, self.size, self.width, self.is_bf16)
+        self.bias_start = bias.data_ptr() if bias is not None else None
+        self._kept, self._call = (packed, bias), lib.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
             x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], size), dtype=dtype)
-        call(x.data_ptr(), start, bias_start, out.data_ptr(), x.numel() // width, size, width, is_bf16)
+        size, width = self.size, self.width
+        out, rows = torch.empty((*x.shape[:-1], size), dtype=self.dtype), x.numel() // width
+        self._call(x.data_ptr(), self.start, self.bias_start, out.data_ptr(), rows, size, width, self.is_bf16)
         return out
 
-    return apply
+
+@register("linear", "cpu", priority=20, probe=can_run, invariant=True)
+def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Returns a linear layer of the C operators, or the reference's for a shape that they cannot pack."""
+    size, width = weight.shape
+    words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
+    return PackedLinear(weight, bias, words) if words else ref.linear(weight, bias)
 
 
 @register("activate", "cpu", priority=20, probe=can_run, invariant=True)
@@ -112,7 +122,7 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 def _activate(x: Tensor, size: int, gated: bool, kind: Activation) -> Tensor:
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
     loaded_library().activate(
-        x.data_ptr(), out.data_ptr(), out.numel() // size, size, gated, _KINDS[kind], x.dtype == torch.bfloat16
+        x.data_ptr(), out.data_ptr(), out.numel() // size, size, gated, KINDS[kind], x.dtype == torch.bfloat16
     )
     return out
 
@@ -149,6 +159,7 @@ def rope_write(
         qkv_TAD.data_ptr(),
         cos.data_ptr() if cos is not None else None,
         sin.data_ptr() if sin is not None else None,
+        None,
         q_weight.data_ptr() if q_weight is not None else None,
         k_weight.data_ptr() if k_weight is not None else None,
         cache_2SKD.data_ptr(),
@@ -165,7 +176,7 @@ def rope_write(
     )
 
 
-class _Geometry(ctypes.Structure):
+class Geometry(ctypes.Structure):
     """The struct that attention.h defines."""
 
     _fields_ = [
@@ -175,6 +186,18 @@ class _Geometry(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("bf16", "invariant", "int8")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "q_stride", "num_slots")),
     ]
+
+    def set_batch(self, batch: PagedBatch) -> object:
+        """Describes the sequences of a step. Returns what this struct then points to."""
+        tables, count = batch.block_tables_BM.contiguous(), len(batch.query_lens)
+        lens = (ctypes.c_int64 * (2 * count))(*batch.query_lens, *batch.context_lens)
+        self.batch, self.table_width, self.block_size = count, tables.shape[1], batch.block_size
+        self.tables, self.query_lens = tables.data_ptr(), ctypes.addressof(lens)
+        self.context_lens = self.query_lens + 8 * count
+        return tables, lens
+
+    def set_spec(self, spec: AttentionSpec) -> None:
+        self.window, self.scale, self.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
 
 
 @register("attention", "cpu", priority=20, probe=can_run)
@@ -190,28 +213,15 @@ def invariant_attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Ten
 def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Callable[[Tensor, Tensor], Tensor]:
     lib = loaded_library()
     lib.follow_threads()
-    tables = batch.block_tables_BM.contiguous()
-    lens = torch.tensor((batch.query_lens, batch.context_lens))
-    sequences = len(batch.query_lens)
-    geometry = _Geometry(
-        tables=tables.data_ptr(),
-        query_lens=lens.data_ptr(),
-        context_lens=lens.data_ptr() + 8 * sequences,
-        batch=sequences,
-        table_width=tables.shape[1],
-        block_size=batch.block_size,
-        window=spec.window or 0,
-        scale=spec.scale,
-        softcap=spec.softcap or 0.0,
-        invariant=invariant,
-    )
-    here = ctypes.addressof(geometry)
+    geometry = Geometry(invariant=invariant)
+    geometry.set_spec(spec)
+    pointed_to, here = geometry.set_batch(batch), ctypes.addressof(geometry)
 
-    def attend(q_THD: Tensor, cache_2SKD: Tensor, kept: object = (tables, lens, geometry)) -> Tensor:
+    def attend(q_THD: Tensor, cache_2SKD: Tensor, kept: object = (pointed_to, geometry)) -> Tensor:
         tokens, heads, dim = q_THD.shape
         num_slots, kv_heads = cache_2SKD.shape[1:3]
         if not (
-            q_THD.dtype in _DTYPES
+            q_THD.dtype in DTYPES
             and cache_2SKD.is_contiguous()
             and cache_2SKD.dtype in (q_THD.dtype, torch.int8)
             and q_THD.stride()[1:] == (dim, 1)

@@ -8,6 +8,7 @@ groups of inputs, g inputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ from raytide.core.errors import ConfigError
 Tensor = torch.Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+Linear = Callable[[Tensor], Tensor]
+"""A linear layer, bound to its weight."""
 LinearInput = Literal["float", "int8"]
 """The numbers that a quantised linear multiplies: its input as it is, or rounded to int8 in groups of 32 of a row."""
 
@@ -39,6 +42,42 @@ class HeadNorms:
     q_D: Tensor
     k_D: Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """A linear layer whose outputs are those of several, one after the other."""
+
+    linears: Sequence[Linear]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self.linears], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFfn:
+    """A sparse feed-forward layer: `router` computes its logits [T, E], `experts` the weighted sum of the chosen
+    experts' outputs (operator `experts`).
+    """
+
+    router: Linear
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's weights. The feed-forward is `sparse`, or consists of `gate_up` (GPT-2: only up) and `down`."""
+
+    input_norm: NormWeights
+    qkv: Linear
+    head_norms: HeadNorms | None
+    attention_out: Linear
+    post_attention_norm: NormWeights | None
+    ffn_norm: NormWeights
+    gate_up: Linear | None
+    down: Linear | None
+    sparse: SparseFfn | None
+    post_ffn_norm: NormWeights | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
     """Returns a linear layer. With `input_as` "int8" it computes the exact result that the kernels of all processors
     must equal.
 
-    There, the sums over a part of 32 inputs are integers. Then a chain of fused multiply-adds in float32 follows: over
-    the parts of a group (sum * the input's scale), then over the groups (* the weight's scale; if there are offsets,
-    also the same sum of the inputs alone * the offset), then the bias.
+    There, the sums over a part of 32 inputs are integers. A chain of fused multiply-adds in float32 follows: over the
+    parts of a group (each sum times the input's scale), over the groups (times the weight's scale), and the bias. If
+    there are offsets, each group also adds the same sum of the inputs alone, times the offset.
     """
     if input_as == "float":
         apply_wide = linear(weight.dequantized(), None if bias is None else bias.float())

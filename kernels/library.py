@@ -41,10 +41,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack_quantized": (None, (_P, _P, _P, _P)),
     "quantized_linear": (_B, (_P, _P, _P, _I, _B)),
     "norm": (None, (_P, _P, _P, _P, _P, _I, _I, _F, _B, _B)),
-    "rope_write": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _B, _B)),
+    "rope_write": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _B, _B)),
     "activate": (None, (_P, _P, _I, _I, _B, _B, _B)),
     "attends": (_B, (_I, _I, _I)),
     "attention": (_B, (_P, _P, _P, _P)),
+    "layers": (_B, (_P,)),
 }
 
 
@@ -106,7 +107,7 @@ def build(folder: Path) -> Path:
         fresh = Path(scratch) / "built.so"
         units = [str(source) for source in sources if source.suffix == ".c"]
         subprocess.run(
-            [found, *_FLAGS, *units, "-o", str(fresh), "-lm"],
+            [found, *_FLAGS, f"-I{_SOURCES}", *units, "-o", str(fresh), "-lm"],
             check=True,
             capture_output=True,
             text=True,
@@ -131,7 +132,7 @@ def operators_key() -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted(_SOURCES.glob("*.[ch]"))
+    return sorted(_SOURCES.rglob("*.[ch]"))
 
 
 def _processor() -> str:

@@ -33,37 +33,44 @@ class _Weight(ctypes.Structure):
     ]
 
 
-@register("quantized_linear", "cpu", priority=20, probe=compiled.can_run, invariant=True)
-def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its weight once and does not keep the codes."""
-    lib = compiled.loaded_library()
-    (size, width), groups = weight.codes_NK.shape, weight.scales_NG.shape[1]
-    parts = -(-weight.group_size // INPUT_GROUP)
-    columns, wide_bias = _columns(weight, parts), None if bias is None else bias.float().contiguous()
-    codes, scales = weight.codes_NK.contiguous(), _stored(weight.scales_NG)
-    offsets = None if weight.offsets_NG is None else weight.offsets_NG.float().contiguous()
-    described = _Weight(None, *map(_start, (wide_bias, columns)), size, width, groups, parts, weight.bits)
-    described.int8, described.half = input_as == "int8", scales.dtype == torch.float16
-    described.has_offsets = offsets is not None
-    here = ctypes.addressof(described)
-    packed = torch.zeros(lib.quantized_bytes(here) + _ALIGNMENT, dtype=torch.uint8)
-    described.packed = packed.data_ptr() + -packed.data_ptr() % _ALIGNMENT
-    lib.pack_quantized(here, codes.data_ptr(), scales.data_ptr(), _start(offsets))
-    kept, call = (packed, columns, wide_bias, described), lib.quantized_linear
+class QuantizedLinear:
+    """A quantised linear layer: it packs its weight once and does not keep the codes."""
 
-    def apply(x_TK: Tensor, kept: object = kept) -> Tensor:
-        dtype = x_TK.dtype
+    __slots__ = ("_call", "_kept", "here", "size", "width")
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> None:
+        lib = compiled.loaded_library()
+        self.size, self.width = weight.codes_NK.shape
+        groups, parts = weight.scales_NG.shape[1], -(-weight.group_size // INPUT_GROUP)
+        columns, wide_bias = _columns(weight, parts), None if bias is None else bias.float().contiguous()
+        codes, scales = weight.codes_NK.contiguous(), _stored(weight.scales_NG)
+        offsets = None if weight.offsets_NG is None else weight.offsets_NG.float().contiguous()
+        starts = (_start(wide_bias), _start(columns))
+        described = _Weight(None, *starts, self.size, self.width, groups, parts, weight.bits)
+        described.int8, described.half = input_as == "int8", scales.dtype == torch.float16
+        described.has_offsets = offsets is not None
+        self.here = ctypes.addressof(described)
+        packed = torch.zeros(lib.quantized_bytes(self.here) + _ALIGNMENT, dtype=torch.uint8)
+        described.packed = packed.data_ptr() + -packed.data_ptr() % _ALIGNMENT
+        lib.pack_quantized(self.here, codes.data_ptr(), scales.data_ptr(), _start(offsets))
+        self._kept, self._call = (packed, columns, wide_bias, described), lib.quantized_linear
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        dtype, width = x_TK.dtype, self.width
         is_bf16 = dtype is torch.bfloat16
         x = (x_TK if is_bf16 else x_TK.float()).contiguous()
         rows = x.numel() // width
-        out = torch.empty(rows, size, dtype=x.dtype)
-        if call(here, x.data_ptr(), out.data_ptr(), rows, is_bf16) != 0:
+        out = torch.empty(rows, self.size, dtype=x.dtype)
+        if self._call(self.here, x.data_ptr(), out.data_ptr(), rows, is_bf16) != 0:
             raise MemoryError(f"quantized_linear: no memory for {rows} rows of {width} inputs")
         if x.ndim != 2:
-            out = out.view(*x.shape[:-1], size)
+            out = out.view(*x.shape[:-1], self.size)
         return out if out.dtype is dtype else out.to(dtype)
 
-    return apply
+
+@register("quantized_linear", "cpu", priority=20, probe=compiled.can_run, invariant=True)
+def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
+    return QuantizedLinear(weight, bias, input_as)
 
 
 def _start(array: Tensor | None) -> int | None:

@@ -40,7 +40,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function x -> x @ weight.T + bias. The caller may change what that returns in place, as adapters do."""
+    """Returns a function x -> x @ weight.T + bias. Its caller may change the result in place, as adapters do."""
     return lambda x: F.linear(x, weight, bias)
 
 

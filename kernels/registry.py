@@ -45,9 +45,9 @@ _MODULES = {
 class Ops:
     """The operators that a decoder is made of, chosen once for a device. Signatures and contracts: `ref.py`.
 
-    `linear`, `quantized_linear`, `experts` and `attention` return a function. For the first three it is bound to their
-    weights (a backend may pack these once), for attention to the batch of a step (a backend may sort this once for all
-    layers).
+    `linear`, `quantized_linear` and `experts` return a function that is bound to their weights, which a backend may
+    pack once. `attention` returns one that is bound to the batch of a step, which a backend may sort once for all
+    layers.
     """
 
     norm: Callable[[Tensor, NormWeights], Tensor]
@@ -81,7 +81,9 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Registers an implementation of `op` on a device kind. `probe` returns whether it works on this machine."""
+    """Returns a decorator that registers an implementation of `op` on a device kind. `probe` returns whether it works
+    on this machine.
+    """
 
     def remember(impl: Impl) -> Impl:
         _variants.setdefault(op, []).append(_Variant(device, priority, probe, invariant, impl))

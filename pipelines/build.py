@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "build"]
 
 SMALL_BYTES = 1 << 30
-"""A corpus up to this size needs no cluster."""
+"""The largest corpus, in bytes, that is built without a cluster."""
 P = TypeVar("P")
 W = TypeVar("W")
 
@@ -62,13 +62,13 @@ def build(
 ) -> TokenManifest:
     """Builds the dataset and returns its manifest.
 
-    The work is done inside the placement groups of `members`, which may change at any time, or by the given `runner`;
-    without both, a corpus of at most SMALL_BYTES is built in this process, and a larger one on the connected Ray
-    cluster. Neither changes the result.
+    The work is done by `runner` if it is given, else inside the placement groups of `members`, which may change at any
+    time. Without both, a corpus of at most SMALL_BYTES is built in this process, and a larger one on the connected Ray
+    cluster. The result does not depend on where the work is done.
 
-    Idempotent: a finished dataset of the same spec and inputs is verified and returned; an unfinished one goes on from
-    its finished chunks, and an altered one is built again. ConflictError for a dataset of another spec or inputs, and
-    while another build writes to `out`.
+    The call is idempotent. A finished dataset of the same spec and inputs is verified and returned; an unfinished one
+    is continued from its finished chunks; an altered one is built again. Raises ConflictError if `out` holds a dataset
+    of another spec or of other inputs, or if another build writes to it.
     """
     claim = Claim([spec.out])
     try:
@@ -129,7 +129,7 @@ def _finished(spec: DataSpec, identity: list[tuple[str, int, str]]) -> TokenMani
 
 
 class _Build:
-    """One build, from found files to a manifest."""
+    """Runs one build, from the found input files to the manifest."""
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ class _Build:
         return DatasetFile(file=SAMPLES, sha256=sha256(body))
 
     def _needed_bytes(self) -> int:
-        """Returns an estimate, from the share encoded so far, of the bytes of the dataset plus the same number for its
-        chunks.
+        """Returns the estimated bytes that the build needs on disk: the size of the dataset, extrapolated from the part
+        encoded so far, and as much again for its chunks.
         """
         tokens = sum(int(lengths.sum()) for lengths in self.passes.lengths if lengths is not None)
         size = sum(part.size for chunk in self.chunks for part in chunk.parts)

@@ -1,15 +1,16 @@
-"""Finished chunks of a build, kept beside its output so that a killed build goes on from them.
+"""Stores the finished chunks of a build beside its output, so that a killed build continues from them.
 
 A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build of a
 changed spec reuses the chunks that the change does not concern. A worker that can reach the folder writes its results
-itself; the driver writes the results of all other workers. One build at a time claims `out`, so only one driver uses
-the folder.
+itself; the driver writes the results of all other workers. Only one build at a time claims `out`, so only one driver
+uses the folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ from raytide.pipelines.readers.base import InputPart
 
 PARTIAL = ".partial"
 MARK = "mark"
+CHECKSUM_BYTES = 16
 
 
 class AlteredError(ClusterError):
@@ -44,7 +46,8 @@ class ChunkStore:
 
     folder: str
     token: str
-    """The content of the mark, by which a worker knows that it sees this folder and not another of its name."""
+    """The content of the folder's marker file, by which a worker tells this folder from another one at the same path.
+    """
 
     @classmethod
     def create(cls, out: str, token: str) -> ChunkStore:
@@ -110,7 +113,7 @@ def chunk_key(identity: object, parts: Iterable[InputPart], extra: bytes = b"") 
 
 
 def has_versions(parts: Iterable[InputPart]) -> bool:
-    """Returns whether all these files have versions, by which a change would be noticed."""
+    """Returns whether all files have a version (an ETag or a modification time), by which a change would be noticed."""
     return all(part.version for part in parts)
 
 
@@ -119,10 +122,15 @@ def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> 
     columns = [[name, array.dtype.str, array.nbytes] for name, array in arrays.items()]
     head = json.dumps({"arrays": columns, "about": about}).encode()
     parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, *map(bytes_of, arrays.values())]
-    checksum = hashlib.sha256()
+    return b"".join([_checksum(*parts), *parts])
+
+
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    """Returns the CRC-32 of the concatenated parts, in CHECKSUM_BYTES."""
+    found = 0
     for part in parts:
-        checksum.update(part)
-    return b"".join([checksum.digest()[:16], *parts])
+        found = zlib.crc32(part, found)
+    return found.to_bytes(CHECKSUM_BYTES, "little")
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
@@ -133,10 +141,12 @@ def bytes_of(array: np.ndarray) -> memoryview:
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """Returns the arrays and the object that `pack_blob` packed. Raises AlteredError if the blob was altered."""
     view = memoryview(blob)
-    if len(blob) < 24 or hashlib.sha256(view[16:]).digest()[:16] != bytes(view[:16]):
+    stated, body = bytes(view[:CHECKSUM_BYTES]), view[CHECKSUM_BYTES:]
+    # Signatures of datasets that earlier releases built begin with a SHA-256.
+    if len(body) < 8 or (stated != _checksum(body) and stated != hashlib.sha256(body).digest()[:CHECKSUM_BYTES]):
         raise AlteredError(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")
-    start = 24 + int.from_bytes(view[16:24], "little")
-    head = json.loads(bytes(view[24:start]))
+    start = CHECKSUM_BYTES + 8 + int.from_bytes(body[:8], "little")
+    head = json.loads(bytes(view[CHECKSUM_BYTES + 8 : start]))
     arrays = {}
     for column, dtype, size in head["arrays"]:
         arrays[column] = np.frombuffer(view[start : start + size], np.dtype(dtype))

@@ -21,9 +21,9 @@ from raytide.pipelines.tokenizer.engine import EngineSpec, agree, encode_marked,
 from raytide.pipelines.writers.texts import texts_blob
 
 BATCH_CHARS = 1 << 18
-"""Text encoded in one call, in characters: few enough that its ids stay in the processor's cache."""
+"""The number of characters encoded in one call: few enough that their ids stay in the processor's cache."""
 SMALL = frozenset({"survey", "lengths"})
-"""The results that the driver keeps in memory."""
+"""The kinds of results that the driver keeps in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class ChunkTask:
     chunk: InputChunk
     survey: str
     texts: str = ""
-    """Empty unless the dataset is to hold the text too."""
+    """The name of the stored texts; empty if the dataset does not hold the text too."""
     lengths: str = ""
     tokens: str = ""
     surveyed: Selection | None = None
-    """The documents to encode, once the chunk was surveyed."""
+    """The documents to encode; None if the chunk has not been surveyed."""
     cuts: Cuts = field(default_factory=dict)
-    """The words to cut out of them."""
+    """The words to cut out of the documents."""
 
     @property
     def key(self) -> str:
-        """The text's name in a worker's cache; tasks with equal keys go to one worker where possible."""
+        """The name of the chunk's text in a worker's cache; tasks with equal keys go to one worker where possible."""
         return self.survey
 
     @property
@@ -79,7 +79,7 @@ class ChunkTask:
 
     @property
     def names(self) -> set[str]:
-        """The names of all its results."""
+        """The names of all results of the task."""
         return {self.survey, self.texts, self.lengths, self.tokens} - {""}
 
 

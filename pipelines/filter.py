@@ -22,7 +22,7 @@ MOST_REASONS = 255
 
 
 class FilterVerdict(IntEnum):
-    """The verdict on a document, in one byte. Lower-case names are the reasons in the manifest."""
+    """The verdict on a document, in one byte. Its name in lower case is the reason in the manifest."""
 
     KEPT = 0
     NO_TEXT = 1
@@ -38,7 +38,7 @@ class FilterVerdict(IntEnum):
 
 
 REASONS = tuple(verdict.reason for verdict in FilterVerdict)
-"""The reasons of this module. Readers and cleaning add theirs behind them, in each survey's own order."""
+"""The reasons of this module. A survey appends those of readers and cleaning, in an order of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Survey:
     """
 
     verdicts: NDArray[np.uint8]
-    """Index in `reasons` of each document's verdict."""
+    """The index in `reasons` of each document's verdict."""
     digests: NDArray[np.void]
     """Digest of each document's bytes, DIGEST_BYTES long."""
     reasons: tuple[str, ...] = REASONS
@@ -87,11 +87,13 @@ class ReasonTable:
     reasons: list[str] = field(default_factory=lambda: list(REASONS))
 
     def code(self, reason: str) -> int:
-        if reason not in self.reasons:
+        try:
+            return self.reasons.index(reason)
+        except ValueError:
             if len(self.reasons) > MOST_REASONS:
-                raise ValueError(f"over {MOST_REASONS} reasons to drop a document")
-            self.reasons.append(reason)
-        return self.reasons.index(reason)
+                raise ValueError(f"over {MOST_REASONS} reasons to drop a document") from None
+        self.reasons.append(reason)
+        return len(self.reasons) - 1
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ class Examiner:
     cleaner: Cleaner | None = None
 
     def examine(self, record: Record) -> Examined:
-        """Applies the filter."""
+        """Applies the filter to a record."""
         if isinstance(record, Drop):
             return Examined(None, record.reason, record.detail)
         try:
@@ -151,12 +153,6 @@ class Examiner:
                 ]
 
 
-def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
-    """Returns the first rule that the document violates, or KEPT. Duplicates are found by `drop_duplicates`."""
-    examined = Examiner(rules).examine(Drop("no_text") if document is None else document)
-    return FilterVerdict[examined.reason.upper()]
-
-
 def judge_text(text: str, rules: TextFilter) -> FilterVerdict:
     """Returns the first rule that the text violates, or KEPT."""
     if len(text) < rules.min_chars:
@@ -177,8 +173,8 @@ def survey_from_bytes(verdicts: bytes, digests: bytes, reasons: tuple[str, ...] 
 
 
 def drop_duplicates(survey: Survey) -> Survey:
-    """Returns the survey in which, of kept documents with equal digests, only the first in dataset order
-    is still kept.
+    """Returns the survey without duplicates: of kept documents with equal digests, only the first in dataset order
+    stays kept.
     """
     kept = np.flatnonzero(survey.keep)
     _, first = np.unique(survey.digests[kept], return_index=True)

@@ -50,7 +50,7 @@ class InputChunk:
 
 
 def find_inputs(spec: DataSpec) -> list[InputFile]:
-    """Returns every file of `spec.inputs` once, sorted by URL. DataError for an input that does not exist."""
+    """Returns every file of `spec.inputs` once, sorted by URL. Raises DataError for an input that does not exist."""
     found: dict[str, InputFile] = {}
     for url in spec.inputs:
         fs, path = open_url(url)

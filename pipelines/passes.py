@@ -40,7 +40,7 @@ class Progress:
     documents_per_s: float
     tokens_per_s: float
     documents_total: int
-    """0 until the survey has counted them."""
+    """The number of documents in the corpus; 0 until the survey has counted them."""
 
     def as_report(self) -> dict[str, float | int | str]:
         return asdict(self)
@@ -102,13 +102,13 @@ class Passes:
         self.surveys: list[ChunkSurvey | None] = [None] * len(chunks)
         self.lengths: list[NDArray[np.int64] | None] = [None] * len(chunks)
         self.done_bytes = 0
-        """Input of the encoded chunks."""
+        """The bytes of input in the encoded chunks."""
         self.corpus: Corpus | None = None
         own = [3, asdict(self.options), spec.filter.model_dump(mode="json")]
         if spec.cleaning is not None and cleaner is not None:
             own += [spec.cleaning.model_dump(mode="json"), cleaner.identity()]
         self._identity = json.dumps(own)
-        """Everything beside a chunk's parts that decides the texts that come out of it."""
+        """Everything except a chunk's parts that decides its texts."""
         self._stored = store.names()
 
     def survey(self) -> Corpus:
@@ -117,7 +117,9 @@ class Passes:
         return self._join()
 
     def encode(self, plan: EncodePlan) -> Corpus:
-        """Encodes every document that its own examination does not drop, and examines it first if `survey` did not.
+        """Encodes every document that its examination does not drop; `survey` may have examined it already, else it is
+        examined first.
+
         Raises NotExactError if the engine is not exact; the caller then repeats the call with a plan of another engine.
         """
         self.done_bytes = 0

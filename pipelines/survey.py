@@ -28,7 +28,7 @@ from raytide.pipelines.readers.base import InputPart, ReadOptions, Record
 from raytide.pipelines.readers.registry import read_parts
 
 CACHED_CHARS = 96 << 20
-"""Text that a process keeps between the two passes, so that small corpora are read once."""
+"""The most characters of text that a process keeps between the two passes, so that small corpora are read once."""
 SAMPLES_PER_REASON = 20
 SAMPLE_CHARS = 400
 
@@ -43,7 +43,7 @@ class DropSample:
     """The record's number in its file, from 0."""
     detail: str
     text: str
-    """Its beginning."""
+    """The beginning of the document's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChunkSurvey:
     """
 
     counts: NDArray[np.int64]
-    """Documents of each part."""
+    """The number of documents in each part."""
     found: Survey
     samples: tuple[DropSample, ...] = ()
     cleaning: CleaningCounts = field(default_factory=CleaningCounts)
@@ -192,7 +192,7 @@ class Selection:
     """Digests of all documents of the parts, to detect changes since the survey."""
 
     def read(self, options: ReadOptions, examiner: Examiner) -> list[str]:
-        """Returns the selected documents. DataError if an input was changed since the survey."""
+        """Returns the selected documents. Raises DataError if an input was changed since the survey."""
         found = [(record, each) for _, record, each in examine_parts(self.parts, options, examiner)]
         if b"".join(each.digest(record) for record, each in found) != self.digests:
             where = (
@@ -216,9 +216,9 @@ class Corpus:
     found: Survey
     samples: tuple[DropSample, ...] = ()
     near: dict[int, int] = field(default_factory=dict)
-    """The document that each dropped near-duplicate is near; -1 where that one is in an earlier dataset."""
+    """The document of which each dropped near-duplicate is one; -1 if that is in an earlier dataset."""
     examined: NDArray[np.bool_] = field(init=False)
-    """The documents that the steps of one document each kept: those that are encoded."""
+    """A mask of the documents that passed the steps on single documents; these are encoded."""
 
     def __post_init__(self) -> None:
         self.examined = self.found.keep
@@ -289,7 +289,7 @@ class Corpus:
     def _dropped_by_corpus_steps(self, options: ReadOptions, examiner: Examiner) -> Iterator[DropSample]:
         dropped = np.flatnonzero(self.examined & ~self.found.keep)
         verdicts = self.found.verdicts[dropped]
-        for code in np.unique(verdicts):
+        for code in np.flatnonzero(np.bincount(verdicts)):  # `np.unique` would load masked arrays
             for document in dropped[verdicts == code][:SAMPLES_PER_REASON]:
                 url, row = self.place(int(document))
                 text = self._text(int(document), options, examiner)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from raytide.core.io.process import free_port
+
 TOOLS = Path(sys.prefix) / "tools" / "bin"
 
 
@@ -47,9 +49,7 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
     found = shutil.which("redis-server", path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
     if found is None:
         pytest.skip("there is no redis-server here: `./dev setup` fetches it (Debian: redis-server)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     options = ["--port", str(port), "--bind", "127.0.0.1", "--requirepass", "redis"]
     options += ["--save", "", "--dir", str(tmp_path)]
     with (tmp_path / "redis.log").open("wb") as log:

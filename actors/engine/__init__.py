@@ -1,6 +1,6 @@
 """raytide's inference engine: paged KV, continuous batching, streaming. `docs/engine.md` follows a token through it.
 
-Names load on first use, so that `raytide.actors.engine.scheduler.scheduler` and the nouns need no torch.
+Names are imported at first use, so that `raytide.actors.engine.scheduler.scheduler` and the shared types need no torch.
 """
 
 from __future__ import annotations

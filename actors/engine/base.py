@@ -1,8 +1,7 @@
 """The `Engine` protocol, through which replicas, the router and tests use an engine.
 
 Implementations: `native.NativeEngine`, `vllm.VllmEngine`, `fake.FakeEngine`. The conformance suite in
-tests/actors/engine/conformance runs on each. `EngineInfo.features` declares what an engine can do beyond the common
-part.
+tests/actors/engine/conformance runs on each. `EngineInfo.features` declares the optional features that an engine has.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns the number of a prompt's first tokens whose KV would come from the prefix cache now, in memory or on
-        a disk from which reading is faster than computing; 0 when unknown.
+        """Returns how many of a prompt's first tokens would now get their KV from the prefix cache, in memory or on a
+        disk that is faster than computing; 0 when unknown.
         """
         return 0
 
@@ -104,9 +103,9 @@ class Engine(Protocol):
         """Aborts running requests, stops, and frees the memory. Idempotent."""
 
     def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
-        """Makes the engine's own thread pass the chunks of each step to `take` first. `take` returns the chunks that
-        still go to their iterators, always including the last one of a request. An engine without such a thread never
-        calls it.
+        """Makes the engine's own thread call `take` with the chunks of each step before it delivers them. It delivers
+        only the chunks that `take` returns, which must include the last chunk of each request. An engine without a
+        thread of its own never calls `take`.
         """
         return
 
@@ -159,9 +158,9 @@ class Engine(Protocol):
         refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps: its stream ends
-        with finish reason "abort", and the returned handle has everything that another engine needs to continue with
-        its next token. Raises NotFoundError for an unknown request.
+        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps, and returns all
+        that another engine needs to continue it. The request's stream here ends with finish reason "abort". Raises
+        NotFoundError for an unknown request.
         """
         refuse(self.backend, "kv_transfer")
 

@@ -72,7 +72,7 @@ MAX_GRAMMAR_CHARS = 1 << 17
 MAX_MASK_MS = 50.0
 """The most CPU time in milliseconds that the grammars of one request may take in one step, for all its samples."""
 MAX_KEPT_GRAMMAR_CHARS = 1 << 16
-"""The most characters of all cached compiled grammars together: a compiled one takes up to 475 bytes for each."""
+"""The most characters of all cached compiled grammars together; each character takes up to 475 bytes of memory."""
 MAX_COMPILING = 16
 """The most grammars that are compiled or wait for it; more are refused as overloaded."""
 MAX_TEXT_JOBS = 64

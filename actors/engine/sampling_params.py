@@ -38,7 +38,7 @@ class Structured:
 
     @property
     def size(self) -> int:
-        """The size in characters. For choices it includes one separator each."""
+        """The size in characters. For choices it includes the four characters that a grammar puts around each."""
         return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 
 

@@ -107,8 +107,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """The positions from `start` to `start` + `length` of one sequence, computed in one step. The last ones are those
-    of `draft`, which has guesses of its next tokens.
+    """The positions from `start` to `start` + `length` of one sequence, computed in one step. The last of them are
+    those of `draft`, the guesses of the sequence's next tokens.
     """
 
     seq: Sequence

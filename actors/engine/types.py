@@ -88,8 +88,8 @@ PLAIN_PROMPT = PromptOptions()
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The output format that a model's chat template reveals: the format of its tool calls ("" if the template has no
-    tools), and whether an output may contain reasoning in tags (`tagged`) or starts inside of it (`open`).
+    """The output format that a model's chat template reveals: the format of its tool calls, "" if the template has no
+    tools. `tagged` outputs may contain reasoning in tags; `open` ones start inside the reasoning.
     """
 
     tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
@@ -124,6 +124,10 @@ class GenRequest:
     queues like a new one.
 
     `images` are files, in the order of the prompt's image tokens.
+
+    A request with a `rejoin_key` outlives the connection of its client: its replica computes it to the end and keeps
+    the answer for a while, and a request with the same key gets the same stream. `may_be_running` is for routers alone:
+    an earlier client may have begun a request with this key.
     """
 
     request_id: str
@@ -140,6 +144,8 @@ class GenRequest:
     resume: tuple[SampleProgress, ...] = ()
     gave_way: bool = False
     images: tuple[bytes, ...] = ()
+    rejoin_key: str = ""
+    may_be_running: bool = False
 
     def __post_init__(self) -> None:
         if self.resume:
@@ -147,9 +153,7 @@ class GenRequest:
 
     @property
     def salt(self) -> str:
-        """The cache salt combined with a digest of the images: together they are what an answer depends on besides the
-        prompt's tokens.
-        """
+        """The cache salt with a digest of the images: an answer depends on both besides the prompt's tokens."""
         if not self.images:
             return self.cache_salt
         digests = [blake2b(each, digest_size=16).hexdigest() for each in self.images]
@@ -296,9 +300,9 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """The KV cache on local disk: its folder, whether it is in use, and its present size in bytes; the prompt tokens
-    whose KV was read from it; and the numbers of blocks that were evicted, that were not written because the disk was
-    too slow, and that were found damaged.
+    """The KV cache on local disk: its folder, whether it is in use, its size in bytes, and the prompt tokens whose KV
+    was read from it. Blocks are counted if they were evicted, not written because the disk was too slow, or found
+    damaged.
     """
 
     path: str = ""
@@ -317,7 +321,8 @@ class EngineStats:
 
     `steps` is the progress counter for health checks: it must increase while a serving engine has work. `commands_done`
     must increase in any state while `pending_commands` wait for the engine's thread. `free_blocks` includes cached,
-    unreferenced blocks. `step_ms` is a moving average.
+    unreferenced blocks. `step_ms` is a moving average. A token counts in `generated_tokens` when it is generated; a
+    prompt counts when its request ends.
     """
 
     state: EngineState = "serving"
@@ -342,7 +347,7 @@ class EngineStats:
     speculation: tuple[DraftCounts, ...] = ()
     """The counts for each source of drafts that the engine may use."""
     disk: DiskCounts | None = None
-    """None without a KV cache on disk."""
+    """The counts of the KV cache on disk; None without such a cache."""
 
 
 def _check_resume(request: GenRequest) -> None:
@@ -376,7 +381,7 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which the request that caused it ends.
+    """Returns the error with which a request ends that caused `error`.
 
     A panic in a Rust library (tokenizers, llguidance) is a BaseException, and is wrapped in a RuntimeError. Exceptions
     that ask a thread or task to end are raised again.

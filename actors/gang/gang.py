@@ -12,9 +12,11 @@ from raytide.core.io.html import framed, table
 from raytide.core.objects.gang import GangClient, Lease, LeaseState, Member
 
 _POLL_S = 110.0
-"""Seconds of one poll. A waiting poll also shows that this process is alive, because it ends with the process."""
+"""The longest duration of one poll, in seconds. A waiting poll also shows that this process is alive, because it ends
+with the process.
+"""
 _LAST_POLL_S = 3.0
-"""Seconds that `__exit__` waits for the running poll, which ends once the release is recorded."""
+"""The seconds that `__exit__` waits for the running poll, which ends once the release is recorded."""
 
 
 class Gang:

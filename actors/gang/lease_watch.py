@@ -1,4 +1,4 @@
-"""A driver's view of its lease, on threads: an API restart does not hold up the work."""
+"""A driver's view of its lease. Threads poll the API, so that an API restart does not hold up the work."""
 
 from __future__ import annotations
 

@@ -10,14 +10,21 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from raytide.core.errors import ClusterError
+from raytide.actors.gang.prepared_actor import PreparedActor
+from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.objects.gang import Member, Shape
 
 THREADS = 4
-"""Threads of the actor. `report` and `stop` occupy one each while they wait; the others answer further calls."""
+"""The number of threads of the actor. `report` and `stop` occupy one each while they wait; the others answer further
+calls.
+"""
 
 
 class MemberActor(Protocol):
+    @property
+    def image(self) -> str:
+        """The image that the actor and its processes run in, by its digest; empty without one."""
+
     def call(self, method: str, *args: object) -> Future[Any]:
         """Calls a method of the actor's MemberProcesses and returns a future of its result. The future fails with
         ClusterError if the actor is gone, else with the method's own error.
@@ -30,8 +37,8 @@ class MemberActor(Protocol):
 StartActor = Callable[[Member, Shape], MemberActor]
 
 
-class RayMemberActor:
-    def __init__(self, member: Member, shape: Shape) -> None:
+class RayMemberActor(PreparedActor):
+    def __init__(self, member: Member, shape: Shape, image: str | None = None) -> None:
         import ray
 
         from raytide.actors.gang.member_processes import MemberProcesses
@@ -39,17 +46,15 @@ class RayMemberActor:
 
         actor_class: Any = ray.remote(MemberProcesses)
         options = {**member_options(member, shape), "max_restarts": 0, "max_concurrency": THREADS}
-        self._actor = actor_class.options(**options).remote()
+        place = partial(actor_class.options, **options)
+        super().__init__(
+            lambda **environment: place(**environment).remote(), options["scheduling_strategy"], image=image
+        )
 
     def call(self, method: str, *args: object) -> Future[Any]:
         future: Future[Any] = Future()
-        getattr(self._actor, method).remote(*args).future().add_done_callback(partial(pass_on, future))
+        super().call(method, *args).add_done_callback(partial(pass_on, future))
         return future
-
-    def kill(self) -> None:
-        import ray
-
-        ray.kill(self._actor)
 
 
 def pass_on(future: Future[Any], answer: Future[Any]) -> None:
@@ -61,6 +66,8 @@ def pass_on(future: Future[Any], answer: Future[Any]) -> None:
         future.set_result(answer.result())
     elif isinstance(error, RayTaskError):
         future.set_exception(error.cause)
+    elif isinstance(error, RaytideError):
+        future.set_exception(error)
     else:
         future.set_exception(ClusterError(str(error)))
 

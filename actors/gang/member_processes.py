@@ -13,7 +13,6 @@ import pwd
 import queue
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,17 +27,20 @@ from pathlib import Path
 from raytide.actors.gang import process_shim
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import MARKS, WITH_COMMANDS, passed
+from raytide.core.io.process import free_port
 from raytide.core.io.working_dir import unpack
 
 _SHIM = str(Path(process_shim.__file__).resolve())
 MOST_LINES = 2000
-"""The queue's length. A script that prints faster than its driver reads is blocked once the queue is full."""
+"""The most lines of output that are queued. A script that prints faster than its driver reads is blocked once the queue
+is full.
+"""
 LINE_CHARS = 8192
-"""Longer lines are split."""
+"""The most characters of a line; longer lines are split."""
 TAIL_LINES = 10
 TAIL_CHARS = 8192
 _ALL = 2**20
-"""Bytes; no pipe holds more."""
+"""A number of bytes that no pipe's buffer exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ class Rights:
     """The rights of a script's processes that its spec does not give: a user, variables of the node, API access."""
 
     user: str = ""
-    """The operating system user that they run as; raytide's own when empty."""
+    """The operating system user that the processes run as; raytide's own if it is empty."""
     named: tuple[str, ...] = ()
-    """Variables of the node that the operator passes on to them."""
+    """The variables of the node that the operator passes on to the processes."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The API's address and the token of their job."""
+    """The API's address and the token of the processes' job."""
 
 
 NO_RIGHTS = Rights()
@@ -72,9 +74,9 @@ class ProcessExit:
     code: int
     """The exit code as in a shell: 128 plus the signal's number for a signal."""
     tail: str
-    """The last lines of its output."""
+    """The last lines of the process's output."""
     at_s: float
-    """The time on the clock of its node."""
+    """The time of the exit, on the clock of the process's node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class ProcessReport:
     """The output and exits since the last report."""
 
     lines: tuple[tuple[int, str], ...]
-    """The printing rank and the line."""
+    """Pairs of the rank that printed a line, and the line."""
     exits: tuple[ProcessExit, ...]
 
 
@@ -97,11 +99,9 @@ class MemberProcesses:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._events: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
 
-    def free_port(self, address: str) -> int:
-        """Returns a free port of this host, which rank 0 opens a moment later."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+    def free_port(self) -> int:
+        """Returns a port of this host that is free now; rank 0 opens it a moment later."""
+        return free_port()
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
         """Unpacks the package into the member's folder, gives that to the processes' user and starts them in it."""

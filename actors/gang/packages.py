@@ -3,7 +3,7 @@ raytide.actors.gang.packages REQUIREMENTS COMMAND...`.
 
 REQUIREMENTS is a JSON list for pip. The packages are installed into a virtual environment that is named by a hash of
 its content, made once per node and user, and layered over raytide's own packages. The installation has the rights of
-the script's user and prints to the script's output: it can do no more than the script, and if it fails, the script ends
+the script's user, so it can do no more than the script. It prints to the script's output; if it fails, the script ends
 with pip's error. Ray's own `pip` would copy the node's whole virtual environment for each list.
 """
 
@@ -21,15 +21,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from raytide.actors.gang.process_shim import NOT_STARTED
+from raytide.core.config import installed_version
 from raytide.core.errors import ClusterError, ConfigError, RaytideError, StorageError
 from raytide.core.io.private_folder import private_folder
 
 INSTALL_FAILED = 120
-"""The exit code of a command whose packages cannot be installed: another attempt would fail likewise."""
+"""The exit code of a command whose packages can never be installed: another attempt would fail in the same way."""
 INSTALL_INTERRUPTED = 121
 """The exit code of a command whose packages could not be installed for a reason that may pass."""
 _CANNOT = "cannot be installed"
@@ -38,8 +38,9 @@ _MAY_PASS = re.compile(
     r"|HTTP error (429|5\d\d)|No space left on device",
     re.IGNORECASE,
 )
-"""In pip's log: a failure of the network, of the index or of a full disk, which pip itself reports as a package that
-does not exist."""
+"""Matches the failures in pip's log that may pass: those of the network, of the index or of a full disk. pip itself
+reports them as a package that does not exist.
+"""
 _READY = "ready"
 _LOG = "pip.log"
 _IN_USE: dict[Path, int] = {}
@@ -57,7 +58,7 @@ def with_packages(requirements: Sequence[str], command: Sequence[str]) -> tuple[
 
 def interpreter_with(requirements: Sequence[str]) -> str:
     """Returns the path of a Python that has these packages. Makes its environment if this node lacks it, and protects
-    it from removal until this process ends. Raises what `environment_of` raises.
+    it from removal until this process ends. Raises the errors of `environment_of`.
     """
     if not requirements:
         return sys.executable
@@ -80,15 +81,15 @@ def keep_own() -> None:
 
 
 def content_key(requirements: Sequence[str]) -> str:
-    """Returns the environment's name: a hash of the requirements and of the Python and packages that lie below."""
-    below = {name: _version(name) for name in ("raytide", "ray", "torch")}
+    """Returns the environment's name: a hash of the requirements and of the Python and packages under it."""
+    below = {name: installed_version(name) or "" for name in ("raytide", "ray", "torch")}
     content = [sorted(requirements), sys.version, sys.prefix, below]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool = False) -> tuple[Path, int]:
-    """Returns the path of the environment in `folder`, which is made if it is not there, and a descriptor that protects
-    it from removal while open.
+    """Returns the path of the environment in `folder`, and a descriptor that protects it from removal while open. Makes
+    the environment if it is not there.
 
     Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if the index could not be
     reached, and StorageError if the folder cannot be written.
@@ -169,13 +170,6 @@ def _install_error(requirements: Sequence[str], output: str, code: int) -> Rayti
     if failed:
         return ClusterError(text, hint="It may pass: see that the nodes reach the package index and have free space.")
     return ConfigError(text, hint="Correct `pip` in the spec, or pip's configuration on the nodes.")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def main(requirements: str, command: Sequence[str]) -> int:

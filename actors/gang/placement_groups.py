@@ -166,7 +166,7 @@ class PlacementGroupInfo:
     key: GroupKey
     state: GroupState
     placement_group_id: str
-    """Hex."""
+    """The id of the placement group, in hex."""
 
 
 def difference(

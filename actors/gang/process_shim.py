@@ -1,7 +1,7 @@
 """Runs one command so that none of its processes outlives its owner: `python -I process_shim.py FOLDER ORDER
 COMMAND...`.
 
-ORDER is a file descriptor from which a JSON object is read: `environment`, which the command gets and the shim does
+ORDER is a file descriptor with a JSON object of two fields: `environment`, which the command gets but the shim does
 not, and `user`. If there is a user, the shim runs as root, and the command runs as that user and cannot change to
 another.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ORPHAN_GRACE_S = 5.0
-"""Seconds from SIGTERM to SIGKILL once the owner is gone: its resources may be leased again soon."""
+"""The seconds from SIGTERM to SIGKILL once the owner has ended: its resources may be leased again soon."""
 REMOVAL_S = 300.0
 NOT_STARTED = 127
 OOM_SCORE = 1000
@@ -128,8 +128,8 @@ def _reap(but: int) -> None:
 
 
 def _end_children() -> None:
-    """Kills all children until none is left: orphans of a killed child become children. One that may not be killed, as
-    under sudo, is left.
+    """Kills all children until none remains: orphans of a killed child become children. A child that may not be killed,
+    as under sudo, remains.
     """
     while killed := [pid for pid in _children() if _kill(pid, signal.SIGKILL)]:
         for pid in killed:

@@ -35,7 +35,7 @@ _WAIT_S = 0.2
 """The pause between two polls of an incomplete lease: Ray Train's loop would poll without one."""
 
 Hold = Callable[[], Gang]
-"""Submits the gang; its lease is held inside the `with` block of what it returns."""
+"""A function that submits the gang and returns it. The lease is held inside the `with` block of the returned gang."""
 
 
 class LeasedScaling(ScalingConfig):
@@ -95,7 +95,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         self._watch: LeaseWatch | None = None
 
     def after_controller_start(self, train_run_context: object) -> None:
-        """Runs in the controller's process, before it makes any workers."""
+        """Runs in the process of Ray Train's controller, before the controller makes any workers."""
         self._watch = LeaseWatch(self._client, self._job_id)
         LeasedWorkers.policy = self
         _train.TrainController.worker_group_cls = LeasedWorkers
@@ -189,7 +189,7 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return ray.put(self._groups[0])
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """Returns False if a member has left since Ray Train's decision; Ray Train then decides again."""
+        """Returns False if a member has left since Ray Train chose the number of workers; it then chooses again."""
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -9,17 +10,20 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raytide.actors.gang.images import PREPARE_TIMEOUT_S, ImagePullError
 from raytide.actors.gang.member_actor import MemberActor, StartActor, first_line
 from raytide.actors.gang.member_processes import NO_RIGHTS, ProcessExit, ProcessLaunch, ProcessReport, Rights
 from raytide.actors.gang.packages import with_packages
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.script import ScriptSpec
 
 START_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
 SETTLE_S = 1.0
-"""Seconds to wait after a failure for an earlier one, its cause: ranks that lose a peer fail as well."""
+"""The seconds to wait after a failure for the report of an earlier one that caused it: ranks that lose a peer fail as
+well.
+"""
 _REPORT_S = 1.0
 
 MemberKey = tuple[int, int]
@@ -28,17 +32,20 @@ MemberKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The end of an attempt and its reason. `lost` means that a member's processes vanished, which is not the script's
-    fault if the member's node died; `moved` means that the script has to start again on other members.
+    """The end of an attempt and its reason. `lost`: a member's processes vanished, perhaps because its node died.
+    `moved`: the script has to start again on other members. `port_taken`: another process had opened the port at which
+    the ranks meet.
     """
 
-    kind: Literal["done", "failed", "lost", "moved"]
+    kind: Literal["done", "failed", "lost", "moved", "port_taken"]
     reason: str = ""
     exit: ProcessExit | None = None
     lost: tuple[MemberKey, ...] = ()
     """The members whose processes vanished."""
     grace_s: float = 0.0
-    """Seconds that the remaining processes get between SIGTERM and SIGKILL."""
+    """The seconds that the remaining processes get between SIGTERM and SIGKILL."""
+    is_final: bool = False
+    """True if another attempt would fail in the same way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +68,16 @@ class Attempt:
     started_s: float = field(default_factory=time.monotonic)
     _runs: list[_MemberRun] = field(default_factory=list)
     _exits: dict[int, ProcessExit] = field(default_factory=dict)
+    _port: str = ""
 
     @property
     def world(self) -> int:
         return len(self.members) * self.spec.processes(self.shape)
+
+    @property
+    def images(self) -> str:
+        """The images that the processes run in, by their digests: one, unless members got other images for a tag."""
+        return ", ".join(sorted({run.actor.image for run in self._runs} - {""}))
 
     @property
     def member_keys(self) -> frozenset[MemberKey]:
@@ -76,15 +89,18 @@ class Attempt:
         """
         self._runs = [_MemberRun(member, self.start_actor(member, self.shape)) for member in self.members]
         first = self._runs[0]
-        port = self._call_all([first], "free_port", first.member.address)
+        timeout_s = START_TIMEOUT_S + (0.0 if self.spec.image is None else PREPARE_TIMEOUT_S)
+        port = self._call_all([first], "free_port", timeout_s=timeout_s)
         if isinstance(port, AttemptResult):
             return port
-        meet = {"MASTER_ADDR": first.member.address, "MASTER_PORT": str(port[0])}
+        self._port = str(port[0])
+        meet = {"MASTER_ADDR": first.member.address, "MASTER_PORT": self._port}
         started = self._call_all(
             self._runs,
             "start",
             package,
             each=lambda node_rank: self._launches(node_rank, {**environment, **meet}),
+            timeout_s=timeout_s,
         )
         return started if isinstance(started, AttemptResult) else None
 
@@ -154,11 +170,12 @@ class Attempt:
         lost = []
         for run, call in zip(runs, calls, strict=True):
             error = call.exception() if call.done() else ClusterError("no answer")
-            if isinstance(error, ClusterError):
+            if isinstance(error, ClusterError) and not isinstance(error, ImagePullError):
                 lost.append((run, first_line(error)))
             elif error is not None:
-                why = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
-                return AttemptResult("failed", f"it could not be started on {run.member.node_id}: {why}")
+                name = "" if isinstance(error, ConfigError | ImagePullError) else f"{type(error).__name__}: "
+                why = f"it could not be started on {run.member.node_id}: {name}{first_line(error)}".rstrip(".")
+                return AttemptResult("failed", why, is_final=isinstance(error, ConfigError))
         return self._lost_result(lost) if lost else [call.result() for call in calls]
 
     def _collect_reports(self) -> list[tuple[_MemberRun, str]]:
@@ -195,6 +212,10 @@ class Attempt:
             return answers
         first = min((exited for exited in self._exits.values() if exited.code), key=lambda exited: exited.at_s)
         node = self.members[first.rank // self.spec.processes(self.shape)].node_id
+        opener = self._exits.get(0)
+        if opener is not None and opener.code and _has_found_taken(self._port, opener.tail):
+            reason = f"another process has opened port {self._port} of {self.members[0].node_id}"
+            return AttemptResult("port_taken", reason, exit=opener)
         return AttemptResult("failed", f"rank {first.rank} on {node} ended with exit code {first.code}", exit=first)
 
     def _lost_result(self, lost: Sequence[tuple[_MemberRun, str]]) -> AttemptResult:
@@ -203,6 +224,12 @@ class Attempt:
         run, why = lost[0]
         seats = tuple(member_key(run.member) for run, _ in lost)
         return AttemptResult("lost", f"the processes on {run.member.node_id} are gone: {why}", lost=seats)
+
+
+def _has_found_taken(port: str, output: str) -> bool:
+    """Returns whether a process's last output says that this port was not free."""
+    is_taken = "EADDRINUSE" in output or "address already in use" in output.lower()
+    return is_taken and re.search(rf"\b{port}\b", output) is not None
 
 
 def member_key(member: Member) -> MemberKey:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from raytide.actors.gang import packages
 from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter, ready_members, settled_members
@@ -22,10 +23,15 @@ from raytide.core.specs.script import ScriptSpec
 
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
-"""Seconds in which the platform must report the node of vanished processes as lost, else they count as failed."""
-ORPHANS_S = ORPHAN_GRACE_S + 1.0
-"""The wait when the last attempt's processes are not confirmed to have ended: the next attempt would share their GPUs.
+"""The seconds within which the platform must report the node of vanished processes as lost; otherwise the processes
+count as failed.
 """
+ORPHANS_S = ORPHAN_GRACE_S + 1.0
+"""The seconds to wait if it is not confirmed that the last attempt's processes have ended: the next attempt would share
+their GPUs.
+"""
+MOST_TAKEN_PORTS = 3
+"""The attempts that may end because another process had opened their port, before that counts as a failure."""
 GROW_AFTER_S = 60.0
 """The least age, in seconds, of an attempt that is restarted to use members that came back."""
 
@@ -44,7 +50,7 @@ class ScriptRunner:
         client: LeaseClient,
         job_id: str,
         *,
-        start: StartActor = RayMemberActor,
+        start: StartActor | None = None,
         say: Callable[[str], None] = print,
         clock: Clock | None = None,
         done: Mapping[str, float | int | str] | None = None,
@@ -53,11 +59,13 @@ class ScriptRunner:
         done = done or {}
         self._rights = rights
         self._spec, self._package, self._job_id = spec, package, job_id
-        self._start, self._say, self._clock = start, say, clock or SystemClock()
+        self._start = start or partial(RayMemberActor, image=spec.image)
+        self._say, self._clock = say, clock or SystemClock()
         self._watch, self._reporter = LeaseWatch(client, job_id), ProgressReporter(client, job_id)
         self._attempt: Attempt | None = None
         self._number = int(done.get("attempts", 0))
         self._failures = int(done.get("failures", 0))
+        self._taken_ports = 0
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
@@ -80,7 +88,12 @@ class ScriptRunner:
                 "nodes": nodes,
             }
             self._reporter.send(self._progress)
-            result = attempt.launch(self._package, self._environment()) or self._wait_for_result(attempt)
+            result = attempt.launch(self._package, self._environment())
+            if result is None:
+                if attempt.images:
+                    self._progress["image"] = attempt.images
+                    self._reporter.send(self._progress)
+                result = self._wait_for_result(attempt)
             grace_s = result.grace_s if result.kind == "moved" else self._spec.grace_s
             has_ended = attempt.stop(grace_s, result.lost)
             self._attempt = None
@@ -136,10 +149,17 @@ class ScriptRunner:
         if result.kind == "moved" or (result.kind == "lost" and self._is_node_lost(result.lost)):
             self._say(f"raytide: {result.reason}; it is started again")
             return
+        if result.kind == "port_taken" and self._taken_ports < MOST_TAKEN_PORTS:
+            self._taken_ports += 1
+            self._say(f"raytide: {result.reason}; it is started again with another")
+            return
         self._failures += 1
-        is_final = result.exit is not None and (
-            result.exit.code in self._spec.final_exit_codes
-            or packages.is_final(self._spec.pip, result.exit.code, result.exit.tail)
+        is_final = result.is_final or (
+            result.exit is not None
+            and (
+                result.exit.code in self._spec.final_exit_codes
+                or packages.is_final(self._spec.pip, result.exit.code, result.exit.tail)
+            )
         )
         if is_final or self._failures > self._spec.retries:
             tried = f" It was started {self._failures} times." if self._failures > 1 else ""

@@ -39,8 +39,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the conversation as text; with `prompt` it ends with the start of an answer. Raises UsageError if the
-        template refuses. `variables` are further ones that the template uses, such as `enable_thinking`.
+        """Returns the conversation as text; with `prompt` it ends with the start of an answer. `variables` are passed
+        to the template as well, such as `enable_thinking`. Raises UsageError if the template refuses the conversation.
         """
         return self._marked(turns, prompt, tools, variables or {}).replace(_BEGIN, "").replace(_END, "")
 

@@ -1,6 +1,4 @@
-"""Reads weights of a Hugging Face directory by name, from one or many safetensors files, which are either memory-mapped
-or read.
-"""
+"""Reads weights of a Hugging Face directory by name, from safetensors files, which it maps or reads."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ class Weights:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns one tensor. DataError if it is missing or has another shape than config.json implies."""
+        """Returns one tensor. Raises DataError if it is missing or has another shape than config.json implies."""
         self.check_shape(name, *shape)
         self._check_dtype(name)
         return self.stored(name).to(dtype=self._dtype)
@@ -86,7 +84,7 @@ class Weights:
         return None
 
     def check_all_read(self) -> None:
-        """Raises DataError for tensors of quantized modules that nobody has read; plain weights have none."""
+        """Raises DataError if tensors of quantized modules were not read; plain weights have no such tensors."""
 
     @property
     def quantization(self) -> str:

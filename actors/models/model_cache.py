@@ -1,8 +1,8 @@
 """A cache of model directories from object stores on this node. It is keyed by content: each model is copied once,
 however many processes use it.
 
-Two files and a folder make an entry. `KEY.lock` holds the entry's size in bytes, and is locked: exclusively while the
-files are copied or deleted, shared for as long as a process uses them; the kernel unlocks it when the process ends. The
+Two files and a folder make an entry. `KEY.lock` holds the entry's size in bytes. It is locked exclusively while the
+files are copied or deleted, and shared while a process uses them; the kernel unlocks it when the process ends. The
 folder `KEY` appears by a rename once its copy is complete. `KEY.*.part` is a copy in progress or an incomplete one,
 which nobody reads.
 """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 STALL_S = 120.0
-"""A store is given up after this many seconds without a byte, or for a listing."""
+"""The seconds without a byte, or without the result of a listing, after which a store is given up."""
 MOST_ENTRIES = 10_000
 _PIECE_BYTES = 8 << 20
 _THREADS = 8

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raytide.actors.engine.text.tokenizer import Tokenizer
 
 _PIECE_CHARS = 1 << 16
-"""The text that is encoded at once. Pieces end after a line, so that hardly a word is cut."""
+"""The number of characters that are encoded at once. Pieces end after a line, so that hardly a word is cut."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ class QualityReport:
     tasks: Mapping[str, TaskQuality] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics by name, in the form in which model versions are registered: `code_kl` is the divergence
-        on the corpus `code`, and `kl` is the worst of all corpora, which the gate limits.
+        """Returns the metrics under the names with which model versions are registered: `code_kl` is the divergence on
+        the corpus `code`; `kl`, which the gate limits, is the worst of all corpora.
         """
         found: dict[str, float] = {}
         worst: dict[str, float] = {}

@@ -89,7 +89,9 @@ class EndpointScorer:
         self._model = model or self._only_model()
 
     def nll(self, window: Window) -> torch.Tensor:
-        """Returns the negative log likelihood of the window's targets, float32 [T]. Raises ClusterError."""
+        """Returns the negative log likelihood of the window's targets, float32 [T]. Raises ClusterError if the endpoint
+        fails.
+        """
         body = {
             "model": self._model,
             "prompt": window.tokens,

@@ -21,7 +21,7 @@ class HeldOutText(Config):
     path: bounds.Location = Field(min_length=1)
     """A text file, or a JSONL file whose lines have a text or a list of token ids."""
     field: str = Field(default="text", min_length=1, max_length=100)
-    """The key of a JSONL line that holds the text; a key `tokens` with token ids goes before it."""
+    """The key of a JSONL line that holds the text. A key `tokens` with token ids takes precedence over it."""
     tokens: int = Field(default=8192, ge=2, le=1 << 30)
     """The most tokens that are predicted, from the beginning."""
 
@@ -71,17 +71,18 @@ class QualityGate(Config):
 
 
 class QualitySuite(Config):
-    """`raytide eval MODEL SUITE.yaml`."""
+    """The content of SUITE.yaml for `raytide eval MODEL SUITE.yaml`."""
 
     parent: bounds.Location = ""
     """The directory of the model to compare with: the one before compression. Without it there is only perplexity."""
     corpora: dict[CorpusName, HeldOutText] = Field(default_factory=dict, max_length=16)
     tasks: TaskSuite | None = None
     window: int | None = Field(default=None, ge=2, le=1 << 20)
-    """The length of the pieces in which a corpus is read: by default 512, or the model's positions if they are fewer.
-    The first token of a piece has no prediction."""
+    """The length, in tokens, of the pieces in which a corpus is read: by default 512, or the model's context length if
+    that is shorter. The first token of a piece has no prediction.
+    """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype of computation of both models; by default each one's own."""
+    """The dtype in which both models compute; by default each one's own."""
     quantized_input: Literal["auto", "float", "int8"] = "auto"
     """The inputs of quantised weights, as the engine's option of this name."""
     quantized_head: bool = True

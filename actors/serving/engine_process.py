@@ -35,14 +35,16 @@ from raytide.core.logs import log_to
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import endpoint_of, revision_of
 from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.other_names import with_other_names
 from raytide.core.telemetry.page import MetricsPage, Query
-from raytide.core.telemetry.vllm_names import with_vllm_names
 
 _log = logging.getLogger(__name__)
 
 _PROBLEM_PERIOD_S = 0.5
 _LAST_WORDS_S = 1.0
-"""Seconds from the detection of a broken engine to the end of its process. Open requests get their errors meanwhile."""
+"""The seconds from the detection of a broken engine to the end of its process. Open requests get their errors
+meanwhile.
+"""
 
 
 async def run(order: dict[str, Any], report: BinaryIO) -> None:
@@ -83,13 +85,16 @@ def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | No
     """Returns the object that starts this node's members and asks the replica for those of other nodes; None if one
     member computes alone.
     """
-    if spec.members == 1 or choose_engine(spec).kind != "native":
+    kind = choose_engine(spec).kind
+    if spec.members == 1 or kind == "fake":
         return None
-    local_size = num_processes(spec) // spec.members
 
     def invite(invitation: Invitation) -> None:
         _write(report, {"members": asdict(invitation)})
 
+    if kind == "vllm":  # it starts this node's processes itself
+        return LocalMembers((), local_size=1, host=host, invite=invite)
+    local_size = num_processes(spec) // spec.members
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     return LocalMembers(
         range(1, local_size), local_size=local_size, host=host, threads=max(1, threads // local_size), invite=invite
@@ -97,13 +102,13 @@ def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | No
 
 
 async def _page(engine: Engine, application: str, replica: str, query: Query) -> Iterable[Sample]:
-    """Returns the engine's metrics; with `?names=vllm` in the query, also under the names of vLLM's own server."""
+    """Returns the engine's metrics; with `?names=vllm` in the query, under the names of vLLM's own server too."""
     samples = engine_samples(await engine.stats(), endpoint_of(application), revision_of(application), replica)
-    return with_vllm_names(samples, query)
+    return with_other_names(samples, query)
 
 
 class _Health:
-    """Detects a broken engine. It would fail requests at once, look idle, and so attract more requests."""
+    """Detects a broken engine. Such an engine would fail requests at once, look idle, and so attract more requests."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

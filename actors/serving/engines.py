@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytide.actors.engine.base import Engine
+from raytide.actors.engine.model.parallel.launcher import NATIVE_MEMBER
 from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
 from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
 from raytide.core.errors import ConfigError
@@ -17,6 +19,7 @@ from raytide.core.logs import logger
 from raytide.core.objects.endpoint import MOST_ADAPTERS, ServeSpec
 
 if TYPE_CHECKING:
+    from raytide.actors.engine.backends.vllm.config import VllmConfig
     from raytide.actors.engine.model.parallel.launcher import LocalMembers
 
 log = logger(__name__)
@@ -38,16 +41,63 @@ def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: 
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"), launcher)
 
 
-def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: LocalMembers | None) -> Engine:
-    from raytide.actors.engine.backends.vllm.config import VllmConfig
+def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: LocalMembers | None) -> Engine:
     from raytide.actors.engine.backends.vllm.engine import VllmEngine
+
+    return VllmEngine(vllm_config(spec, model_dir, options), launcher=launcher, members=spec.members)
+
+
+def vllm_config(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> VllmConfig:
+    """Returns the configuration of vLLM, equal on all members of a replica. Raises ConfigError for bad options."""
+    from raytide.actors.engine.backends.vllm.config import VllmConfig
 
     config = {"model_dir": model_dir, **options}
     share = spec.resources.get("GPU", 0.0)
-    if 0 < share < 1 and isinstance(own := options.get("vllm", {}), dict):
-        # vLLM refuses to start where less than this is free: without it, beside another replica on the same GPU
-        config["vllm"] = {"gpu_memory_utilization": round(_VLLM_UTILIZATION * share, 4), **own}
-    return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
+    if isinstance(own := options.get("vllm", {}), dict):
+        if 0 < share < 1:
+            # vLLM refuses to start where less than this is free: without it, beside another replica on the same GPU
+            config["vllm"] = {"gpu_memory_utilization": round(_VLLM_UTILIZATION * share, 4), **own}
+        if spec.members > 1:
+            tensor, stages = vllm_sizes(spec)
+            config["vllm"] = {**own, "tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    return VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}")
+
+
+def vllm_sizes(spec: ServeSpec) -> tuple[int, int]:
+    """Returns vLLM's tensor and pipeline parallel size for a replica of several members. By default each member has a
+    part of the layers, and its GPUs share each layer, because that needs the least traffic between nodes. Without GPUs
+    all members share each layer.
+
+    Raises ConfigError unless the members divide the product, and for a pipeline without GPUs: vLLM 0.32 ends with the
+    first request there.
+    """
+    own = spec.engine.get("vllm")
+    own = own if isinstance(own, dict) else {}
+    has_gpu = spec.resources.get("GPU", 0.0) > 0
+    each = max(1, int(spec.resources.get("GPU", 0.0)))
+
+    def others(size: object) -> int:
+        """Returns the number of groups of this size in the replica."""
+        return max(1, each * spec.members // size) if isinstance(size, int) and size > 0 else 1
+
+    tensor, stages = (own.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline"))
+    if tensor is None:
+        tensor = others(stages) if stages is not None else each if has_gpu else spec.members
+    if stages is None:
+        stages = others(tensor)
+    if stages != 1 and not has_gpu:
+        raise ConfigError(
+            f"endpoint {spec.name} asks for pipeline_parallel_size {stages!r} on CPUs, where vLLM has no pipeline.",
+            hint="Leave it out: all members share each layer. Or serve with engine kind native.",
+        )
+    is_whole = isinstance(tensor, int) and isinstance(stages, int) and min(tensor, stages) > 0
+    if is_whole and tensor * stages % spec.members == 0:
+        return tensor, stages
+    raise ConfigError(
+        f"endpoint {spec.name} has vLLM's tensor_parallel_size {tensor!r} and pipeline_parallel_size {stages!r}, and "
+        f"{spec.members} members a replica.",
+        hint="Give whole numbers whose product the members divide, or leave both out.",
+    )
 
 
 def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: LocalMembers | None) -> Engine:
@@ -64,8 +114,6 @@ ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any], LocalMembers | None
     "native": _native,
     "vllm": _vllm,
 }
-SPANNING = frozenset({"fake", "native"})
-"""Engines that can use a replica of several members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +126,7 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
     """Returns the engine of the spec's replicas: the `kind` that the spec names or, for `auto`, the one that fits the
     device.
 
-    Raises ConfigError for an unknown kind, for replicas of several members on an engine that runs on one member only,
-    and for options that do not fit the members.
+    Raises ConfigError for an unknown kind and for options that do not fit the members.
     """
     asked = str(spec.engine.get("kind", "auto"))
     if asked == "auto":
@@ -98,21 +145,24 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             f"endpoint {spec.name} has adapters, but engine vllm was asked for none.",
             hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
         )
-    if choice.kind == "native" and (size := num_processes(spec)) > 1:
-        elsewhere = [location for location in spec.adapters.values() if "://" in location]
-        if spec.members > 1 and elsewhere:
-            raise ConfigError(
-                f"endpoint {spec.name} has adapter {elsewhere[0]}, which is copied to the first member's node alone.",
-                hint="Put it into a directory that all nodes see, or let one node compute the replica.",
-            )
-        over = "" if spec.members == 1 else f" on {spec.members} members"
-        choice = EngineChoice("native", f"{choice.why} Each replica computes with {size} processes{over}.")
-    if spec.members > 1 and choice.kind not in SPANNING:
+    size = _size(spec, choice.kind)
+    elsewhere = [location for location in spec.adapters.values() if "://" in location]
+    if size > 1 and spec.members > 1 and elsewhere:
         raise ConfigError(
-            f"endpoint {spec.name} asks for {spec.members} members a replica; engine {choice.kind} computes on one.",
-            hint="Give one member more resources, or serve a smaller model.",
+            f"endpoint {spec.name} has adapter {elsewhere[0]}, which is copied to the first member's node alone.",
+            hint="Put it into a directory that all nodes see, or let one node compute the replica.",
         )
+    if size > 1:
+        over = "" if spec.members == 1 else f" on {spec.members} members"
+        choice = EngineChoice(choice.kind, f"{choice.why} Each replica computes with {size} processes{over}.")
     return choice
+
+
+def _size(spec: ServeSpec, kind: str) -> int:
+    """Returns the number of processes that compute a replica, as far as raytide decides it."""
+    if kind == "native":
+        return num_processes(spec)
+    return math.prod(vllm_sizes(spec)) if kind == "vllm" and spec.members > 1 else 1
 
 
 UNMEASURED = (
@@ -172,12 +222,22 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
 
 
-def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalMembers | None = None) -> Engine:
-    """Returns the spec's engine, not started yet. `model_dir` is the local copy of a model from an object store;
-    `launcher` starts the other members of a replica.
+def member_module(spec: ServeSpec) -> tuple[str, dict[str, Any]]:
+    """Returns the module that a replica's members on other nodes run, and the options that it needs."""
+    if choose_engine(spec).kind != "vllm":
+        return NATIVE_MEMBER, {}
+    from raytide.actors.engine.backends.vllm.member import MODULE
 
-    Raises ConfigError if the options make no sense, or if the chosen engine is not installed on this node, and
-    DeniedError for paths that, with links resolved on this node, are private or outside the data roots.
+    options = {key: value for key, value in spec.engine.items() if key != "kind"}
+    return MODULE, {"config": vllm_config(spec, spec.model, options).model_dump(mode="json")}
+
+
+def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalMembers | None = None) -> Engine:
+    """Returns the spec's engine, not started yet.
+
+    `model_dir` is the local copy of a model from an object store; `launcher` starts the other members of a replica.
+    Raises ConfigError if the options make no sense, or if the chosen engine is not installed on this node. Raises
+    DeniedError for paths that are private or outside the data roots, after links are resolved on this node.
     """
     check_named({"model": spec.model, "engine": spec.engine}, f"endpoint {spec.name}", links=True)
     choice = choose_engine(spec)

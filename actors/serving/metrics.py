@@ -45,10 +45,15 @@ class ServingMetrics:
             HistogramRecorder(application.REQUEST_GENERATED_TOKENS),
         )
         self._outcomes = ValueRecorder(application.REQUESTS)
-        self._reused = ValueRecorder(application.REUSED_ANSWERS)
+        self.reused = ValueRecorder(application.REUSED_ANSWERS)
+        """Requests that shared another's stream (`in_flight`) or were answered from the cache (`cache`)."""
         self._slo = ValueRecorder(application.SLO_REQUESTS)
-        self._finished = ValueRecorder(application.FINISHED)
-        self._resumed = ValueRecorder(application.RESUMED_STREAMS)
+        self.finished = ValueRecorder(application.FINISHED)
+        """Finished choices of answers, by the reason why each finished."""
+        self.resumed = ValueRecorder(application.RESUMED_STREAMS)
+        """Streams that continued on another replica."""
+        self.shadowed = ValueRecorder(application.SHADOW_ANSWERS)
+        """Answers to copied requests that were compared with the champion's: `true` if they were equal."""
 
     def track(self, api: str) -> RequestTracker:
         return RequestTracker(self, api)
@@ -56,20 +61,8 @@ class ServingMetrics:
     def count_outcome(self, api: str, outcome: Outcome, code: str = "") -> None:
         self._outcomes.add(api, outcome, code)
 
-    def count_reuse(self, how: str) -> None:
-        """Counts a request that shared another's stream (`in_flight`) or was answered from the cache (`cache`)."""
-        self._reused.add(how)
-
     def count_slo(self, *, met: bool) -> None:
         self._slo.add("true" if met else "false")
-
-    def count_finish(self, reason: str) -> None:
-        """Counts a finished choice of an answer, by the reason why it finished."""
-        self._finished.add(reason)
-
-    def count_resumed(self) -> None:
-        """Counts a stream that continues on another replica."""
-        self._resumed.add()
 
     def observe_phases(self, timing: Timing) -> None:
         """Records the time that a request spent in each phase of its engine."""
@@ -87,9 +80,9 @@ class ServingMetrics:
         labels = (self.endpoint, self.revision)
         for histogram in (self.first_token, self.inter_token, self.request, *self._phases, *self._sizes):
             yield histogram.sample(*labels)
-        for values in (self._outcomes, self._reused):
+        for values in (self._outcomes, self.reused):
             yield from values.samples(*labels)
-        for values in (self._slo, self._finished, self._resumed):
+        for values in (self._slo, self.finished, self.resumed, self.shadowed):
             yield from values.samples(self.endpoint)
         if (logprob := self.served_logprob()) is not None:
             yield MetricSample(model.SERVED_LOGPROB, logprob, labels)
@@ -136,7 +129,7 @@ class RequestTracker:
         """Records each choice's finish reason, each prompt's times in the engine, and the numbers of tokens."""
         self._metrics.observe_sizes(prompt_tokens, generated)
         for reason in reasons:
-            self._metrics.count_finish(reason)
+            self._metrics.finished.add(reason)
         for timing in timings:
             self._metrics.observe_phases(timing)
 

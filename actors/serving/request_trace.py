@@ -21,14 +21,16 @@ _OPERATIONS = {
 }
 
 _PHASES = ("gateway", "queue", "prefill", "decode")
-"""`gateway` is the time until an engine has the request, with its wait for a replica and for its turn."""
+"""The phases of a request. `gateway` lasts until an engine has the request, and includes waiting for a replica and for
+the request's turn.
+"""
 
 
 @dataclass(slots=True)
 class RequestTrace:
     place: SpanId
     began_s: float
-    """Seconds since 1970, as all times here."""
+    """The time at which the request began, in seconds since 1970 like all times here."""
     attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
     model: str = ""
     _ended_s: float = 0.0

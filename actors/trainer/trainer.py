@@ -62,20 +62,21 @@ class Trainer:
         self.model_source = resolve_model(spec, self.data)
         validate(spec.layout, self.model_source.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
-        """Sequences in a microbatch."""
+        """The number of sequences in a microbatch."""
         self._limit = MicroBatchLimit(spec.name)
         self.loss_scale = GradScaler(spec.precision)
         self._pool = activation_offload.create_pool(spec.memory)
         self._loader = DataLoader(self.data, self.sampler, group, spec)
         self._gradient_copies = group.sizes.replicate if spec.replicas_reduce_themselves else 1
-        """Gradients of each weight outside of DTensor's mesh. They are equal where replicas compress them; where
-        replicas train apart, the norm is the root of the mean of their squared ones."""
+        """The number of copies of each gradient outside of DTensor's mesh. The copies are equal if replicas compress
+        them; if replicas train independently, the norm is the root mean square of theirs.
+        """
         self.early_stop = EarlyStop(spec.eval)
         self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
         self.stateful: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}
-        """Further state in checkpoints, as small tensors."""
+        """Objects whose state is also in checkpoints, as small tensors."""
         if spec.eval is not None:
             self.stateful["early_stop"] = self.early_stop
         self._build()
@@ -116,7 +117,7 @@ class Trainer:
         named = [named for part in self.model_parts for named in part.named_parameters()]
         self.optimizer = registry.build(named, self.spec.optim, self.spec.memory)
         self._weights = [weight for _, weight in named]
-        """Collected before the first step, see TrainState."""
+        """The weights, collected before the first step (see TrainState)."""
         self.state = TrainState(self.model_parts, self.optimizer, self.stateful)
 
     def _build_outer(self) -> OuterOptimizer | None:
@@ -128,7 +129,7 @@ class Trainer:
         return outer
 
     def restore(self) -> list[CheckpointError]:
-        """Load the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
+        """Loads the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
         if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
@@ -144,7 +145,7 @@ class Trainer:
         return listing.rejected
 
     def save(self) -> None:
-        """Start a checkpoint of the current state, unless it is saved already."""
+        """Starts a checkpoint of the current state, unless it is saved already."""
         if self.saved_step != self.steps_done:
             self.timer.start()
             self.wait_for_save()
@@ -154,7 +155,7 @@ class Trainer:
             self.saved_step = self.steps_done
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight. If it failed (full disk, unreachable bucket), the run continues: the previous
+        """Waits for the save in flight. If it failed (full disk, unreachable bucket), the run continues: the previous
         checkpoint is intact, and the next interval tries again. All ranks see the same outcome.
         """
         try:
@@ -165,13 +166,13 @@ class Trainer:
             self.saved_step = None
 
     def take_snapshot(self) -> None:
-        """Start copying the state into a peer's memory, unless that is done already."""
+        """Starts copying the state into a peer's memory, unless that is done already."""
         if self.snapshots is not None and self.snapshot_step != self.steps_done:
             self.snapshots.save(self.state, self.steps_done)
             self.snapshot_step = self.steps_done
 
     def flush(self, *, save: bool = True) -> None:
-        """Copy the state to peers' memory and wait; with `save`, or without a peer, also save it to storage."""
+        """Copies the state to peers' memory and waits. With `save`, or without a peer, also saves it to storage."""
         alone = self.snapshots is None or self.group.world == 1
         self.take_snapshot()
         if self.snapshots is not None:
@@ -185,7 +186,7 @@ class Trainer:
             self.wait_for_save()  # peers hold the state
 
     def close(self) -> None:
-        """Abandon saves in flight. Quick, without communication, because the generation may be broken."""
+        """Abandons saves in flight. Returns quickly and does not communicate, because the generation may be broken."""
         self.checkpoints.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -202,7 +203,7 @@ class Trainer:
         """Trains to the end and saves as the spec requires. Returns False if a rank requested a pause; the state is
         then saved.
 
-        TrainError if the guard stops the run; the weights are then still those before the rejected step.
+        Raises TrainError if the guard stops the run; the weights are then still those before the rejected step.
         """
         try:
             return self._run(on_step, paused)
@@ -231,7 +232,7 @@ class Trainer:
         return True
 
     def step(self, *, pause: StopRequest = StopRequest.NO) -> StepResult | None:
-        """Run one optimiser step over the global batch. Returns its result, or None, with nothing done, if any rank
+        """Runs one optimiser step over the global batch. Returns its result, or None, with nothing done, if any rank
         asks to stop.
 
         A batch that the guard rejects is not applied; the result gives the reason. If memory runs out, a single process
@@ -254,19 +255,19 @@ class Trainer:
         return result
 
     def _compare_replicas(self) -> None:
-        """Compare the weights of replicas, unless that is disabled or already done at this step."""
+        """Compares the weights of replicas, unless that is disabled or already done at this step."""
         if self.spec.replica_check_every and self._compared_step != self.steps_done:
             self._compared_step = self.steps_done
             replica_check.check(self._weights, self.group, self.spec.name, self.steps_done)
 
     def _before_update(self) -> None:
-        """Wait for copies of the weights that are still being made."""
+        """Waits for copies of the weights that are still being made."""
         self.checkpoints.before_update()
         if self.snapshots is not None:
             self.snapshots.before_update()
 
     def _rebuild(self) -> None:
-        """Move the state into a new model: an interrupted backward pass leaves FSDP's internal state inconsistent."""
+        """Moves the state into a new model: an interrupted backward pass leaves FSDP's internal state inconsistent."""
         self._before_update()
         saved = micro_batch.offload_state(self.model_parts, self.optimizer)
         self.model_parts.clear()
@@ -362,7 +363,7 @@ class Trainer:
         return loss
 
     def _reduce(self) -> None:
-        """Unscale the gradients and, if replicas exchange them compressed, average them over the replicas."""
+        """Unscales the gradients and, if replicas exchange them compressed, averages them over the replicas."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
         grads = [(name, local_shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
         self.loss_scale.unscale([grad for _, grad in grads])
@@ -387,7 +388,7 @@ class Trainer:
         self._applying = False
 
     def _meet(self) -> None:
-        """Average the replicas' weights with the outer optimizer, unless that is already done at this step."""
+        """Averages the replicas' weights with the outer optimizer, unless that is already done at this step."""
         if self.outer is not None and self._met_step != self.steps_done:
             self._before_update()
             self.outer.meet()

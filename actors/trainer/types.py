@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 from raytide.core.errors import RaytideError, TrainError
+from raytide.core.io.html import ShownAsHtml
 
 MOST_NATS = 700.0
 """The largest loss whose perplexity is a finite number."""
@@ -25,7 +26,7 @@ class StepResult:
     """Mean over the valid tokens of the global batch, before the update."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """The norm of the gradient before clipping."""
     tokens: int
     step_s: float
     data_s: float
@@ -43,12 +44,14 @@ class StepResult:
     samples: tuple[int, ...] = ()
     """Sample ids of the whole batch, if it was not applied."""
     micro_batch: int = 0
-    """Sequences in a rank's microbatch."""
+    """The number of sequences in a rank's microbatch."""
     unsaved: str = ""
     """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
     eval_loss: float | None = None
     """Mean loss of the held-out tokens after this step, where the step is followed by an evaluation."""
 
+    forward_s: float = 0.0
+    """Seconds of the reporting rank's own forward passes, without waiting for other ranks; 0 if they are not timed."""
     early_end: str = ""
     """Reason why the run ends after this step, before its last one."""
 
@@ -62,7 +65,7 @@ class StepResult:
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # recorded in an event
-        del line["unsaved"], line["early_end"]  # recorded in an event
+        del line["unsaved"], line["early_end"], line["forward_s"]  # recorded in events, or of one rank
         if self.eval_loss is None:
             del line["eval_loss"]
         else:
@@ -78,7 +81,7 @@ def scalar_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class RunResult(ShownAsHtml):
     """The result of a run."""
 
     steps: int
@@ -159,9 +162,9 @@ class WorkerExit:
 
 
 GROW_AFTER = 200
-"""Steps after which a halved microbatch is doubled again."""
+"""The number of steps after which a halved microbatch is doubled again."""
 PATIENCE = 4
-"""After each further failure, the wait before the next doubling is this many times as long."""
+"""The factor by which each further failure extends the wait before the next doubling."""
 
 
 class MicroBatchLimit:
@@ -179,7 +182,7 @@ class MicroBatchLimit:
 
     def halve(self, size: int, ranks: int) -> int:
         """Sets the limit to half of `size`, rounded up, and returns it, because memory ran out with `size` sequences.
-        The global batch stays the same. TrainError if `size` is 1.
+        The global batch stays the same. Raises TrainError if `size` is 1.
         """
         if size == 1:
             raise TrainError(
@@ -192,7 +195,7 @@ class MicroBatchLimit:
         return self.size
 
     def record_steps(self, steps: int) -> None:
-        """Record steps that did not run out of memory."""
+        """Records steps that did not run out of memory."""
         self._steps_left -= steps
 
     def grow(self, wanted: int, ranks: int) -> bool:

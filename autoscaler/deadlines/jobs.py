@@ -22,6 +22,7 @@ from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast
 from raytide.autoscaler.spot.reclaim_hazard import pool_name
 from raytide.core.clock import moment
 from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
+from raytide.core.objects.hardware.transfer import DataInput
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeState, Resources, fits
 from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot, SpotForecast
@@ -31,11 +32,11 @@ from raytide.scheduling.offerings import Offering, Offerings
 TICK_S = 10.0
 """The longest time until the next decision."""
 MARGIN = 0.05
-"""Share added to the remaining work, because estimates are low at times."""
+"""The share by which the remaining work is increased, because estimates are sometimes too low."""
 RESUME_S = 90.0
 """The time from joined nodes to the first step: victims yield, the gang forms, the checkpoint loads."""
 SLOWER = 1.5
-"""A launch may take this many times the slowest one of its node type."""
+"""A launch is expected to take at most this many times the slowest launch of its node type."""
 PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)
 """The preference of late jobs: on demand first, but spot rather than nothing."""
 MOST_STEPS = 256
@@ -59,7 +60,7 @@ def spot_forecasts(availability: PoolAvailability, snapshot: Snapshot) -> tuple[
     return tuple(availability.forecast(pools, snapshot.at_s) for pools in sets if pools)
 
 
-_ShapesKey = tuple[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]], ...]
+_ShapesKey = tuple[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], tuple[DataInput, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ class _Options:
     forecast: SpotForecast
     """The forecast of the same pools, in the same order."""
     price_ratio: float
-    """Spot over on-demand price; at 1 and above spot is not used."""
+    """The spot price divided by the on-demand price, with what data add to both; at 1 and above spot is not used."""
+    has_data: bool
+    """True if a price may contain the transfer of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,8 @@ class _Fleet:
         return 60.0 * math.ceil((self.options(job).launch_s + RESUME_S + job.redo_s) / 60.0)
 
     def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
-        """Returns the allocation that the gang holds and keeps, and its remaining start-up seconds. A gang that is only
-        partly on spot counts as on spot.
+        """Returns the gang's present allocation, not counting members that leave, and its remaining start-up time in
+        seconds. A gang that is only partly on spot counts as on spot.
         """
         lease = self.leases.get(job.id)
         held = [m for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
@@ -136,8 +139,8 @@ class _Fleet:
     def may_move(self, job: Job) -> bool:
         """Returns whether the gang may leave its nodes.
 
-        It may if it has not formed yet, or if it is preemptible, alone on its nodes, and either asks for no market
-        itself or has another shape for on demand.
+        It may if it has not formed yet. A preemptible gang may also leave them if it is alone on its nodes and requests
+        no market itself, or if it has another shape for on demand.
         """
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
@@ -159,10 +162,14 @@ class _Fleet:
         forecast = _forecast_for(self.snapshot, tuple(pools))
         known = zip(pools.values(), forecast.is_up, forecast.since_s, strict=True)
         zones = tuple(self._zone_view(shapes, offering, is_up, since_s) for offering, is_up, since_s in known)
-        return _Options(max(launches_s, default=0.0), zones, forecast, _price_ratio(self.offerings, shapes))
+        has_data = self.offerings.table.transfer is not None and any(shape.inputs for shape in shapes)
+        ratio = _price_ratio(self.offerings, shapes)
+        return _Options(max(launches_s, default=0.0), zones, forecast, ratio, has_data)
 
     def _zone_view(self, shapes: Sequence[Shape], offering: Offering, is_up: bool, since_s: float) -> ZoneView:
-        """Returns the state of a pool. A pool that may be tried again after a refusal counts as just come up."""
+        """Returns the state of a pool. If its availability differs from the forecast, for instance because it may be
+        tried again after a refusal, its age counts from now.
+        """
         is_available = self.offerings.refusal(offering) is None or any(
             self._has_room(shape.resources, offering) for shape in shapes
         )
@@ -255,7 +262,7 @@ class JobEvaluation:
         if not self.zones:
             return "no spot node type holds it"
         if self.options.price_ratio >= 1.0:
-            return "spot is no cheaper"
+            return "spot is no cheaper" + (", the transfer of its data included" if self.options.has_data else "")
         if self.is_urgent:
             return "no time is left for another attempt on spot"
         if not any(zone.is_up for zone in self.zones):
@@ -274,16 +281,16 @@ _Rates = tuple[tuple[float, ...], tuple[tuple[float, ...], ...], tuple[float, ..
 
 @lru_cache(maxsize=8)
 def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
-    """Solves the value table. The rates change rarely, so a table serves many ticks."""
+    """Returns the solved value table, from a cache: rates change rarely, so a table serves many ticks."""
     lost, switched, found, zone_hazard = map(np.asarray, rates)
     market, far_s = ReclaimRates(lost, switched, found, zone_hazard), MOST_STEPS * step_s
     return solve(market, left_s=far_s, work_s=far_s, restart_s=step_s, price_ratio=price_ratio)
 
 
 def _shapes_key(job: Job) -> _ShapesKey:
-    """Returns a key of the job's shapes. Jobs with equal keys fit the same offerings."""
+    """Returns a key of the job's shapes. Jobs with equal keys fit the same offerings and pay the same for them."""
     shapes = job.spec.gang.shapes
-    return tuple((tuple(shape.resources.items()), tuple(shape.labels.items())) for shape in shapes)
+    return tuple((tuple(shape.resources.items()), tuple(shape.labels.items()), shape.inputs) for shape in shapes)
 
 
 def _offerings_for(offerings: Offerings, shapes: Sequence[Shape]) -> list[Offering]:
@@ -301,7 +308,7 @@ def _price_ratio(offerings: Offerings, shapes: Sequence[Shape]) -> float:
     for shape in shapes:
         prices: dict[CapacityType, list[float]] = {CapacityType.SPOT: [], CapacityType.ON_DEMAND: []}
         for offering, fit in offerings.offerings_for(shape):
-            prices[offering.node_type.market].append(offering.price_micro_usd_h / fit)
+            prices[offering.node_type.market].append(offerings.table.member_price(offering, fit, shape))
         if all(prices.values()) and min(prices[CapacityType.ON_DEMAND]) > 0:
             return min(prices[CapacityType.SPOT]) / min(prices[CapacityType.ON_DEMAND])
     return 1.0

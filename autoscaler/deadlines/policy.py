@@ -17,9 +17,9 @@ Allocation = int | Literal["on_demand"] | None
 """The index of a spot zone, an on-demand node, or no node."""
 
 _EVEN = 1e-6
-"""Costs that differ by less are equal; then the job stays where it is."""
+"""Costs that differ by less than this count as equal; then the job stays where it is."""
 _S = 1e-3
-"""Times that differ by less are equal."""
+"""Times that differ by less than this, in seconds, count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DeadlineJob:
     left_s: float
     """Time until the deadline."""
     work_s: float
-    """Remaining work, on one node."""
+    """The seconds that the remaining work takes on one node."""
     restart_s: float
     """The longest time that a start takes until the job is back at its present step."""
     tick_s: float

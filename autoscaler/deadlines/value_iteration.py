@@ -16,7 +16,9 @@ from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Re
 NONE, SPOT, ON_DEMAND = range(3)
 INFEASIBLE = 1e6
 STATES = 2 * BANDS
-"""The market seen as one zone: up, by age band (0 .. BANDS-1), or down, by age band (BANDS .. STATES-1)."""
+"""The number of states of the market, which counts as one zone: up, by age band (0 .. BANDS-1), or down, by age band
+(BANDS .. STATES-1).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +35,7 @@ class Values:
     """The same probabilities for a step in which the held zone is lost, or in which no zone was up."""
     step_s: float
     price_ratio: float
-    """Spot price over on-demand price."""
+    """The spot price divided by the on-demand price."""
     max_left: int
     """The size of the table in steps; a deadline that is further away counts as this far."""
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raytide.autoscaler.disruption import market_migration
-from raytide.autoscaler.disruption.consolidation_candidates import MOVE, ConsolidationPlanner, drain_of, may_leave
+from raytide.autoscaler.disruption.consolidation_candidates import MOVE, drain_of, may_leave
 from raytide.autoscaler.disruption.disruption_cost import disruption_cost
 from raytide.autoscaler.disruption.market_migration import constraint_of, is_wanted
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.money import format_usd
 from raytide.core.objects.node import NodeState, labels_match
-from raytide.core.objects.plan import Drain, Launch
+from raytide.core.objects.plan import Drain
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.scheduling import reservations
 from raytide.scheduling.state import SchedulingState
@@ -61,10 +61,6 @@ def reserve_replacements(builder: PlanBuilder) -> None:
 def finish_moves(builder: PlanBuilder) -> list[Drain]:
     """Drains the nodes whose replacements are ready, then migrates gangs between markets."""
     return [*_drain_replaced(builder), *market_migration.migrate(builder, MOVE)]
-
-
-def start_moves(builder: PlanBuilder) -> list[Drain | Launch]:
-    return [*ConsolidationPlanner(builder).decide()]
 
 
 def _replacements(builder: PlanBuilder) -> dict[str, NodeView]:

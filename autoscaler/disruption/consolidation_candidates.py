@@ -1,8 +1,8 @@
 """Consolidation candidates: tenants that would cost less elsewhere, and whether the move pays.
 
 A move must pay back within `PAYBACK_S`. The move of a gang must also pay back within the time for which the gang has
-been stable: so the dearer a move was, the longer the gang is left alone. Only preemptible gangs move, and elastic gangs
-that keep their minimum.
+been stable, so that a gang is left alone for longer after a dear move. A gang moves only if it is preemptible, or
+elastic and keeps its minimum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAYBACK_S = 3600.0
 OVERLAP_S = 300.0
 """The time for which both nodes are paid: the start of the new one and the drain of the old one."""
 DRAIN_S = 600.0
-"""The time that requests on the old node have to end; longer ones are cut off."""
+"""The time that requests on the old node have to end; requests that take longer are cut off."""
 MAX_LEAVING_SHARE = 0.1
 """The share of all nodes that may leave at once; one node always may, and all nodes of one gang."""
 
@@ -51,7 +51,7 @@ class _Purchase:
 
 
 class ConsolidationPlanner:
-    """Starts moves off the dearest nodes first, within the limit of nodes that may leave at once."""
+    """Starts moves off nodes, the dearest nodes first, within the limit of nodes that may leave at once."""
 
     def __init__(self, builder: PlanBuilder) -> None:
         self.builder, self.now_s = builder, builder.snapshot.at_s
@@ -101,7 +101,7 @@ class ConsolidationPlanner:
         return ()
 
     def _may_go(self, view: NodeView) -> bool:
-        """Checks the conditions that do not depend on the tenants."""
+        """Returns whether the node may be left, as far as that does not depend on its tenants."""
         node, least_s = view.node, self.builder.snapshot.limits.moves_after_s
         if node.state is not NodeState.READY or view.is_draining or node.ready_at_s is None or least_s is None:
             return False
@@ -109,12 +109,12 @@ class ConsolidationPlanner:
         return not is_needed and self.now_s - node.ready_at_s >= least_s
 
     def _may_leave(self, old: Tenants) -> bool:
-        """Checks the tenants. Gangs with a deadline are placed by market_migration.py."""
+        """Returns whether the tenants may leave their node. Gangs with a deadline are placed by market_migration.py."""
         return may_leave(old, self.now_s) and constraint_of(self.builder.snapshot, old) is None
 
     def _is_within(self, olds: Sequence[Tenants]) -> bool:
-        """Returns whether these tenants may leave now. A gang on more nodes than the limit moves when nothing else
-        does.
+        """Returns whether these tenants may leave now. A gang on more nodes than the limit may leave only while no
+        other node leaves.
         """
         return len(olds) <= self.budget or not self.leaving
 
@@ -181,8 +181,8 @@ class ConsolidationPlanner:
         return [self._launch(purchase, cost, disruption) for purchase in purchases]
 
     def _purchase(self, old: Tenants, other_nodes: int, disruption: DisruptionCost) -> _Purchase | None:
-        """Returns the best offering for one node's tenants. `other_nodes`: how many more nodes are bought, at about the
-        same price.
+        """Returns the best offering for one node's tenants, None if there is none. `other_nodes` is the number of
+        further nodes that are bought, at about the same price.
         """
         table, rows = self.builder.state.offerings.table, self._offers_for(old)
         if not len(rows := rows[self.builder.state.offerings.purchasable()[rows] > 0]):
@@ -213,11 +213,13 @@ class ConsolidationPlanner:
         return found if pays.any() else found[:0]
 
     def _data_beyond(self, old: Tenants) -> Floats:
-        """Returns, for each offering, how much more an hour it costs to get the tenants' data there than to their
-        present node.
+        """Returns, for each offering, the additional cost per hour of getting the tenants' data there instead of to
+        their present node.
         """
         table, node = self.builder.state.offerings.table, old.view.node
         data = table.data_cost(old.shapes)
+        if not data.any():  # the usual case: it is the same everywhere, so the present offering does not matter
+            return data
         here = [o.row for o in table.offerings if (o.node_type.name, o.zone) == (node.type, node.zone)]
         return data - data[here[0]] if here else data
 

@@ -54,7 +54,7 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
-    """Returns the snapshot with these nodes leaving, so that nothing is placed on them."""
+    """Returns the snapshot in which the nodes that `shed` removes are leaving, so that nothing is placed on them."""
     states = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
     states |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}
     views = (
@@ -75,12 +75,12 @@ class _Shedding:
     silent: list[str]
     """Endpoints without a fresh report: any node with unattributed usage may have their replicas."""
     candidates: dict[DisruptionRank, list[Tenants]] = field(default_factory=dict)
-    """Nodes that may leave, by rank; the cheapest first, and the newest last at one price."""
+    """Nodes that may leave, by rank: the cheapest first, and of equally expensive ones the newest last."""
     ranks: dict[str, DisruptionRank] = field(default_factory=dict)
-    """Keyed by node id, of the candidates."""
+    """The rank of each candidate, by node id."""
     leaving: dict[str, Action] = field(default_factory=dict)
     yielding: dict[str, set[int]] = field(default_factory=dict)
-    """Members that yield, by lease."""
+    """The indices of the members that yield, by lease id."""
 
     def decide(self) -> tuple[Action, ...]:
         why = f"the fleet costs {self._usd_h}, above the hard limit of {format_usd(self.most_micro_usd_h)}/h"

@@ -27,7 +27,7 @@ class DisruptionCost:
     """The loss of a set of gangs that have to leave some of their nodes."""
 
     in_place: bool = True
-    """No gang stops: each keeps its minimum."""
+    """True if no gang stops, because each keeps its minimum."""
     cost_micro_usd: float = 0.0
     """The price of machines during the downtime."""
     lost_h: float = 0.0
@@ -35,7 +35,7 @@ class DisruptionCost:
     staying_micro_usd_h: float = 0.0
     """The price of the nodes that the gangs keep."""
     stable_s: float = float("inf")
-    """The shortest time since the last change of a gang, or remaining run time where that is less."""
+    """The shortest of the gangs' times since their last change and of their remaining run times."""
     description: str = ""
 
 

@@ -19,7 +19,7 @@ from raytide.scheduling.placement import Slot
 from raytide.scheduling.state import SchedulingState
 
 MAX_TRIES = 64
-"""Full placements tried in one decision."""
+"""The most full placements that are tried in one decision."""
 
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
@@ -38,7 +38,7 @@ class ReschedulingSimulator:
         self._sums: dict[tuple[_Key, int], int] = {}
 
     def exclude(self, node_ids: Iterable[str]) -> None:
-        """Removes these nodes from the targets."""
+        """Places no tenants on these nodes from now on."""
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 

@@ -1,7 +1,8 @@
-"""The start-up time of an endpoint's replicas, from its own starts: from the purchase of a replica's node to its
-first report, or from the first sight of its process on an existing node.
+"""The start-up time of an endpoint's replicas, measured from its own starts.
 
-A high quantile of the last starts counts, because an estimate that is too low costs more than one that is too high.
+A start lasts from the purchase of a replica's node to its first report. On an existing node it lasts from the first
+sight of the replica's process. A high quantile of the last starts counts, because an estimate that is too low costs
+more than one that is too high.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.node import Node
 
 ENOUGH, MOST = 5, 50
-"""Starts needed, and starts kept."""
+"""The number of starts that an estimate needs, and the number of the latest starts that are kept."""
 QUANTILE = 0.9
 AT_ONCE_S = 60.0
-"""The process of a replica starts within this time on a node that was bought for it; else it waited for something."""
+"""A replica counts as the one that its node was bought for only if its process starts within this time after the node
+is ready; a later one has waited for something else.
+"""
 LONGEST_S = 6 * 3600.0
-"""Longer intervals do not count as starts."""
+"""The longest interval that counts as a start."""
 FORGET_S = 600.0
-"""A replica that reports after a longer silence has restarted."""
+"""The longest silence of a replica; one that reports after a longer silence has restarted."""
 
 
 class Start(Config):
@@ -42,7 +45,9 @@ class StartMeter:
     _last_report: dict[str, tuple[str, float]] | None = None
     """Node and time of the last report by replica id; None before the first call."""
     _starting: dict[str, list[float | None]] = field(default_factory=dict)
-    """First sight of each replica that has not reported yet, by node; None: before the first call."""
+    """The times at which replicas that have not reported yet were first seen, by node; None for those that ran before
+    the first call.
+    """
 
     @property
     def cold_start_s(self) -> float | None:

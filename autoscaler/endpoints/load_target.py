@@ -1,5 +1,5 @@
-"""The replica count that a load needs: the largest of several targets, which follow from requests, KV caches, work and
-the time to first token.
+"""The replica count that a load needs: the largest of the targets for requests, KV caches, work and the time to first
+token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
-    """Returns the replica-seconds of one request: the time of its prefill, or its share of the time of a replica's
-    slots if that is more.
+    """Returns the replica-seconds that one request takes: the larger of its prefill time, and its prefill and decoding
+    time divided by a replica's slots.
     """
     prefill_s = prompt_tokens / speed.prefill_tps
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
@@ -71,8 +71,8 @@ def _signal_target(signal: ScaleSignal, value: float, ready: int) -> LoadTarget:
 
 
 def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
-    """Returns the target by KV use: the caches that are full, plus those that waiting requests would fill if each used
-    as much as the mean running one.
+    """Returns the number of replicas with a mean KV use of `target_kv`, if each waiting request needed as much as the
+    mean running one.
     """
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)
@@ -98,8 +98,8 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 def replicas_for(work: float, traffic: Traffic) -> float:
     """Returns the number of replicas that do `work`, whose unit is the work of a replica on the slowest node type.
 
-    Additional replicas are assumed to be on the node type that is cheapest for its work. If fewer are needed, the
-    fastest are assumed to stop, because Serve chooses them.
+    Additional replicas are assumed to be on the node type that is cheapest for its work. If fewer replicas are needed,
+    the fastest are assumed to stop, because Serve chooses which ones stop.
     """
     if not traffic.paces:
         return work

@@ -4,7 +4,7 @@ late.
 Requests that can be in time start in the order of their arrival, on the replica that is free first; the slots of all
 replicas of a fleet form one pool. Late requests are left out, since replicas start them after all others
 (deadline_queue.py). The counts thus cover bursts of any shape and forecast errors. They are indexed by the usual
-request rate of one cold start earlier, because that rate is all that a launch decision knows about the time in which
+request rate one cold start earlier, because a launch decision knows only that rate when it plans for the time in which
 its node will serve. Each single rate is observed for too few hours, so counts at nearby rates contribute too, scaled to
 the same number of replicas per request.
 """
@@ -28,7 +28,7 @@ HALF_LIFE_S = 3 * 86400.0
 GUESS_H = 0.1
 """The weight of the prior for a rate, in hours of observation."""
 KNOWN_H = 0.3
-"""Hours after which a rate counts as known."""
+"""The hours of observation after which a rate counts as known."""
 _LEAST_WEIGHT = 0.003
 _BINS = 190
 _LEAST_RPS = 1e-3
@@ -72,7 +72,7 @@ class CounterfactualFleets:
         """Late requests by rate and fleet size; in the first column, size 0, all are late."""
         self._hours = np.zeros(_BINS)
         self._totals = np.array([1.0, 1.0])
-        """Requests, and their seconds of work; starts as one request that takes a second."""
+        """The requests, and their replica-seconds of work. Both start with one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
         """Simulates a batch. `usual_rps`: the usual request rate one cold start before the batch."""
@@ -119,8 +119,8 @@ class CounterfactualFleets:
 
     @property
     def request_s(self) -> float:
-        """The mean replica-seconds of one request: the time of its prefill, or its share of the time of a replica's
-        slots if that is more.
+        """The mean replica-seconds that one request takes: the larger of its prefill time, and its prefill and decoding
+        time divided by a replica's slots.
         """
         requests, work_s = self._totals.tolist()
         return work_s / requests if requests else 0.0
@@ -128,8 +128,8 @@ class CounterfactualFleets:
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, if each is so
-        independently.
+        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, if each is busy
+        independently of the others.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -197,8 +197,8 @@ class DeadlineFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """Returns the largest convex decreasing curve that is nowhere above `late`: replicas that help only together share
-    their benefit.
+    """Returns the largest convex decreasing curve that is nowhere above `late`. So replicas that help only together
+    share the benefit equally.
     """
     corners: list[int] = []
     values = late.tolist()

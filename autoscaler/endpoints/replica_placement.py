@@ -1,10 +1,9 @@
 """Plans where to buy replicas of one endpoint and which to release, from their value and the pools. The controller and
 the simulator both use it.
 
-`ReplicaValue` has three numbers: the replicas that are worth the spot price; those among them that are worth the
-on-demand price because they are never reclaimed (standby); and the replicas that are worth the on-demand price while
-spot is unavailable. Other on-demand replicas stay until the spot replicas that replace them serve. This module has no
-clock, no memory and no I/O.
+`ReplicaValue` has three numbers of replicas: those worth the spot price; those among them worth the on-demand price
+because they are never reclaimed (standby); and those worth the on-demand price while spot is unavailable. Other
+on-demand replicas stay until the spot replicas that replace them serve. This module has no clock, no memory and no I/O.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ReplicaPool:
     most: int | None = None
     """The number of further replicas to request now; None for no limit."""
     work: float = 1.0
-    """The work of a replica there."""
+    """The work of a replica in this pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class FleetNode:
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     launch: tuple[str, ...] = ()
-    """Pools, one for each replica to launch."""
+    """The pool of each replica to launch."""
     release: tuple[str, ...] = ()
-    """Ids of nodes."""
+    """The ids of the nodes to release."""
     reason: str = ""
 
 
@@ -101,7 +100,9 @@ class FleetState:
         return FleetPlan(tuple(launch), tuple(node.id for node in release), _reason(value))
 
     def _spot_launches(self, work: float) -> list[str]:
-        """Returns the pool of each spot replica to launch: the one whose work costs least, risk included."""
+        """Returns the pools of the spot replicas to launch, one for each: always the pool whose work costs least, risk
+        included.
+        """
         held, total, bought = self._spot_by_region(self.nodes), work_of(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
         limit_usd_h = min(ondemand_usd_h, default=float("inf"))
@@ -215,7 +216,7 @@ def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]
 
 
 def _first_to_go(node: FleetNode) -> tuple[bool, int, str]:
-    """Returns the sort key by which nodes of one pool are released; apart from it they are alike in work and price."""
+    """Returns the sort key for releasing nodes of one pool, which are alike in work and price."""
     return node.is_ready, node.busy, node.id
 
 

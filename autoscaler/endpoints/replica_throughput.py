@@ -18,7 +18,7 @@ from raytide.core.objects.endpoint_load import Counters, ReplicaLoad
 
 STRETCH_S = 30.0
 ENOUGH, MOST = 3, 50
-"""Stretches needed, and stretches kept."""
+"""The number of stretches that an estimate needs, and the number of the latest stretches that are kept."""
 UPPER = 0.75
 LEAST_TPOT_S = 1e-5
 
@@ -38,7 +38,7 @@ class _Waiting:
     since_s: float
     counts: Counters = field(default_factory=Counters)
     running_s: float = 0.0
-    """Sequence-seconds."""
+    """The sum over time of the running sequences, in sequence-seconds."""
 
 
 @dataclass(slots=True)

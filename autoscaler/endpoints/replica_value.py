@@ -1,15 +1,15 @@
-"""The value of an endpoint's replicas, learned from its requests: how many avoid enough late requests to be worth the
-spot price, and how many to be worth the on-demand price. It uses no clock and no I/O.
+"""The value of an endpoint's replicas, learned from its requests: how many replicas avoid enough late requests to be
+worth the spot price, or the on-demand price. It uses no clock and no I/O.
 
-A replica is bought when the late requests that it avoids are worth more than its cost. It is released once its cost in
-excess of its value adds up to that of a new start; this costs at most twice the optimum (ski rental). On-demand
-replicas are never lost, so a few on standby can be worth more than many spot spares that are lost together.
+A replica is bought when the late requests that it avoids are worth more than its cost. It is released once the excess
+of its cost over its value adds up to the cost of a new start; that costs at most twice the optimum (ski rental).
+On-demand replicas are never lost, so a few on standby can be worth more than many spot spares that are lost together.
 
 The price of a late request is the dual variable of the SLO: it starts at a guess from the cost of a request, rises
 while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
 the model, corrected by its past errors, predicts as many late requests as the target allows: otherwise the loss of a
-zone on the first day would keep the price high for a week. The misses of the last week raise the price too, so that an
-overspent error budget is earned back.
+zone on the first day would keep the price high for a week. The misses of the last week raise the price too, to earn
+back an overspent error budget.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from raytide.core.config import Config
 from raytide.core.objects.endpoint_load import ReplicaValue
 
 SETTLE_S = 120.0
-"""Requests are evaluated this long after their arrival: nearly all have their last token by then."""
+"""The time between a request's arrival and its evaluation: nearly all have their last token by then."""
 
 
 START_PRICE_FACTOR = 3.0
-"""The initial price of a miss, times the square root of the allowed share, in on-demand costs of a request. The root
-keeps the price bounded for strict targets."""
+"""The initial price of a miss is this times the on-demand cost of a request, divided by the square root of the allowed
+share of misses. The root keeps the price moderate for strict targets."""
 GAIN = 6.0
-"""The change of the price's logarithm on a day with twice the allowed misses, over the square root of the allowed
-share: rare misses come in bursts, with a lost zone, so one day with them is weaker evidence."""
+"""On a day with twice the allowed misses, the price's logarithm rises by this times the square root of the allowed
+share. Rare misses come in bursts, with a lost zone, so one day with them is weaker evidence."""
 FIRST_GAIN = 2.0
-"""The initial increase of the gain, as a multiple of it, because the initial price is a guess; it falls with the days
-observed."""
+"""At first the gain is larger by this multiple of itself, because the initial price is a guess. The increase falls with
+the days observed."""
 KNOWN_DAYS = 0.5
-"""Days of predictions after which they count as much as the initial price."""
+"""The number of days after which predictions weigh as much as the initial price."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
-"""The logarithm's rise while the last week has one day's allowed misses too many, times the same root; and the days
-beyond which it rises no further."""
+"""If the last week had too many misses by one day's allowance, the price's logarithm is higher by BUDGET_GAIN times the
+square root of the allowed share. An excess of more than MOST_DEBT_DAYS days' allowances counts as that many."""
 MOST_UP, LEAST_WORTH, MOST_WORTH = math.log(3.0), 0.01, 0.9
-"""Bounds, so that an unreachable target is not pursued at any price: of the logarithm, and of what avoiding all allowed
-misses is worth, in costs of serving all requests on demand. The more generous upper one holds."""
+"""Bounds of the price, for unreachable targets: MOST_UP of its logarithm, the others of the value of avoiding all
+allowed misses, as a share of the cost of serving everything on demand. The higher one of the upper bounds applies."""
 PRICES = 24
-"""The prices, between the bounds, at which the late requests are predicted."""
+"""The number of prices, between the bounds, at which late requests are predicted."""
 _DAY_S = 86400.0
 BUDGET_S = 7 * _DAY_S
-"""The memory of the attained share."""
+"""The time constant, in seconds, of the sums over about the last week."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class HysteresisCount:
 
     count: int = 0
     _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
-    """Cost of each replica beyond its value, since it was last worth its price."""
+    """The cost of each replica in excess of its value, in dollars, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
         """Updates the count. `worth_usd_h`: the values of the first replica, the second replica, and so on."""
@@ -144,9 +144,9 @@ class SloShadowPrice:
     requests: float = 0.0
     missed: float = 0.0
     per_day: float = 1.0
-    """Requests of a day at the larger of the day's mean rate and the usual one."""
+    """The requests per day at the larger of the last day's mean rate and the usual rate."""
     days: float = 0.0
-    """Days observed."""
+    """The number of days observed."""
     predicted: Floats = field(default_factory=lambda: np.zeros(PRICES))
     """The late requests predicted for about the last week if each of `log_prices` had been in force."""
     expected: float = 0.0
@@ -176,7 +176,7 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Adds the late requests that are predicted for an interval at each of `log_prices`."""
+        """Adds the late requests of `dt_s` seconds to both predictions; `late_per_h` has a rate for each log price."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
@@ -186,7 +186,7 @@ class SloShadowPrice:
         return self._initial_usd(request_s, ondemand_usd_h) * math.exp(self._log_price)
 
     def usd_by_price(self, request_s: float, ondemand_usd_h: float) -> Floats:
-        """Returns `log_prices` in dollars."""
+        """Returns the prices in dollars to which the values of `predicted` belong."""
         return self._initial_usd(request_s, ondemand_usd_h) * np.exp(self.log_prices)
 
     def restore(self, past: SavedModel) -> None:
@@ -213,8 +213,8 @@ class SloShadowPrice:
 
     @property
     def _sufficient(self) -> float:
-        """The logarithm of the price at which the allowed share is predicted to be late, scaled by the days observed;
-        infinite without a prediction. Predictions are corrected by the ratio of late to expected requests.
+        """The logarithm of the price at which the allowed share is predicted to be late, weighted by the days observed;
+        infinite without a prediction. Predictions are corrected by the ratio of observed to expected late requests.
         """
         if self.requests <= 0 or not self.predicted.any():
             return math.inf
@@ -388,8 +388,8 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses`: (share
-    of the time, share of the spot replicas missing then, at least one replica)."""
+    """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses` has
+    pairs: a share of the time, and the share of the spot replicas (at least one) missing then."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

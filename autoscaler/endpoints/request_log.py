@@ -11,20 +11,20 @@ from raytide.autoscaler.endpoints.queue_simulator import RequestBatch
 from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad
 
 FORGET_S = 600.0
-"""A replica without a report for longer is gone."""
+"""The longest time without a report; after it, a replica counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterDelta:
     replica: ReplicaLoad
     from_s: float
-    """The time of its previous report."""
+    """The time of the replica's previous report."""
     delta: Counters
 
 
 @dataclass(slots=True)
 class CounterDeltas:
-    """The last report of each replica of one endpoint."""
+    """Keeps the last report of each replica of an endpoint, and computes the counter deltas since then."""
 
     last_report: dict[str, ReplicaLoad] = field(default_factory=dict)
 
@@ -46,8 +46,8 @@ class CounterDeltas:
 
 @dataclass(slots=True)
 class Arrivals:
-    """The requests of one endpoint: their arrival times, and their sizes in tokens, which engines report when a request
-    ends.
+    """The requests of one endpoint: their arrival times and their sizes in tokens. Engines report a size when the
+    request ends.
 
     Sizes are assigned to arrivals in the order in which requests ended, which is mostly the order of arrivals. Requests
     that ended between the same two reports get their mean size.
@@ -65,7 +65,7 @@ class Arrivals:
             self.sizes.extend([size] * ended)
 
     def correct(self, count: int, from_s: float, until_s: float) -> None:
-        """Adds `count` arrivals that replicas have not taken yet; a negative count removes arrivals that had been
+        """Adds `count` arrivals that no replica has taken yet. A negative count removes arrivals that were already
         counted in the queue.
         """
         self.arrival_s += spread(count, from_s, until_s)
@@ -98,7 +98,7 @@ class RouterQueue:
     late_count: int = 0
     """Requests at the head of the queue that have been reported late."""
     reported: int = 0
-    """Requests at replicas that were reported late here, and that the replicas have not reported yet."""
+    """The number of requests that were reported late here, are at replicas now, and were not yet reported by those."""
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
         """Records the arrivals of an interval and returns their number. `taken` requests went to replicas in the

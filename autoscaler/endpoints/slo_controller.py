@@ -35,7 +35,7 @@ SavedModels = dict[Key, SavedModel]
 """Keyed by endpoint."""
 
 LEARN_PERIOD_S = 20.0
-"""The period of the simulator's policies."""
+"""The least time between two calls of `learn`, which is the period of the simulator's policies."""
 NEW_ENDPOINT_S = 300.0
 """An endpoint that was at most this old when monitoring began has no unknown past."""
 
@@ -47,9 +47,9 @@ MOST_UNITS = 2048
 class EndpointMonitor:
     model: ReplicaValueModel
     usual_since_s: float
-    """Since when the usual rate has been learned."""
+    """The time since which the usual rate has been learned."""
     complete_since_s: float
-    """Since when all arrivals have been observed."""
+    """The time since which all arrivals have been observed."""
     learned_at_s: float
     deltas: CounterDeltas = field(default_factory=CounterDeltas)
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -87,7 +87,7 @@ class EndpointMonitor:
     def learn(
         self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: EndpointHosts, hazard: ReclaimHazard
     ) -> None:
-        """Learns from the interval since the last call. While no replica is ready the usual rate stays."""
+        """Learns from the interval since the last call. The usual rate does not change while no replica is ready."""
         from_s, taken, goal = self.learned_at_s, round(self.counted.requests), self.model.goal
         came = self.queue.record_interval(taken, round(load.queued), from_s, at_s)
         late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))

@@ -29,7 +29,7 @@ from raytide.scheduling.throughput import cost_per_work
 ELSEWHERE = ""
 """The pool of replicas on foreign nodes, which raytide can neither buy nor end."""
 DRAIN_S = 600.0
-"""The time that requests on a released node have to end; longer ones are cut off."""
+"""The time that requests on a released node have to end; requests that take longer are cut off."""
 
 _Offers = Mapping[str, tuple[Offering, int]]
 """Offering and replicas per node, by pool name."""
@@ -55,7 +55,7 @@ def decide(
     is_held = may_not_shrink(view, value, snapshot.at_s)
     held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
     by_pool = _offers(view, offerings)
-    nodes = tuple(replica_slots(view, hosts, _cheapest_spot(view, by_pool)))
+    nodes = tuple(replica_slots(view, hosts, _cheapest_spot(view, offerings, by_pool)))
     least = _work_of(max(held, min(max(kv_least(view), value.least), spec.max)), nodes, _next_pace(view))
     state = FleetState(
         replica_value=replace(value, spot=max(value.spot, least), ondemand=max(value.ondemand, least)),
@@ -80,8 +80,8 @@ def decide(
 def _of_at_least(
     least: int, there: int, state: FleetState, offerings: Offerings, by_pool: _Offers, most_pace: float
 ) -> FleetPlan:
-    """Returns the plan for the least additional work that needs at least `least` replicas; if no work does, the plan
-    for as much as these replicas can do.
+    """Returns the plan with the least additional work that leads to at least `least` replicas; if no work leads to
+    that, the plan with as much work as that many of the fastest replicas do.
     """
 
     def plan(more: int) -> FleetPlan:
@@ -125,8 +125,8 @@ def _count(
 
 
 def _work_of(replicas: int, nodes: Sequence[FleetNode], next_pace: float) -> int:
-    """Returns the work that `replicas` replicas do: first existing ones at their mean speed, then coming ones, then new
-    ones.
+    """Returns the work that `replicas` replicas do: first existing ones at their mean speed, then those that fit on
+    free capacity bought for the endpoint, then new ones.
     """
     present = [node.work for node in nodes if "+" not in node.id]
     coming = [node.work for node in nodes if "+" in node.id]
@@ -142,8 +142,8 @@ def _next_pace(view: EndpointView) -> float:
 
 
 def _goes(node: FleetNode, released: Collection[str]) -> bool:
-    """Returns whether a release removes the replica. A ready on-demand replica goes only together with its node:
-    otherwise Serve might stop another replica, and on a node that stays it costs nothing.
+    """Returns whether the replica goes if it is released. A ready on-demand replica goes only together with its node:
+    otherwise Serve might stop another replica, and a replica on a node that stays costs nothing.
     """
     return node.is_spot or not node.is_ready or node.id.partition("#")[0] in released
 
@@ -222,7 +222,8 @@ def prices(view: EndpointView, offerings: Offerings) -> tuple[float, dict[str, f
     """Returns the price in dollars an hour of a unit of work on demand, and the prices by spot pool. Free offerings get
     the price of the cheapest paid one, since the value of a late request derives from the price.
     """
-    found = [(offering, _price(view, offering, fit) / 1e6) for offering, fit in _offers(view, offerings).values()]
+    by_pool = _offers(view, offerings).values()
+    found = [(offering, _price(view, offerings, offering, fit) / 1e6) for offering, fit in by_pool]
     spot = {pool_name(o.node_type.name, o.zone): usd_h for o, usd_h in found if o.node_type.market is CapacityType.SPOT}
     ondemand = [usd_h for offering, usd_h in found if offering.node_type.market is not CapacityType.SPOT]
     paid = [usd_h for usd_h in ondemand if usd_h > 0] or [usd_h for usd_h in spot.values() if usd_h > 0] or [1.0]
@@ -237,14 +238,15 @@ def _offers(view: EndpointView, offerings: Offerings) -> _Offers:
     return {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in holding}
 
 
-def _price(view: EndpointView, offering: Offering, fit: int) -> float:
-    """Returns the price of a unit of work on this offering, in micro-dollars an hour."""
-    return cost_per_work(offering.price_micro_usd_h / fit, offering.node_type.name, replica_throughputs(view))
+def _price(view: EndpointView, offerings: Offerings, offering: Offering, fit: int) -> float:
+    """Returns the price of a unit of work on this offering, the replica's data included, in micro-dollars an hour."""
+    price = offerings.table.member_price(offering, fit, replica_shape(view))
+    return cost_per_work(price, offering.node_type.name, replica_throughputs(view))
 
 
-def _cheapest_spot(view: EndpointView, by_pool: _Offers) -> float:
+def _cheapest_spot(view: EndpointView, offerings: Offerings, by_pool: _Offers) -> float:
     """Returns the lowest spot price of a unit of work in micro-dollars an hour, minus infinity without spot."""
-    spot = [_price(view, o, fit) for o, fit in by_pool.values() if o.node_type.market is CapacityType.SPOT]
+    spot = [_price(view, offerings, o, fit) for o, fit in by_pool.values() if o.node_type.market is CapacityType.SPOT]
     return min(spot, default=-math.inf)
 
 
@@ -264,7 +266,7 @@ def _pools(
         most = min(int(available[offering.row]) * fit, view.endpoint.spec.replicas.most)
         pools[name] = ReplicaPool(
             name=name,
-            usd_h=_price(view, offering, fit) / 1e6,
+            usd_h=_price(view, offerings, offering, fit) / 1e6,
             is_spot=offering.node_type.market is CapacityType.SPOT,
             losses_per_h=offering.reclaims_per_h,
             most=min(most, 0 if is_held else 1) if known is not None and known.failures else most,

@@ -59,7 +59,9 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
 
 
 def missing(spec: ServeSpec, load: EndpointLoad) -> tuple[str, ...]:
-    """Returns the names of signals without a value. Meters are not expected to have one while no replica is ready."""
+    """Returns the names of the endpoint's signals that should have a value and have none. The use of CPU, GPU and
+    memory (METERS) is expected only while a replica is ready.
+    """
     expected = (signal.name for signal in spec.replicas.scale_on if load.ready or signal.name not in METERS)
     return tuple(name for name in expected if name not in load.signals)
 

@@ -1,5 +1,5 @@
-"""The traffic of each endpoint, from the counters of its replicas: the request rates over the last half minute, the
-usual rate (which is the forecast), and, where none is configured, the learned speed and start-up time of replicas.
+"""The traffic of each endpoint, from the counters of its replicas: the request rates over the last half minute, and the
+usual rate, which is the forecast. Speeds and start-up times that are not configured are learned.
 
 A new controller starts with rates that are too low rather than too high, and with the stored speeds and starts.
 """
@@ -26,7 +26,7 @@ from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work
 
 MEMORY_S = 900.0
 MEMORIES_S = tuple(MEMORY_S * 1.5**steps for steps in (0, -3, -2, -1, 1, 2))
-"""The memories of which a forecast chooses one; the first while none is better."""
+"""The lengths of memory, in seconds, among which a forecast chooses. The first one is used while no other is better."""
 ERROR_MEMORY_S = 3 * 86400.0
 
 
@@ -96,7 +96,7 @@ class RateForecast:
 
 WINDOW_S = 30.0
 MANY = 100
-"""Requests after which their mean size replaces `TYPICAL`."""
+"""The number of requests after which their mean size replaces `TYPICAL`."""
 TYPICAL = 1000.0, 250.0
 """Prompt and output tokens of a typical request."""
 
@@ -124,7 +124,7 @@ class TrafficMeter:
     starts: StartMeter = field(default_factory=StartMeter)
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
-    """(time, total until then)"""
+    """(time, counters until then)."""
     began_s: float | None = None
     request_s: float | None = None
 
@@ -272,7 +272,9 @@ def key_of(endpoint: Endpoint) -> Key:
 
 
 def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
-    """Returns the speed on the slowest node type, derived from the speed on the slowest type that was measured."""
+    """Returns the speed on the slowest node type, derived from the speed on the slowest measured type; None without any
+    measurement.
+    """
     known = [name for name in speeds if name in paces]
     if not known:
         return speed_of(speeds, ())

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from raytide.core.objects.node import NodeReading
 
 NVML, RAPL, ESTIMATE = "nvml", "rapl", "estimate"
-"""Sources of energy: the GPUs, as their driver measures them; the CPUs, by their own counters, or where there are none
-by the CPU-seconds that they worked."""
+"""The sources of energy values: the GPUs as their driver measures them; the CPUs by their own counters; and, where
+there are no such counters, an estimate from the CPU-seconds that were used.
+"""
 
 _LONGEST_GAP_S = 60.0
 """The longest time for which one power reading is assumed to hold without a newer one."""
@@ -26,7 +27,7 @@ class EnergyMeter:
         self._last: dict[str, NodeReading] = {}
         self._joules: dict[str, dict[str, float]] = {}
         self._cpu_power_w: dict[str, float] = {}
-        """The last power by the CPUs' counters."""
+        """The last power in watts of each node's CPUs, from their own counters."""
         self._booked_mj: dict[str, int] = {}
 
     def add(self, node_id: str, reading: NodeReading) -> None:
@@ -88,5 +89,5 @@ def _gpu_joules(before: NodeReading, now: NodeReading, seconds: float) -> float 
 
 
 def _risen(before: float | None, now: float | None) -> float | None:
-    """Returns the increase of a counter; None if a value is unknown or the counter was reset."""
+    """Returns the increase of a counter; None if one of the values is unknown or the counter was reset."""
     return now - before if before is not None and now is not None and now >= before else None

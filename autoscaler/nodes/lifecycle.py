@@ -21,7 +21,7 @@ NEVER_JOINED = "it did not join within"
 CANCELLED = "given up before it joined"
 
 RAY_GRACE_S = 30.0
-"""A machine that runs without its Ray node for longer is terminated."""
+"""The time for which a machine may run without its Ray node before it is terminated."""
 
 DRAINED_BY_OTHERS_S = 600.0
 """The time that work on a node has to end when Ray drains it without raytide's request."""

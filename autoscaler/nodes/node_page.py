@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from raytide.autoscaler.nodes.exporter.kernel import OOM_KILLS
 from raytide.autoscaler.nodes.exporter.rapl import RAPL_ENERGY
 from raytide.core.objects.node import Meter, NodeReading, Signal
 from raytide.core.telemetry.catalogue.gpu import GPU_UTIL, POWER_USAGE, TOTAL_ENERGY
@@ -17,7 +19,7 @@ _METERS: Mapping[str, Meter] = {
     "ray_node_gpus_utilization": "gpu",
     GPU_UTIL.name: "gpu",
 }
-"""Keyed by the metric names of Ray's agent and of exporters; values in percent."""
+"""The meters by the metric names of Ray's agent and of exporters; their values are in percent."""
 _READ = (
     *_METERS,
     "ray_node_cpu_count",
@@ -33,7 +35,10 @@ _READ = (
     POWER_USAGE.name,
     TOTAL_ENERGY.name,
     RAPL_ENERGY,
+    OOM_KILLS,
 )
+CLOCK_SKEW = "clock_skew"
+"""The name under which the reader of pages adds the skew to the samples of a page."""
 PageSamples = Mapping[str, list[tuple[float, float]]]
 """(value, time) of each series by its metric."""
 
@@ -86,19 +91,35 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
         gpu_power_w=total(POWER_USAGE.name) if milliwatts is None else milliwatts / 1000.0,
         gpu_energy_j=None if millijoules is None else millijoules / 1000.0,
         cpu_energy_j=total(RAPL_ENERGY),
+        oom_kills=total(OOM_KILLS),
+        clock_skew_s=total(CLOCK_SKEW),
     )
 
 
+def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
+    """Returns by how many seconds a machine's clock is ahead of this one; negative if it is behind. It is the least
+    skew that explains the `Date`, a whole second, of the machine's response. None without a valid date.
+    """
+    try:
+        began_s = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    if began_s > received_s:
+        return began_s - received_s
+    return min(0.0, began_s + 1.0 - sent_s)
+
+
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the agent's reading of a machine, with the exporter's values for GPUs and CPU energy, and with the
-    exporter's time.
+    """Returns the agent's reading of a machine, with the exporter's time and its values for GPUs, CPU energy and OOM
+    kills. The agent's value for GPU power stays if the exporter has none.
     """
     return replace(
         reading,
         at_s=exporter.at_s,
-        gpu_power_w=exporter.gpu_power_w,
+        gpu_power_w=reading.gpu_power_w if exporter.gpu_power_w is None else exporter.gpu_power_w,
         gpu_energy_j=exporter.gpu_energy_j,
         cpu_energy_j=exporter.cpu_energy_j,
+        oom_kills=exporter.oom_kills,
     )
 
 

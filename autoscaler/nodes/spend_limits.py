@@ -9,7 +9,7 @@ from raytide.core.objects.cluster_config import LimitsSection
 from raytide.core.objects.snapshot import Limits
 
 SOFT_SHARE = 0.8
-"""Share of the hourly rate that the month's budget leaves; above it only spot is bought."""
+"""The share of the hourly rate that the month's budget allows, above which only spot is bought."""
 LEAST_LEFT_H = 1.0
 """The least time that a month's remaining budget must last, also in the month's last hour."""
 

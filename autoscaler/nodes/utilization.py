@@ -13,7 +13,15 @@ import httpx
 
 from raytide.autoscaler.nodes.energy import EnergyMeter
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
-from raytide.autoscaler.nodes.node_page import PageSamples, meters_of, read_page, reading_of, with_exporter
+from raytide.autoscaler.nodes.node_page import (
+    CLOCK_SKEW,
+    PageSamples,
+    clock_skew_s,
+    meters_of,
+    read_page,
+    reading_of,
+    with_exporter,
+)
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.core.clock import Clock
@@ -24,18 +32,18 @@ from raytide.core.objects.node import NodeMeasurement, NodeReading, Use
 log = logger(__name__)
 
 _Pages = Mapping[str, PageSamples]
-"""Samples by node."""
+"""The samples on each node's page."""
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
-"""The time limit of one page."""
+"""The time limit, in seconds, for reading one page."""
 MAX_CONCURRENT = 128
-"""Concurrent requests: a round stays short even if half the nodes do not answer."""
+"""The number of concurrent requests: a round stays short even if half the nodes do not answer."""
 MAX_NODES_PER_ROUND = 256
-"""A page of Ray's agent has about 60 KB."""
+"""The most nodes that are read in one round; a page of Ray's agent has about 60 KB."""
 _AGENT_ROUNDS = 5
-"""Rounds between two readings of values that are only displayed: those of machines without meters, and those of Ray's
-agent on a machine whose exporter has the meters.
+"""The rounds between two readings of values that are only displayed. These are the values of machines without meters,
+and those of Ray's agent on a machine whose exporter has the meters.
 """
 
 
@@ -189,7 +197,11 @@ class MeterReader:
     ) -> PageSamples | None:
         try:
             async with semaphore, asyncio.timeout(TIMEOUT_S):  # unlike httpx's limit, without the wait for a turn
-                page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
-            return read_page(page, self._clock.now_s())
+                sent_s = self._clock.now_s()
+                answer = (await http.get(f"http://{address}/metrics")).raise_for_status()
+            now_s = self._clock.now_s()
+            found = read_page(answer.text, now_s)
+            skew_s = clock_skew_s(answer.headers.get("date", ""), sent_s, now_s)
+            return found if skew_s is None else {**found, CLOCK_SKEW: [(skew_s, now_s)]}
         except (httpx.HTTPError, ValueError, TimeoutError):  # its last readings go stale
             return None

@@ -11,7 +11,7 @@ from raytide.core.objects.node import Node, NodeType
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The provider's view of one node, under raytide's id. It bills [started_at_s, ended_at_s)."""
+    """The provider's view of one node, under raytide's id. It is billed for the time [started_at_s, ended_at_s)."""
 
     node_id: str
     node_type: str
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The provider will reclaim this machine at `deadline_s`."""
+    """A notice that the provider will reclaim this machine at `deadline_s`."""
 
     node_id: str
     deadline_s: float

@@ -93,7 +93,7 @@ class MixedProvider:
                 if last is None:
                     raise
                 if not source.is_buying:
-                    self._silent[name] = _noted(name, error)
+                    self._silent[name] = _noted(name, error, self._silent.get(name))
                 found += last
             else:
                 self._silent.pop(name, None)
@@ -130,10 +130,12 @@ class MixedProvider:
                 try:
                     found.append(source.ask(what, call))
                 except Exception as error:  # each cloud's library has its own errors
-                    self._failures[name] = _noted(name, error)
+                    self._failures[name] = _noted(name, error, None)
         return found
 
 
-def _noted(name: str, error: Exception) -> str:
-    log.warning("source failed", extra={"source": f"provider {name}", "error": str(error)})
+def _noted(name: str, error: Exception, before: str | None) -> str:
+    """Returns the error's text, which is logged unless it is that of the call before: each tick makes the call."""
+    if str(error) != before:
+        log.warning("source failed", extra={"source": f"provider {name}", "error": str(error)})
     return str(error)

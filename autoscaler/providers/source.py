@@ -14,11 +14,16 @@ from raytide.core.errors import ClusterError
 from raytide.core.objects.node import Node, NodeType
 
 ANSWER_S = 20.0
-"""The time that a call may take. A call that takes longer goes on, and no other begins before its end."""
+"""The time that a call may take. A call that takes longer continues, and no other begins before its end."""
 PURCHASE_S = 300.0
 """The time that a purchase may take before its provider counts as silent: some clouds answer when the machine runs."""
+_RECONNECT_S, _MOST_RECONNECT_S = 1.0, 60.0
+"""The seconds between two attempts to connect to a provider double from the first of these to the second, because an
+attempt sends many requests to a cloud, and each tick would make one."""
 _SILENT_S = 1.0
-"""The time that a tick waits for a provider whose last call took too long, until a call of it has ended."""
+"""The time that a tick waits for a provider whose last call took too long. The usual limit holds again once a call has
+ended.
+"""
 
 T = TypeVar("T")
 
@@ -26,8 +31,8 @@ T = TypeVar("T")
 class ProviderSource:
     """A provider that may not answer.
 
-    `make` connects to the provider, and is called again until it succeeds. `recorded` has the provider's machines as
-    they were last recorded; they are used until it has answered this process.
+    `make` connects to the provider, and is called again until it succeeds, with growing pauses. `recorded` has the
+    provider's machines as they were last recorded; they are used until it has answered this process.
     """
 
     def __init__(
@@ -37,10 +42,15 @@ class ProviderSource:
         recorded: Bill | None = None,
         *,
         answer_s: float = ANSWER_S,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self._monotonic_s = monotonic_s
         self._make, self._recorded, self._answer_s = make, recorded, answer_s
         self._provider: Provider | None = None
+        self._refusal: Exception | SystemExit | None = None
+        """The error of the last attempt to connect."""
+        self._reconnect_at_s, self._reconnect_in_s = 0.0, _RECONNECT_S
         self._slow: tuple[str, threading.Thread] | None = None
         self._patience_s = answer_s
         self._buying_until_s = 0.0
@@ -55,10 +65,10 @@ class ProviderSource:
     @property
     def is_buying(self) -> bool:
         """True while a purchase is in progress that has exceeded the timeout of a call."""
-        return self._slow is not None and self._slow[1].is_alive() and time.monotonic() < self._buying_until_s
+        return self._slow is not None and self._slow[1].is_alive() and self._monotonic_s() < self._buying_until_s
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        before, began_s = self._slow, time.monotonic()
+        before, began_s = self._slow, self._monotonic_s()
         try:
             self.ask(f"launch {node.id}", lambda provider: provider.launch(node, node_type))
         finally:
@@ -123,7 +133,14 @@ class ProviderSource:
 
     def _connected(self) -> Provider:
         if self._provider is None:
-            made = self._make()
+            if self._refusal is not None and self._monotonic_s() < self._reconnect_at_s:
+                raise self._refusal.with_traceback(None)
+            try:
+                made = self._make()
+            except (Exception, SystemExit) as error:
+                self._refusal, self._reconnect_at_s = error, self._monotonic_s() + self._reconnect_in_s
+                self._reconnect_in_s = min(2 * self._reconnect_in_s, _MOST_RECONNECT_S)
+                raise
             if self._on_change is not None:
                 made.watch(self._on_change)
             self._provider = made

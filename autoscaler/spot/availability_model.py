@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 AGES_S = (0.0, 900.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 57600.0)
-"""Lower ends of the age bands."""
+"""The lower ends of the age bands, in seconds."""
 BANDS = len(AGES_S)
 HALF_LIFE_S = 7 * 86400.0
-"""Events of this age count half."""
+"""The age at which an event counts half."""
 LEARN_EVERY_S = 6 * 3600.0
 LEARN_GROWTH = 1.1
 """Rates are recomputed after `LEARN_EVERY_S`, or when the number of ends has grown by this factor."""
@@ -33,7 +33,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 PRIOR_HAZARD = _PRIOR_SHAPE / (_PRIOR_SCALE_S + _MIDDLES)
-"""Prior ends per second, of a Lomax law: half the intervals end within the hour, some last for days."""
+"""The prior rate of ends per second in each age band, by a Lomax distribution: half the intervals end within the hour,
+some last for days.
+"""
 
 
 def band(age_s: float) -> int:
@@ -65,7 +67,7 @@ class AvailabilityModel:
         self.since_s = np.full(zones, np.nan)
         self.at_s = np.nan
         self.ends = 0
-        """Ended intervals of the holder, and ended droughts."""
+        """The number of ended intervals of the holder and of ended droughts."""
         self._weight = 1.0  # of a new event; it grows, so that stored sums need no decay
         self._held: int | None = None
         self._gone_since_s = np.nan
@@ -152,7 +154,7 @@ class AvailabilityModel:
 
     def _best(self) -> int | None:
         """Returns the zone with the lowest hazard among those that are up; of equal zones, the one that has been up
-        longest.
+        longest. Returns None if no zone is up.
         """
         there, bands = np.flatnonzero(self.up), self._bands()
         if not len(there):

@@ -19,9 +19,9 @@ from raytide.core.objects.snapshot import SpotForecast
 UPDATE_S = STALE_S / 2
 """The period of model updates while nothing changes."""
 PAST_S = 14 * 86400.0
-"""Older events are forgotten."""
+"""Events older than this are forgotten."""
 UNUSED_S = 86400.0
-"""A model that is unused for this long is dropped; the next request replays its events."""
+"""The time after which an unused model is dropped; the next request replays its events."""
 
 _LOST = (NodeState.TERMINATING, NodeState.GONE)
 

@@ -47,7 +47,7 @@ class PoolRisk:
         self._advance(spot, at_s, now_s)
 
     def _advance(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
-        """Observes in steps so short that no zone counts as new between two of them. Returns `until_s`."""
+        """Observes in steps so short that the age of no zone starts again between two of them. Returns `until_s`."""
         while at_s < until_s:
             self.observe(_held(spot, at_s), at_s)
             at_s += REPLAY_STEP_S

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from raytide.core.objects.hardware.transfer import region
 
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
-"""Upper ends of the age bins."""
+"""The upper ends of the age bins, in seconds."""
 PRIOR_PER_H = (1.5, 0.8, 0.35, 0.15)
 PRIOR_RECLAIMS = 3.0
 """The weight of a bin's prior, in reclaims."""
@@ -23,15 +23,15 @@ PRIOR_FACTOR = 2.0
 PRIOR_CORRELATION, PRIOR_LOSSES = 0.4, 5.0
 """The probability that another zone of the region is lost too, and the weight of this prior in losses."""
 CORRELATION_WINDOW_S = 600.0
-"""Losses within this time count as correlated."""
+"""The time within which losses count as correlated."""
 STALE_S = 600.0
-"""A zone in which no node has run for longer starts again at age 0."""
+"""The time without a node after which a zone starts again at age 0."""
 
 
 @dataclass(slots=True)
 class _Zone:
     since_s: float
-    """The time since when nodes have run in the zone, or launches there have succeeded."""
+    """The time since which nodes have run in the zone, or launches there have succeeded."""
     seen_s: float
     lost_s: float = -math.inf
     """The time of the last reclaim of a node."""
@@ -79,7 +79,7 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Returns the function `losses` for the zones that hold nodes."""
+        """Returns the result of the function `losses` for the zones that hold nodes."""
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:

@@ -1,7 +1,9 @@
 """Times a backup of a cluster beside restic alone on the same files: first all of them, then one more checkpoint.
 
 restic passes over changed ctimes, as raytide lets it, because raytide's links to the files change them.
-Both get an empty repository and an empty cache for each repetition, in turn, so that the load of others meets both.
+Both get an empty repository and an empty cache for each repetition, in turn, so that the load of others meets both. One
+repository is a copy of the other: restic chooses the cost of a new key by the speed of the machine at that moment, so
+two repositories of their own would take different times to open.
 
     python benchmarks/backup/against_restic.py --gigabytes 2 --repetitions 3
 """
@@ -12,11 +14,13 @@ import argparse
 import hashlib
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -82,10 +86,16 @@ def restic(folder: Path, *command: str) -> None:
     subprocess.run([find_restic(), *options, *command], check=True, capture_output=True)
 
 
-def timed(what: object) -> float:
-    began_s = time.perf_counter()
-    what()  # type: ignore[operator]
-    return time.perf_counter() - began_s
+def timed(name: str, what: Callable[[], object]) -> dict[str, float]:
+    """Returns the seconds that a call takes, and the seconds of processors that it and its processes use."""
+    began_s, began_cpu_s = time.perf_counter(), cpu_s()
+    what()
+    return {name: time.perf_counter() - began_s, f"{name}, CPU": cpu_s() - began_cpu_s}
+
+
+def cpu_s() -> float:
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def measure(folder: Path, number: int, added: int) -> dict[str, float]:
@@ -97,16 +107,19 @@ def measure(folder: Path, number: int, added: int) -> dict[str, float]:
     for old in sorted((out / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(old)
     create_repositories(place)
-    restic(folder, "init")
-    sides = {
+    shutil.copytree(folder / "ours", folder / "alone")
+    sides: dict[str, Callable[[], object]] = {
         "raytide": lambda: back_up(place),
         "restic": lambda: restic(folder, "backup", "--quiet", "--ignore-ctime", *paths),
     }
     order = list(sides) if number % 2 else list(reversed(sides))
-    found = {f"first, {side}": timed(sides[side]) for side in order}
+    found: dict[str, float] = {}
+    for side in order:
+        found |= timed(f"first, {side}", sides[side])
     write_checkpoint(out, 20, added, number)
     before = stored(folder / "ours")
-    found |= {f"second, {side}": timed(sides[side]) for side in order}
+    for side in order:
+        found |= timed(f"second, {side}", sides[side])
     found["second, new bytes in GB"] = (stored(folder / "ours") - before) / 1e9
     return found
 
@@ -133,8 +146,10 @@ def main() -> None:
         values = [each[key] for each in results]
         print(f"  {key:26} {statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})")
     for which in ("first", "second"):
-        ratios = [each[f"{which}, raytide"] / each[f"{which}, restic"] for each in results]
-        print(f"{which}: raytide / restic = {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        for kind in ("", ", CPU"):
+            ratios = [each[f"{which}, raytide{kind}"] / each[f"{which}, restic{kind}"] for each in results]
+            spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            print(f"{which}{kind}: raytide / restic = {spread}")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ many times slower, takes one turn).
 
 The floor is the time to multiply the prompts' tokens with the weights, and in each step to read all weights and the
 context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
-of a decoding step that the native engine spends outside of the model and the sampler.
+of a decoding step that the native engine spends outside of the model and the sampler. The sides `int8` and `int4` are
+the native engine with the same model rounded (a scale for each output; for each 32 inputs), int8 inputs and head.
 
     python benchmarks/engine/engine_cpu.py --vllm-python .venv-vllm/bin/python
     python benchmarks/engine/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
+    python benchmarks/engine/engine_cpu.py --dtype bfloat16 --sides native int8 int4
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEW_TOKENS = 64
+QUANTIZED = {"int8": {"scheme": "w8a16"}, "int4": {"scheme": "w4a16"}}
 CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
 
 
@@ -138,7 +141,7 @@ def main() -> None:
         default="wall",
         help="cpu: count the CPU time of a side, divided by its cores, where other work disturbs the machine",
     )
-    parser.add_argument("--sides", choices=["native", "vllm", "transformers"], nargs="+", default=None)
+    parser.add_argument("--sides", choices=["native", *QUANTIZED, "vllm", "transformers"], nargs="+", default=None)
     parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM")
     options = parser.parse_args()
     sides = options.sides or ["native", "vllm", "transformers"]
@@ -153,12 +156,12 @@ def main() -> None:
             print(f"{name:7}{dtype:9}{threads:5}  skipped: {len(available)} core(s) here")
             continue
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            save_model(Path(folder), SHAPES[name], dtype)
+            save_model(Path(folder) / "plain", SHAPES[name], dtype)
             cores = available[:threads]
             started = {}
             for side in [*sides, "floor"]:
                 python = options.vllm_python if side == "vllm" else sys.executable
-                started[side] = Side(side, python, Path(folder), dtype, cores)
+                started[side] = Side(side, python, rounded(Path(folder), side), dtype, cores)
                 stack.callback(started[side].close)
             for concurrency in options.concurrency:
                 clock = "seconds" if options.clock == "wall" else "cpu"
@@ -206,6 +209,8 @@ def measure(
     for other in ("vllm", "transformers"):
         cells += f"{best['native'] / best[other]:7.2f}x" if {"native", other} <= best.keys() else f"{'-':>8}"
     share = f"{best['native'] / floor_rate:9.0%}" if "native" in best else f"{'-':>9}"
+    for name in (each for each in QUANTIZED if {each, "native"} <= best.keys()):
+        share += f"   {name} {cell(rates[name], ttfts[name]).strip()} {best[name] / best['native']:.2f}x native"
     return f"{cells}{share}   ({bytes_s / 1e9:.1f} GB/s, {flops_s / 1e9:.0f} GFLOP/s)"
 
 
@@ -227,7 +232,19 @@ def floor_s(shape: Shape, width: int, batch: Prompts, bytes_s: float, flops_s: f
     return total
 
 
-def save_model(model_dir: Path, shape: Shape, dtype: str) -> None:
+def rounded(folder: Path, side: str) -> Path:
+    """Returns the directory of a side's model."""
+    if side not in QUANTIZED:
+        return folder / "plain"
+    from raytide.pipelines.compress.chain import compress
+    from raytide.pipelines.compress.recipe import CompressRecipe
+
+    fields = {"model": str(folder / "plain"), "out": str(folder / side), "steps": [{"rtn": QUANTIZED[side]}]}
+    compress(CompressRecipe.parse(fields, where="recipe"))
+    return folder / side / "model"
+
+
+def save_model(model_dir: Path, shape: Shape, dtype: str, max_positions: int = 1024) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -241,7 +258,7 @@ def save_model(model_dir: Path, shape: Shape, dtype: str) -> None:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": max_positions,
         "tie_word_embeddings": True,
     }
     config, kind = (LlamaConfig, LlamaForCausalLM) if shape.architecture == "llama" else (Qwen3Config, Qwen3ForCausalLM)

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ Prompts = list[list[int]]
 Answer = dict[str, float]
 
 
-def native(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
+def native(model_dir: str, dtype: str, **options: object) -> Callable[[Prompts], Answer]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
     from raytide.actors.engine.backends.native.engine_core import EngineCore
     from raytide.actors.engine.types import GenChunk
 
     fields = {"model_dir": model_dir, "dtype": dtype, "prefix_cache": False, "max_model_len": MAX_LEN}
-    loop = EngineCore(EngineConfig.parse({**fields, "kv_memory_gb": 4.0}, where="engine"))
+    loop = EngineCore(EngineConfig.parse({**fields, **options, "kv_memory_gb": 4.0}, where="engine"))
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     computing_s = [0.0]
 
@@ -182,7 +183,15 @@ def _least(call: Callable[[], object], times: int = 8) -> float:
     return best
 
 
-SIDES = {"native": native, "vllm": vllm, "transformers": transformers, "floor": floor}
+quantized = partial(native, quantized_input="int8", quantized_head=True)
+SIDES = {
+    "native": native,
+    "int8": quantized,
+    "int4": quantized,
+    "vllm": vllm,
+    "transformers": transformers,
+    "floor": floor,
+}
 
 
 def main(side: str, model_dir: str, dtype: str, cores: str) -> None:

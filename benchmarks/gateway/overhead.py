@@ -7,7 +7,7 @@ engine's own HTTP server in one process; `gateway` an engine process and two gat
 them; `serve` (with --serve) a deployment behind Ray Serve's proxy; `litellm` LiteLLM's proxy in front of the bare
 server. One generator process opens the streams at once, the sides take turns, and each round's figures are differences
 to `bare` in the same round: median and 99th percentile of the time to first token. `tokens/s` is the throughput of 256
-streams whose engine yields 100 tokens a second for each.
+streams whose engine yields 100 tokens a second for each, and beside it the events in which they came.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -30,37 +31,55 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "platform"))
 
 HOST = "127.0.0.1"
+FIRST_TOKENS = f"{'streams':>8} {'side':>8} {'first ms':>9} {'added ms':>9} {'quartiles':>16} {'p99 ms':>8}"
+S = TypeVar("S")
 _CONTENT = re.compile(r'"content":"([^"]*)"')
 BARE = """
-import sys, uvicorn
+import json, sys, uvicorn
 from raytide.actors.engine import FakeEngine
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
-rate = float(sys.argv[2]) or None
-engine = FakeEngine(model="m", tokens_per_s=rate, max_running=1024, max_waiting=4096)
-uvicorn.run(create_app(Server(engine, model="m")), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+port, rate, *foreign = sys.argv[1:]
+engine = FakeEngine(model="m", tokens_per_s=float(rate) or None, max_running=1024, max_waiting=4096)
+app = create_app(Server(engine, model="m"))
+async def without_foreign_fields(scope, receive, send):
+    async def receive_own():
+        message = await receive()
+        if message.get("body"):
+            body = {name: value for name, value in json.loads(message["body"]).items() if name not in foreign}
+            message["body"] = json.dumps(body).encode()
+        return message
+    await app(scope, receive_own, send)
+uvicorn.run(without_foreign_fields if foreign else app, host="127.0.0.1", port=int(port), log_level="error")
 """
+"""Fields of requests that are named as further arguments are dropped."""
 GATEWAY = """
 import asyncio, json, os, subprocess, sys
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
-async def main(worker, spec, control, *ports):
+async def main(worker, spec, control, replicas, *ports):
     spec = ServeSpec.model_validate_json(spec)
-    child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
+    names = [f"r{number + 1}" for number in range(int(replicas))]
+    children = {name: await EngineChild.start(spec, "127.0.0.1", name, model_dir=spec.model) for name in names}
     with open(os.environ.get("METRICS_PAGES", os.devnull), "a") as pages:
-        print(child.metrics, file=pages)
-    told = [spec.model_dump_json(), str(child.port), child.secret, control]
+        for child in children.values():
+            print(child.metrics, file=pages)
+    addresses = {name: [child.port, child.secret] for name, child in children.items()}
+    told = [spec.model_dump_json(), json.dumps(addresses), control]
     started = [subprocess.Popen([sys.executable, "-c", worker, port, *told]) for port in ports]
     await asyncio.to_thread(started[0].wait)
 asyncio.run(main(*sys.argv[1:]))
 """
 WORKER = """
-import asyncio, os, sys, tempfile
+import asyncio, json, os, sys, tempfile
 from pathlib import Path
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
@@ -70,9 +89,9 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing
 from raytide.core.telemetry.settings import TracingSection
-port, spec, engine_port, secret, control = sys.argv[1:]
-address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
-entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})
+port, spec, addresses, control = sys.argv[1:]
+replicas = {name: ReplicaAddress("127.0.0.1", *each) for name, each in json.loads(addresses).items()}
+entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, replicas)
 class Directory:
     def __init__(self, gcs_address, on_change):
         self.start = lambda: on_change({"m": entry})
@@ -101,12 +120,13 @@ gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), name, tenancy, f
 OBSERVED, a file whose one byte is not 0 while metrics and traces are to be recorded, in the environment."""
 SERVE = """
 import sys, time
+import ray
 from ray import serve
 from raytide.actors.engine import FakeEngine
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
 rate = float(sys.argv[2]) or None
-@serve.deployment(max_ongoing_requests=4096)
+@serve.deployment(max_ongoing_requests=4096, num_replicas=int(sys.argv[3]), ray_actor_options={"num_cpus": 0})
 @serve.ingress()
 class Replica:
     async def __init__(self):
@@ -114,6 +134,7 @@ class Replica:
         await self.server.start()
     def __serve_build_asgi_app__(self):
         return create_app(self.server, owns_server=False)
+ray.init("local", include_dashboard=False, log_to_driver=False)  # never a cluster that others have started here
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
 serve.run(Replica.bind(), route_prefix="/")
 time.sleep(1e6)
@@ -124,6 +145,7 @@ time.sleep(1e6)
 class Side:
     name: str
     port: int
+    key: str = "sk-none"
 
 
 @contextmanager
@@ -134,7 +156,7 @@ def process(
     wait_s: float = 120.0,
     more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[int]:
-    """Runs a server process, yields the id of its process group, and ends it with all of its children."""
+    """Runs a server process, yields the id of its process group, and ends it with all of its descendants."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "platform"), "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
     env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # no keys here, nor in the gateway
     env |= more_env
@@ -153,6 +175,7 @@ def process(
                 time.sleep(0.2)
         yield started.pid
     finally:
+        left = descendants(started.pid)
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGTERM)
             os.killpg(started.pid, signal.SIGCONT)
@@ -160,47 +183,90 @@ def process(
                 started.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(started.pid, signal.SIGKILL)
+                started.wait(20)
+        for each in psutil.wait_procs(left, timeout=10)[1]:  # such as HAProxy, which outlives the actor that started it
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
-async def stream(port: int, tokens: int) -> tuple[float, int]:
-    """Returns the time to the first token of one stream, in seconds, and its tokens."""
+def descendants(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+@dataclass(frozen=True)
+class StreamedAnswer:
+    text: str
+    events: int
+    """The number of events with text."""
+    first_s: float
+    """The time to the first token."""
+    pause_s: float
+    """The longest time between two arrivals after the first token."""
+    is_whole: bool
+    """True if the server ended it as it ends complete answers."""
+
+
+async def ask(
+    port: int, tokens: int, key: str = "sk-none", on_first: Callable[[], object] = lambda: None
+) -> StreamedAnswer:
+    """Reads one stream to its end, whatever that is, and calls `on_first` once at its first token. Raises OSError if
+    the server takes no connection or resets it.
+    """
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": True}
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\nConnection: close"
     began_s = time.perf_counter()
     reader, writer = await asyncio.open_connection(HOST, port)
-    writer.write(f"{head}\r\nContent-Type: application/json\r\nAuthorization: Bearer sk-none\r\n\r\n".encode() + data)
-    first_s, answer = 0.0, bytearray()
-    while piece := await reader.read(1 << 16):
-        answer += piece
-        if not first_s and answer.count(b'"content":"') > 1:  # the first event has the role and no text
-            first_s = time.perf_counter() - began_s
-    writer.close()
-    text = "".join(_CONTENT.findall(answer.decode()))
-    assert len(text) == tokens, (len(text), bytes(answer[-500:]))  # the fake engine's tokens are characters
-    return first_s, len(text)
+    writer.write(f"{head}\r\nContent-Type: application/json\r\nAuthorization: Bearer {key}\r\n\r\n".encode() + data)
+    first_s, last_s, pause_s, answer = 0.0, 0.0, 0.0, bytearray()
+    try:
+        while piece := await reader.read(1 << 16):
+            answer += piece
+            now_s = time.perf_counter() - began_s
+            if first_s:
+                pause_s = max(pause_s, now_s - last_s)
+            elif answer.count(b'"content":"') > 1:  # the first event has the role and no text
+                first_s = now_s
+                on_first()
+            last_s = now_s
+    finally:
+        writer.close()
+    texts = [text for text in _CONTENT.findall(answer.decode()) if text]
+    return StreamedAnswer("".join(texts), len(texts), first_s, pause_s, b"data: [DONE]" in answer)
 
 
-async def round_of(port: int, streams: int, tokens: int) -> tuple[list[float], float]:
-    """Returns the times to first token of streams that start together, and their tokens a second."""
+async def stream(port: int, tokens: int, key: str = "sk-none") -> tuple[float, int]:
+    """Returns the time to the first token of one stream, in seconds, and the number of its events with text."""
+    answer = await ask(port, tokens, key)
+    assert answer.is_whole and len(answer.text) == tokens, answer  # the fake engine's tokens are characters
+    return answer.first_s, answer.events
+
+
+async def round_of(port: int, streams: int, tokens: int, key: str = "sk-none") -> tuple[list[float], float, float]:
+    """Returns the times to first token of streams that start together, and their tokens and events a second."""
     began_s = time.perf_counter()
-    done = await asyncio.gather(*(stream(port, tokens) for _ in range(streams)))
+    done = await asyncio.gather(*(stream(port, tokens, key) for _ in range(streams)))
     seconds = time.perf_counter() - began_s
-    return [first_s for first_s, _ in done], sum(count for _, count in done) / seconds
+    return [first_s for first_s, _ in done], streams * tokens / seconds, sum(events for _, events in done) / seconds
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port below those that Linux gives to connections, one of which could take it before its server does."""
+    for _ in range(1000):
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise OSError("no port between 20000 and 30000 is free")
 
 
-def gateways(spec: str, ports: Sequence[int], control: str = "") -> list[str]:
-    """Returns the command of an engine process and a gateway process for each port, which may be the same one. Callers
-    need the API keys of the control API at `control`, if there is one.
+def gateways(spec: str, ports: Sequence[int], control: str = "", replicas: int = 1) -> list[str]:
+    """Returns the command of the engine processes and of a gateway process for each port, which may be the same one.
+    Callers need the API keys of the control API at `control`, if there is one.
     """
-    return [sys.executable, "-c", GATEWAY, WORKER, spec, control, *map(str, ports)]
+    return [sys.executable, "-c", GATEWAY, WORKER, spec, control, str(replicas), *map(str, ports)]
 
 
 def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Side]:
@@ -211,7 +277,7 @@ def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Si
         "gateway": lambda port: gateways(json.dumps(spec), [port, port]),
     }
     if args.serve:
-        commands["serve"] = lambda port: [sys.executable, "-c", SERVE, str(port), str(rate)]
+        commands["serve"] = lambda port: [sys.executable, "-c", SERVE, str(port), str(rate), "1"]
     sides = []
     for name, command_for in commands.items():
         port = free_port()
@@ -228,36 +294,41 @@ def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Si
     return sides
 
 
-def first_tokens(args: argparse.Namespace) -> None:
-    """Prints what each side adds to the time to first token."""
-    with ExitStack() as stack:
-        sides = sides_of(args, args.rate, stack)
-        for side in sides:
-            asyncio.run(round_of(side.port, 4, 4))
-        print(f"{'streams':>8} {'side':>8} {'first ms':>9} {'added ms':>9} {'p99 ms':>8}")
-        for streams in args.streams:
-            rounds = max(args.rounds, 40 // streams)
-            seen: dict[str, list[list[float]]] = {side.name: [] for side in sides}
-            for _ in range(rounds):
-                for side in sides:
-                    seen[side.name].append(asyncio.run(round_of(side.port, streams, args.tokens))[0])
-            for side in sides:
-                pairs = zip(seen[side.name], seen["bare"], strict=True)
-                added = statistics.median(statistics.median(own) - statistics.median(bare) for own, bare in pairs)
-                every = sorted(first for firsts in seen[side.name] for first in firsts)
-                p99 = every[min(len(every) - 1, int(0.99 * len(every)))]
-                median = statistics.median(every)
-                print(f"{streams:>8} {side.name:>8} {median * 1e3:>9.1f} {added * 1e3:>9.1f} {p99 * 1e3:>8.1f}")
+def first_tokens(sides: Sequence[Side], streams: int, rounds: int, tokens: int) -> None:
+    """Prints what each side adds to the time to first token of the one that is called `bare`: medians and quartiles
+    over rounds.
+    """
+    seen: dict[str, list[list[float]]] = {side.name: [] for side in sides}
+    for turn in range(rounds):
+        for side in in_turn(sides, turn):
+            seen[side.name].append(asyncio.run(round_of(side.port, streams, tokens, side.key))[0])
+    for side in sides:
+        pairs = zip(seen[side.name], seen["bare"], strict=True)
+        added_ms = [1e3 * (statistics.median(own) - statistics.median(bare)) for own, bare in pairs]
+        every = sorted(1e3 * first_s for firsts in seen[side.name] for first_s in firsts)
+        print(
+            f"{streams:>8} {side.name:>8} {statistics.median(every):>9.1f} {spread(added_ms, '9.1f')} "
+            f"{every[min(len(every) - 1, int(0.99 * len(every)))]:>8.1f}",
+            flush=True,
+        )
 
 
-def throughput(args: argparse.Namespace) -> None:
-    """Prints the tokens a second of many fast streams; the best of the rounds."""
-    with ExitStack() as stack:
-        sides = sides_of(args, 100.0, stack)
-        best = {
-            side.name: max(asyncio.run(round_of(side.port, 256, 100))[1] for _ in range(args.rounds)) for side in sides
-        }
-    print("tokens/s: " + ", ".join(f"{name} {rate:,.0f}" for name, rate in best.items()))
+def in_turn(sides: Sequence[S], turn: int) -> Sequence[S]:
+    """Returns the sides in the order of a round: every other one begins with the last."""
+    return sides[::-1] if turn % 2 else sides
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Returns the median and the quartiles as a text."""
+    low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return f"{median:{form}} {f'{low:{form}}'.strip() + ' to ' + f'{high:{form}}'.strip():>16}"
+
+
+def throughput(sides: Sequence[Side], rounds: int) -> None:
+    """Prints the tokens and events a second of many fast streams; the best of the rounds."""
+    best = {side.name: max(asyncio.run(round_of(side.port, 256, 100))[1:] for _ in range(rounds)) for side in sides}
+    shown = (f"{name} {tokens:,.0f} in {events:,.0f} events" for name, (tokens, events) in best.items())
+    print("tokens/s: " + ", ".join(shown))
 
 
 def main() -> None:
@@ -269,8 +340,15 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="also Ray Serve's proxy")
     parser.add_argument("--litellm", help="also LiteLLM's proxy: the path of its command")
     args = parser.parse_args()
-    first_tokens(args)
-    throughput(args)
+    with ExitStack() as stack:
+        sides = sides_of(args, args.rate, stack)
+        for side in sides:
+            asyncio.run(round_of(side.port, 4, 4))
+        print(FIRST_TOKENS)
+        for streams in args.streams:
+            first_tokens(sides, streams, max(args.rounds, 40 // streams), args.tokens)
+    with ExitStack() as stack:
+        throughput(sides_of(args, 100.0, stack), args.rounds)
 
 
 if __name__ == "__main__":

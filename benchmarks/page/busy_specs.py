@@ -9,6 +9,7 @@ from pathlib import Path
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.job import JobSpec
 from raytide.core.objects.node import CapacityType, Node, NodeState
+from raytide.core.specs.data import DatasetVersionSpec
 from raytide.core.specs.model_version import AliasSpec, ModelVersionSpec
 from raytide.core.state import Store
 from raytide.dashboards.alerts.records import FILE, AlertRecords
@@ -133,10 +134,25 @@ def serve_spec(number: int) -> ServeSpec:
 
 
 def add_models(store: Store, job: str, now_s: float) -> None:
-    """Registers four models with three versions each; the newest but one of each is champion."""
+    """Registers a dataset with two versions, and four models with three versions each, made of the newest data; the
+    newest version but one of each model is champion.
+    """
+    for version in (1, 2):
+        data = {
+            "name": "web-2026",
+            "team": "research",
+            "location": f"/data/web-2026/{version}",
+            "sha256": f"{version:064x}",
+            "documents": 41_000_000 * version,
+            "read": 60_000_000 * version,
+            "dropped": {"duplicate": 14_000_000 * version, "language": 5_000_000 * version},
+            "tokens": 52_000_000_000 * version,
+            "vocab_size": 128_000,
+        }
+        store.datasets.register(DatasetVersionSpec.parse(data, where="dataset"), "di", now_s - 86_400 * (9 - version))
     for name in MODELS[:4]:
         for version in range(1, 4):
-            lineage = {"job": job, "dataset": "/data/web-2026/tokens", "code": "raytide 1.0"}
+            lineage = {"job": job, "dataset": "/data/web-2026/2", "dataset_sha256": f"{2:064x}", "code": "raytide 1.0"}
             metrics = {"perplexity": 9.4 - version / 3, "mmlu": 0.61 + version / 50}
             fields = {
                 "name": name,

@@ -1,23 +1,26 @@
-"""CPU seconds and memory of tokenizing a corpus: raytide in one process, by either engine, datasets and datatrove.
+"""CPU seconds and memory of tokenizing a corpus: raytide in one process and on Ray, datasets and datatrove.
 
 Two corpora of JSON Lines: source files of the installed packages, and synthetic text of `--synthetic-mb`. Every system
-runs in a process of its own, one after the other, pinned to one CPU, on the same files with the same tokenizer; the
-figures are CPU seconds of that process, so that other work on the machine matters little. With `--ray` a build on a Ray
-of one CPU is measured too: the CPU seconds of all of Ray's processes, apart from the start of the pool, and the wall
-time, which wants a quiet machine. Builds by both engines must give the same SHA-256 of every shard. Raytide also builds
-a quarter, a half and all of the synthetic corpus, to show that its memory does not grow with it.
+runs in a process of its own, one after the other in each round, pinned to one CPU, on the same files with the same
+tokenizer. The figures are CPU seconds of the whole process, imports included, so that other work on the machine matters
+little. A first round on 1 MB is not counted: it compiles every system's modules and brings them into the page cache.
+The others have their fast paths: batches of 1,000 documents, and the `tokenizers` library without a wrapper.
+
+Raytide builds the source files by its slower engine too, and with `--ray` both corpora on a Ray of one CPU: the CPU
+seconds of all of Ray's processes, apart from the start of the pool, and the wall time, which wants a quiet machine. All
+these builds must give the same SHA-256 of every shard. Raytide also builds a quarter and a half of the synthetic
+corpus, to show that its memory does not grow with it.
 
 datasets and datatrove come from another environment:
 
     python -m venv DIR && DIR/bin/pip install datasets datatrove tokenizers transformers orjson
-    python benchmarks/pipelines/encode_throughput.py --python DIR/bin/python [--synthetic-mb 1024] [--runs 3] [--ray]
+    python benchmarks/pipelines/encode_throughput.py --python DIR/bin/python --ray
 """
 
 import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,17 +28,29 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from raytide.core.io.token_dataset import TokenManifest
-    from raytide.core.specs.data import DataSpec
 
 FILE_BYTES = 32 << 20
 SEED = 0
+RAYTIDE_NAME = "raytide"
 
+RAYTIDE = """
+import sys
+from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
+from raytide.pipelines.build import build
+from raytide.pipelines.runners.inline import InlineRunner
+corpus, tokenizer, out = sys.argv[1:]
+spec = DataSpec(inputs=(corpus,), out=out, tokenizer=TokenizerSpec(file=tokenizer), filter=TextFilter(dedup=False))
+manifest = build(spec, runner=InlineRunner())
+print(manifest.source.engine, *(shard.sha256 for shard in manifest.shards))
+"""
+BY_TOKENIZERS = """
+from raytide.pipelines import build
+from raytide.pipelines.tokenizer.engine import EngineSpec, engine_versions
+build.choose_engine = lambda tokenizer: EngineSpec("tokenizers", tokenizer, engine_versions())
+"""
 DATASETS = """
 import sys
 from datasets import load_dataset
@@ -53,7 +68,8 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
 corpus, tokenizer, out = sys.argv[1:]
-tokens = DocumentTokenizer(output_folder=out + "/tokens", tokenizer_name_or_path=tokenizer, eos_token="<|endoftext|>")
+where = dict(output_folder=out + "/tokens", tokenizer_name_or_path=tokenizer)
+tokens = DocumentTokenizer(**where, eos_token="<|endoftext|>", batch_size=1000)
 LocalPipelineExecutor([JsonlReader(corpus), tokens], tasks=1, workers=1, logging_dir=out + "/logs").run()
 """
 
@@ -97,32 +113,39 @@ def synthetic() -> Iterator[str]:
             yield " ".join(pool[start : start + 400]) + ".\n"
 
 
-def raytide_build(engine: str, corpus: str, tokenizer: str, out: str) -> None:
-    """Builds in this process, and prints the hash of each shard."""
-    from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
-    from raytide.pipelines import build as building
-    from raytide.pipelines.runners.inline import InlineRunner
-    from raytide.pipelines.tokenizer.engine import EngineSpec, engine_versions
+@dataclass(frozen=True)
+class Run:
+    """The cost of one process."""
 
-    if engine == "tokenizers":
-        building.choose_engine = lambda tokenizer: EngineSpec("tokenizers", tokenizer, engine_versions())
-    spec = DataSpec(inputs=(corpus,), out=out, tokenizer=TokenizerSpec(file=tokenizer), filter=TextFilter(dedup=False))
-    if engine == "ray":
-        manifest = ray_build(spec)
-    else:
-        manifest = building.build(spec, runner=InlineRunner())
-    sys.stdout.write(" ".join([manifest.source.engine, *(shard.sha256 for shard in manifest.shards)]) + "\n")
+    cpu_s: float
+    resident_mb: float
+    printed: str
+    """Its last line."""
 
 
-def ray_build(spec: "DataSpec") -> "TokenManifest":
-    """Builds on a Ray of one CPU, and reports the CPU seconds of all its processes, apart from the start of the pool:
-    the worker's process with all that it imports."""
+@dataclass(frozen=True)
+class RayRun:
+    """The cost of a build on a Ray of one CPU, without the start of Ray."""
+
+    pool_cpu_s: float
+    """The CPU seconds of the worker's start, with all that it imports."""
+    cpu_s: float
+    """The CPU seconds of the build in the driver, the workers and Ray's daemons."""
+    driver_cpu_s: float
+    build_s: float
+    printed: str
+    """The engine and the hashes of the shards."""
+
+
+def build_on_ray(corpus: str, tokenizer: str, out: str) -> RayRun:
     import psutil
     import ray
 
-    from raytide.pipelines import build as building
+    from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
+    from raytide.pipelines.build import build
     from raytide.pipelines.runners.gang import GangRunner
 
+    spec = DataSpec(inputs=(corpus,), out=out, tokenizer=TokenizerSpec(file=tokenizer), filter=TextFilter(dedup=False))
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="raytide")
     group = ray.util.placement_group([{"CPU": 1}])
@@ -130,115 +153,148 @@ def ray_build(spec: "DataSpec") -> "TokenManifest":
     runner = GangRunner(lambda: {"0": group}, 1.0, 1, 1)
     me = psutil.Process()
 
-    def spent() -> tuple[float, float]:
-        """Returns the CPU seconds of this process, and those of Ray's workers and daemons below it."""
+    def spent() -> tuple[float, float, float]:
+        """Returns the CPU seconds of this process, those of Ray's workers and daemons below it, and the time."""
         times = [each.cpu_times() for each in me.children(recursive=True)]
-        return time.process_time(), sum(each.user + each.system for each in times)
+        return time.process_time(), sum(each.user + each.system for each in times), time.perf_counter()
 
     try:
         marks = [spent()]
-        start_s = time.perf_counter()
         runner.run(__import__, "raytide.pipelines.build")
         marks.append(spent())
-        started_s = time.perf_counter()
-        manifest = building.build(spec, runner=runner)
+        manifest = build(spec, runner=runner)
         marks.append(spent())
-        ended_s = time.perf_counter()
     finally:
         runner.close()
         ray.shutdown()
-    pool, driver, workers = (
-        sum(marks[1]) - sum(marks[0]),
-        *(after - before for after, before in zip(marks[2], marks[1], strict=True)),
+    pool, work = (
+        [after - before for after, before in zip(*pair, strict=True)]
+        for pair in ((marks[1], marks[0]), (marks[2], marks[1]))
     )
-    sys.stderr.write(
-        f"  on Ray: start of the pool {pool:.2f} CPU s and {started_s - start_s:.2f} s; the build "
-        f"{driver + workers:.2f} CPU s, {driver:.2f} of them the driver's, and {ended_s - started_s:.2f} s\n"
-    )
-    return manifest
+    printed = " ".join([manifest.source.engine, *(shard.sha256 for shard in manifest.shards)])
+    return RayRun(pool[0] + pool[1], work[0] + work[1], work[0], work[2], printed)
 
 
-def measured(command: list[str]) -> tuple[float, float, str]:
-    """Returns the CPU seconds and the most resident MB of a process, and what it printed last."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = "import os, resource, subprocess, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-    code += "done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, text=True); sys.stdout.write(done.stdout); "
-    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(done.returncode)"
+WRAPPER = """
+import os, resource, subprocess, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+sys.stdout.write(f"{done.stdout}\\n{used.ru_utime + used.ru_stime} {used.ru_maxrss}")
+sys.exit(done.returncode)
+"""
+
+
+def measured(command: list[str], bytecode: Path) -> Run:
+    """Runs a command in a process on one CPU. Compiled modules are kept in `bytecode`, as pip does at installation."""
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "RAYON_NUM_THREADS": "1"}
+    env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *command], env=env, capture_output=True, text=True, timeout=4 * 3600
+        [sys.executable, "-c", WRAPPER, *command], env=env, capture_output=True, text=True, timeout=4 * 3600
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command[:3])}... failed:\n{done.stderr[-3000:]}")
-    for line in done.stderr.splitlines():
-        if line.startswith("  on Ray"):
-            print(line)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    *_, printed, most_kb = ["", *done.stdout.strip().splitlines()]
-    return spent_s, int(most_kb) / 1e3, printed
+        raise SystemExit(f"{' '.join(command[:2])}... failed:\n{done.stderr[-3000:]}")
+    *_, printed, used = ["", *filter(None, done.stdout.splitlines())]
+    cpu_s, most_kb = used.split()
+    return Run(float(cpu_s), int(most_kb) / 1e3, printed)
 
 
-def compare(corpus: Path, size: int, tokenizer: Path, args: argparse.Namespace) -> None:
-    systems = {f"raytide, {engine}": [sys.executable, __file__, "--build", engine] for engine in args.engines}
-    if args.python:
-        systems |= {"datasets.map": [args.python, "-c", DATASETS], "datatrove": [args.python, "-c", DATATROVE]}
-    rates: dict[str, list[float]] = {name: [] for name in systems}
-    hashes = set()
-    for run in range(args.runs):
-        for name, command in systems.items():  # one after the other in each run, so that all see the same machine
-            with tempfile.TemporaryDirectory() as out:
-                cpu_s, most_mb, printed = measured([*command, str(corpus), str(tokenizer), f"{out}/out"])
-            rates[name].append(size / 1e6 / cpu_s)
-            if name.startswith("raytide"):
-                hashes.add(printed.partition(" ")[2])
+class Comparison:
+    """Runs every system on a corpus, in rounds, and prints the cost of each."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, tokenizer: Path) -> None:
+        self.folder, self.tokenizer = folder, tokenizer
+        self.systems = {RAYTIDE_NAME: [sys.executable, "-c", RAYTIDE]}
+        if args.python:
+            self.systems |= {"datasets.map": [args.python, "-c", DATASETS], "datatrove": [args.python, "-c", DATATROVE]}
+        self.ray = {"raytide on Ray": [sys.executable, __file__, "--on-ray"]} if args.ray else {}
+        self.slow = {"raytide, tokenizers": [sys.executable, "-c", BY_TOKENIZERS + RAYTIDE]}
+
+    def run(self, name: str, corpus: Path) -> Run:
+        with tempfile.TemporaryDirectory(dir=self.folder) as out:
+            command = (self.systems | self.ray | self.slow)[name]
+            return measured([*command, str(corpus), str(self.tokenizer), f"{out}/out"], self.folder / "bytecode")
+
+    def warm_up(self, corpus: Path) -> None:
+        for name in self.systems | self.ray:
+            self.run(name, corpus)
+
+    def compare(self, corpus: Path, size: int, rounds: int, *, both_engines: bool) -> None:
+        names = [*self.systems, *(self.slow if both_engines else ())]
+        runs: dict[str, list[Run]] = {name: [] for name in names}
+        hashes = set()
+        for number in range(rounds):
+            for name in names:  # one after the other in each round, so that all see the same machine
+                runs[name].append(run := self.run(name, corpus))
+                if name.startswith("raytide"):
+                    hashes.add(run.printed.partition(" ")[2])
+                print(f"  round {number}: {name:<20} {run.cpu_s:7.2f} CPU s", flush=True)
+        fast_s = statistics.median(run.cpu_s for run in runs[RAYTIDE_NAME])
+        for name, found in runs.items():
+            costs_s = [run.cpu_s for run in found]
+            median_s = statistics.median(costs_s)
             print(
-                f"  run {run}: {name:<20} {cpu_s:7.2f} CPU s, {rates[name][-1]:7.2f} MB/s, {most_mb:6.0f} MB resident"
+                f"  {name:<20} {size / 1e6 / median_s:7.2f} MB for each s of CPU ({size / 1e6 / max(costs_s):.2f} to "
+                f"{size / 1e6 / min(costs_s):.2f}, {len(found)} rounds), raytide x {median_s / fast_s:.1f}; "
+                f"{max(run.resident_mb for run in found):.0f} MB resident"
             )
-    if len(hashes) > 1:
-        raise SystemExit("the engines gave different shards")
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    fast = medians[next(iter(systems))]
-    for name, found in rates.items():
-        spread = f"{min(found):.2f} to {max(found):.2f}, {len(found)} runs"
-        print(f"  {name:<20} median {medians[name]:7.2f} MB/s of CPU ({spread}): x {fast / medians[name]:.1f}")
+        for name in self.ray:
+            cost = RayRun(**json.loads(self.run(name, corpus).printed))
+            hashes.add(cost.printed.partition(" ")[2])
+            print(
+                f"  {name:<20} {cost.cpu_s:.2f} CPU s, x {cost.cpu_s / fast_s:.2f} of in process, of which the driver "
+                f"{cost.driver_cpu_s:.2f}; {cost.build_s:.2f} s; the pool starts in {cost.pool_cpu_s:.2f} CPU s"
+            )
+        if len(hashes) > 1:
+            raise SystemExit("the builds gave different shards")
+
+
+def part_of(corpus: Path, share: int) -> tuple[Path, int]:
+    """Returns a folder with one in `share` of a corpus' files, and their bytes."""
+    files = sorted(corpus.iterdir())
+    part = corpus.with_name(f"{corpus.name}-{share}")
+    part.mkdir()
+    for file in files[: max(1, len(files) // share)]:
+        os.link(file, part / file.name)
+    return part, sum(file.stat().st_size for file in part.iterdir())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--build", help=argparse.SUPPRESS)
-    parser.add_argument("paths", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--on-ray", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--python", help="the interpreter of an environment with datasets and datatrove")
     parser.add_argument("--packages-mb", type=int, default=64)
     parser.add_argument("--synthetic-mb", type=int, default=1024)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of the source code")
+    parser.add_argument("--synthetic-rounds", type=int, default=1)
     parser.add_argument("--ray", action="store_true", help="build on a Ray of one CPU too")
     args = parser.parse_args()
-    if args.build:
-        raytide_build(args.build, *args.paths)
+    if args.on_ray:
+        print(json.dumps(asdict(build_on_ray(*args.on_ray))))
         return
     from raytide.core.specs.data import TrainTokenizer
     from raytide.pipelines.tokenizer.bpe import train_bpe
 
-    args.engines = ["fastokens", "tokenizers", *(["ray"] if args.ray else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(folder, "tokenizer.json")
-        code = Path(folder, "packages")
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        tokenizer, code, synthetic_text = folder / "tokenizer.json", folder / "packages", folder / "synthetic"
         size = write_corpus(code, package_sources(), args.packages_mb << 20)
         sample = [json.loads(line)["text"] for line in (code / "00000.jsonl").open()][::4]
         tokenizer.write_bytes(train_bpe(sample, TrainTokenizer(vocab_size=32_768)))
-        print(f"source code of installed packages, {size / 1e6:.0f} MB; a BPE of 32,768; seed {SEED}")
-        compare(code, size, tokenizer, args)
-        whole = args.synthetic_mb << 20
-        for share in (4, 2, 1):
-            made = Path(folder, f"synthetic-{share}")
-            size = write_corpus(made, synthetic(), whole // share)
-            with tempfile.TemporaryDirectory() as out:
-                command = [sys.executable, __file__, "--build", "fastokens", str(made), str(tokenizer), f"{out}/out"]
-                cpu_s, most_mb, _ = measured(command)
-            print(f"synthetic, {size / 1e6:.0f} MB: {size / 1e6 / cpu_s:.2f} MB/s of CPU, {most_mb:.0f} MB resident")
-        print("synthetic, all of it, beside the others")
-        compare(made, size, tokenizer, args)
+        comparison = Comparison(args, folder, tokenizer)
+        write_corpus(folder / "first", synthetic(), 1 << 20)
+        comparison.warm_up(folder / "first")
+        print(f"source code of installed packages, {size / 1e6:.0f} MB; a BPE of 32,768; seed {SEED}", flush=True)
+        comparison.compare(code, size, args.rounds, both_engines=True)
+        size = write_corpus(synthetic_text, synthetic(), args.synthetic_mb << 20)
+        print(f"synthetic, {size / 1e6:.0f} MB", flush=True)
+        for share in (4, 2):
+            part, part_bytes = part_of(synthetic_text, share)
+            run = comparison.run(RAYTIDE_NAME, part)
+            print(
+                f"  raytide, {part_bytes / 1e6:.0f} MB of it: {run.cpu_s:.2f} CPU s, {run.resident_mb:.0f} MB resident"
+            )
+        comparison.compare(synthetic_text, size, args.synthetic_rounds, both_engines=False)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class DueAction:
 
 
 def entry_of(action: AlertAction) -> str:
-    """Returns the identity of an entry, which stays the same when the entry's limits change."""
+    """Returns an identity of the entry that does not depend on the entry's limits."""
     text = action.model_dump_json(include={"alert", "do", "command", "url"})
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

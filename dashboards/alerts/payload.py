@@ -1,4 +1,6 @@
-"""Alertmanager's webhook format, version 4: read from a real one, and written to receivers of our own."""
+"""Alertmanager's webhook format, version 4: parses messages of a real Alertmanager, and writes messages for raytide's
+own receivers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts, actions, silences and messages in a SQLite file of the run folder, which the monitor and the API share.
+"""Alerts, actions, silences and messages in a SQLite file that the monitor and the API share.
 
 A restarted monitor continues from this file. Its size is bounded: old episodes, actions and messages are deleted.
 """
@@ -88,7 +88,7 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Until this time, alerts of this name start no actions and send no messages."""
+    """A silence: until `until_s`, alerts of this name start no actions and send no messages."""
 
     name: str
     until_s: float
@@ -155,7 +155,7 @@ class AlertRecords:
         return found
 
     def episodes(self, limit: int = 100, name: str | None = None) -> list[Episode]:
-        """Returns the last changes of state, newest first."""
+        """Returns the last state changes of alerts, newest first; with `name`, only those of alerts with this name."""
         with self._database.read() as c:
             query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
             return [_episode(row) for row in c.execute(query, (name, limit))]

@@ -33,7 +33,7 @@ from raytide.dashboards.history.reader import Curve, HistoryReader
 from raytide.dashboards.history.writer import FILE as HISTORY_FILE
 
 PROBES_FILE, ANOMALIES_FILE = "probes.json", "anomalies.json"
-"""The last results of probes and scores of signals, which the monitor writes into the run folder."""
+"""The files of the run folder in which the monitor keeps the last results of probes and the last scores of signals."""
 _MOST_SILENCE_S = 30 * 86_400.0
 
 
@@ -98,7 +98,7 @@ class MonitoringService:
         return self._history.metrics()
 
     def alerts(self, caller: Caller) -> list[dict[str, Any]]:
-        """Returns the alerts of the source whose alerts act, firing alerts first, each with its last action."""
+        """Returns the alerts of the acting source (see `acting_source`), firing first, each with its last action."""
         source = acting_source(self._run_dir)
         actions: dict[str, ActionRecord] = {}
         for record in self._alerts.actions():
@@ -183,8 +183,8 @@ class MonitoringService:
         return self._store.orders.add(spec, caller.user, self._clock.now_s())
 
     def _order_of_host(self, spec: OrderSpec, caller: Caller) -> Order | None:
-        """Puts an own machine into quarantine, or lifts its quarantine, at once; returns None for other orders and
-        names.
+        """Puts one of the operator's own machines into quarantine, or lifts its quarantine, at once. Returns None for
+        orders of other kinds or about other names.
         """
         if spec.subject not in self._hosts or spec.kind not in ("quarantine_node", "release_node"):
             return None

@@ -1,4 +1,4 @@
-"""Sends JSON to a URL, signed with a shared key so that the receiver can tell who sent it."""
+"""Sends JSON to a URL, signed with a shared key so that the receiver can verify the sender."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def signature_of(body: bytes, secret: str) -> str:
 
 
 def post_signed(url: str, message: Mapping[str, Any], secret: str, key: str, timeout_s: float) -> str:
-    """Posts the message and returns the response's status in words. Raises ClusterError if it is not 2xx.
+    """Posts the message and returns the response's status in words. Raises ClusterError if the status is not 2xx.
 
     Redirects are not followed. `key` is sent as `Idempotency-Key`, so that a receiver can drop a repetition.
     """

@@ -32,11 +32,11 @@ class Alert:
 
     name: str
     labels: Labels
-    """Without its name and severity."""
+    """The alert's labels, without its name and severity."""
     severity: Severity
     state: AlertState
     since_s: float
-    """The begin of the state."""
+    """The time at which the state began."""
     fired_at_s: float | None = None
     """The time at which the alert began to fire, by which the log of actions names the episode; None while it is
     pending.
@@ -44,7 +44,7 @@ class Alert:
     value: float | None = None
     summary: str = ""
     page: str = ""
-    """The page of the runbook: the meaning of the alert, and what to do."""
+    """The runbook's page, with the meaning of the alert and what to do."""
     source: AlertSource = "raytide"
 
     @property

@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b82f6", "#f59e0b", "#10b981", "#ef44
 """Colours with enough contrast on white and on black."""
 FORMATS = (".svg", ".png", ".html")
 _INK = "#010203"
-"""Stands for the colour of the text around a figure."""
+"""A placeholder for the colour of the text around a figure."""
 _INCH = 96.0
 _PNG_DPI = 160
 _STYLE: Mapping[str, Any] = {

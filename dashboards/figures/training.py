@@ -20,15 +20,15 @@ PANELS = (
     ("tokens_per_s", "throughput", "tokens/s"),
     ("world", "ranks", ""),
 )
-"""Key of a step's line, title and unit of each panel."""
+"""The key in a step's line, the title and the unit of each panel."""
 MARKS = {"broke": (RED, "broke"), "resize": (VIOLET, "resized"), "not_applied": (ORANGE, "not applied")}
 POINTS = 1500
-"""Points per curve: more than the plot has columns would only enlarge the file."""
+"""The number of points of a curve: more points than the plot has columns would only enlarge the file."""
 _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 125, 60
 
 
 def picture(history: RunHistory, title: str) -> Picture:
-    """Returns the figure of the curves; for a run without a step it shows a text that says so."""
+    """Returns the figure of the curves; for a run without a step, a figure with a text that says so."""
     steps = thinned(history.steps)
 
     def draw(figure: Figure) -> None:
@@ -52,8 +52,8 @@ def picture(history: RunHistory, title: str) -> Picture:
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """Returns at most 2 * `points` lines, including the first and the last: those with the lowest and the highest loss
-    of each interval, so that no spike is lost.
+    """Returns at most 2 * `points` lines: the first, the last, and those with the lowest and the highest loss of each
+    interval, so that no spike is lost.
     """
     if len(lines) <= 2 * points:
         return list(lines)

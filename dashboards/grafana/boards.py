@@ -43,7 +43,7 @@ def _meter(meter: str) -> Query:
 
 
 def _ray(metric: str, by: str) -> Query:
-    """Returns a metric of Ray's own agents."""
+    """Returns the query of a metric of Ray's own agents, summed by the label `by`."""
     return Query(sum_by(Selector(metric, (Matcher("node", "=~", "$node"),)), by), by_labels(by))
 
 

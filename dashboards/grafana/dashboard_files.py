@@ -16,7 +16,7 @@ from raytide.dashboards.grafana.panels import Board, Panel
 
 FOLDER = Path(__file__).parent / "generated"
 _SCHEMA = 39
-"""Grafana's version of the JSON; later Grafanas migrate it."""
+"""Grafana's version of the JSON format; later versions of Grafana migrate it."""
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS, _STAT, _CHART = 24, (4, 4), (8, 8)
 _SOURCES = {
@@ -162,7 +162,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
 
 
 def _overrides(panel: Panel) -> list[dict[str, Any]]:
-    """Returns the overrides that draw promised rather than measured values as dashed lines."""
+    """Returns the overrides that draw promised values, such as an SLO, as dashed lines."""
     dashed = {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}}
     return [
         {"matcher": {"id": "byFrameRefID", "options": chr(ord("A") + index)}, "properties": [dashed]}

@@ -48,9 +48,9 @@ _LABELS = {metric.exposed_name: metric.labels for metric in METRICS.values()}
 class Query:
     expression: Expression
     legend: str
-    """With labels as `{{endpoint}}`."""
+    """The curve's name, with labels as `{{endpoint}}`."""
     is_promise: bool = False
-    """Drawn as a dashed line."""
+    """True for a promised value, such as an SLO, which is drawn as a dashed line."""
     is_rare: bool = False
     """True if the query is zero, and not without a value, before the first event."""
 
@@ -74,7 +74,7 @@ class Panel:
     queries: tuple[Query, ...]
     kind: Kind = "timeseries"
     bound: float | None = None
-    """The value from which it is coloured red, usually that of its alert."""
+    """The value from which the panel is coloured red, usually the bound of its alert."""
     is_stacked: bool = False
     description: str = ""
     empty: str = ""
@@ -141,9 +141,7 @@ def stacked(title: str, unit: Unit, *queries: Query, description: str = "") -> P
 
 
 def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None, empty: str = "") -> Panel:
-    """Returns a panel with one number. While no series reports it, it shows the text `empty`, or zero if
-    that is empty.
-    """
+    """Returns a panel with one number. Without a series, it shows the text `empty`, or zero if that is ""."""
     return Panel(title, unit, (Query(expression, "", is_rare=not empty),), "stat", bound, empty=empty)
 
 

@@ -72,15 +72,15 @@ def increase(points: Sequence[Point]) -> float:
     return sum(b - a if b >= a else b for (_, a), (_, b) in pairwise(points))
 
 
-def rates(points: Sequence[Point], starts_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
-    """Returns the rate per second of a counter over each step that ends at one of `starts_s`.
+def rates(points: Sequence[Point], ends_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
+    """Returns a counter's rate per second over each step of `step_s` that ends at one of `ends_s`.
 
     A step includes the point before its start if that is at most `reach_s` older. Steps with fewer than two points are
     left out.
     """
     times = [at_s for at_s, _ in points]
     found = []
-    for end_s in starts_s:
+    for end_s in ends_s:
         first, last = bisect_right(times, end_s - step_s), bisect_right(times, end_s)
         if first > 0 and times[first - 1] >= end_s - step_s - reach_s:
             first -= 1
@@ -91,7 +91,7 @@ def rates(points: Sequence[Point], starts_s: Iterable[float], step_s: float, rea
 
 
 def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) -> list[Point]:
-    """Returns, at each time, the last value; times without a value that is less than `reach_s` old are left out."""
+    """Returns the last value at each of `ends_s`, leaving out times without a value that is less than `reach_s` old."""
     times = [at_s for at_s, _ in points]
     found = []
     for end_s in ends_s:

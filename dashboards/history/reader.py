@@ -23,7 +23,7 @@ _REACH_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One series of an answer."""
+    """One series of the answer to a query."""
 
     labels: Labels
     points: tuple[Point, ...]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from raytide.dashboards.history.points import Row
 
 VERSION = 1
-"""A file of another version is replaced."""
+"""The version of the format; a file of another version is replaced."""
 
 SCHEMA = """
 CREATE TABLE metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, is_counter INTEGER NOT NULL);

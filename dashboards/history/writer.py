@@ -1,6 +1,7 @@
 """Writes the history in one transaction per scrape, within limits on series and bytes that hold for every input.
 
-A file that cannot be read is replaced, because old values are worth less than new ones; `problem` says so.
+A file that cannot be read is replaced, because old values are worth less than new ones; `problem` then tells the
+operator.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ MOST_SERIES = 20_000
 MOST_BYTES = 256 << 20
 """The largest size of the file. The write-ahead log beside it takes a few megabytes more."""
 LOW_BYTES = 256 << 20
-"""If the disk has less free space than this, nothing is written, so that the control plane's records
-still have room.
+"""The free space on the disk, in bytes, below which nothing is written, to keep space for the control plane's records.
 """
 
 _FULL = 0.9
 """The share of `MOST_BYTES` from which the oldest rows are deleted."""
 _FORGOTTEN = 0.05
-"""The share of the series that make room for new ones at once."""
+"""The share of the series that is forgotten at once to make room for new ones."""
 _LIVE_S = 300.0
-"""A series with a point this young is never forgotten: new ones are dropped instead."""
+"""A series whose last point is younger than this is never forgotten: new series are dropped instead."""
 _FUTURE_S = 3600.0
 _PRUNE_S = 600.0
 _BUSY_S = 5.0
@@ -76,7 +76,7 @@ class HistoryWriter:
         self.problem = ""
         """The reason why the last write wrote nothing, or what happened to the file; empty if all is well."""
         self.dropped = 0
-        """The points of new series for which there was no room."""
+        """The number of points of new series that were dropped because of the limits."""
         self.replaced = 0
         """The files that could not be read and were replaced."""
         self._known: dict[tuple[str, Labels], Series] = {}
@@ -281,9 +281,7 @@ class HistoryWriter:
         return int(self._c.execute(f"PRAGMA {name}").fetchone()[0])
 
     def _rollback(self) -> None:
-        """Rolls back and reads again which series are stored, since some of the known ids may have been given in the
-        transaction.
-        """
+        """Rolls back, and reloads which series are stored, since some known ids may come from the transaction."""
         with suppress(sqlite3.DatabaseError):
             if self._c.in_transaction:
                 self._c.execute("ROLLBACK")

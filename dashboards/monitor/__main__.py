@@ -28,6 +28,7 @@ from raytide.dashboards.history.writer import FILE as HISTORY_FILE
 from raytide.dashboards.history.writer import HistoryWriter
 from raytide.dashboards.monitor.alerting import Alerting
 from raytide.dashboards.monitor.anomalies import Anomalies
+from raytide.dashboards.monitor.certificates import CertificateWatch, addresses_of
 from raytide.dashboards.monitor.monitor import Monitor
 from raytide.dashboards.monitor.probes import ProbeKey, Prober
 from raytide.dashboards.monitor.scraper import Scraper
@@ -53,6 +54,7 @@ async def watch(folder: Path) -> None:
         scraper = Scraper(http, history)
         key = ProbeKey(folder, config.probe_team, needs_key)
         prober = Prober(config.probes, cluster.serve_url, http, key, folder)
+        certificates = CertificateWatch(addresses_of(settings, os.environ))
         anomalies = Anomalies(reader, config.history_days, folder)
         monitor = Monitor(
             folder,
@@ -64,10 +66,10 @@ async def watch(folder: Path) -> None:
             alerting,
             runner,
             anomalies,
-            prober.samples,
+            lambda: (*prober.samples(), *certificates.samples()),
         )
         announce(folder, "monitor", Target("raytide-monitor", await monitor.page.start(cluster.head_ip)))
-        task = asyncio.gather(monitor.run(), prober.run())
+        task = asyncio.gather(monitor.run(), prober.run(), certificates.run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         try:
             await task

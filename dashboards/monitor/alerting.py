@@ -29,9 +29,10 @@ _TEST_S = 60.0
 """The time for which a test alert fires."""
 _PRUNE_S = 3600.0
 _STALE_SCRAPES, _LEAST_STALE_S = 2.5, 15.0
-"""A page may be missed that often, or for that long, before its series count as ended."""
+"""The series of a page end once the page was missed for that many scrape intervals, and for at least that many seconds.
+"""
 _LONG_S, _STEP_S = 2 * 3600.0, 60.0
-"""Windows of the history longer than this are read by the minute."""
+"""Windows longer than `_LONG_S` are read from the history in steps of `_STEP_S`."""
 
 
 class Alerting:

@@ -29,7 +29,7 @@ LEAST_VALUES = 24
 _RECENT = 3
 """The number of last values that do not count as earlier values."""
 _LEAST_SPREAD = 0.05
-"""The smallest deviation that counts as one, as a share of the median: a constant has no spread at all."""
+"""The least deviation that a score divides by, as a share of the median: a constant signal has no deviation at all."""
 _MAD_TO_SIGMA = 1.4826
 _FLEET = "the fleet"
 
@@ -39,7 +39,7 @@ class Anomaly:
     """A signal's last value, with the median and the deviation to which it is compared."""
 
     signal: str
-    """`latency` (median time to first token, seconds) or `cost` (dollars an hour)."""
+    """`latency` (median time to first token, in seconds) or `cost` (in dollars an hour)."""
     subject: str
     at_s: float
     value: float

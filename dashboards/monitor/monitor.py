@@ -23,7 +23,7 @@ from raytide.dashboards.monitor.scraper import Scraper, ScrapeTarget, targets_fr
 log = logger(__name__)
 
 _LOOK_S = 1.0
-"""The time between two looks for alerts that others have written."""
+"""The longest time between two checks for alerts that other processes have written."""
 _TIMEOUT_S = 5.0
 
 
@@ -44,7 +44,7 @@ class Monitor:
         more: Callable[[], Iterable[MetricSample | HistogramSample]] = tuple,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`more`: samples of other parts of this process, for its metrics page."""
+        """`more` returns samples of other parts of this process, for the monitor's metrics page."""
         self._run_dir, self._api_url, self._scrape_s = run_dir, api_url, scrape_s
         self._history, self._scraper, self._http = history, scraper, http
         self._alerting, self._runner, self._more, self._now_s = alerting, runner, more, now_s

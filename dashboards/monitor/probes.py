@@ -40,7 +40,7 @@ class ProbeResult:
     probe: str
     at_s: float
     success: bool
-    """True if it was answered."""
+    """True if the probe was answered."""
     right: bool
     """True if the answer was the expected one."""
     seconds: float
@@ -60,7 +60,7 @@ class Prober:
         folder: Path,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`key` returns the API key of the requests; empty without one."""
+        """`key` returns the API key of the requests, or an empty string if there is none."""
         self._probes, self._serve_url, self._http, self._key = probes, serve_url, http, key
         self._folder, self._now_s = folder, now_s
         self._results: dict[tuple[str, str], ProbeResult] = {}

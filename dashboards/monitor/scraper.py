@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import httpx
 
 from raytide.core.logs import logger
+from raytide.core.telemetry.catalogue import declared_in, ray
 from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.writer import HistoryWriter, Series
 
 PREFIXES = ("raytide_", "DCGM_")
-"""The metrics that are kept."""
+"""The metrics that are kept, beside those of `RAY`."""
+RAY = {metric.exposed_name: metric for metric in declared_in(ray)}
+"""Ray's own metrics that alerts need, with the labels that are kept. Ray's pages have hundreds of others."""
 MOST_PAGE_BYTES = 16 << 20
 MOST_TARGETS = 5000
 _AT_ONCE = 32
@@ -61,7 +64,7 @@ class Scraper:
         self._http, self._history = http, history
         self._readers: dict[ScrapeTarget, PageReader] = {}
         self.up: dict[tuple[str, str], bool] = {}
-        """The targets of the last scrape by job and instance, with whether their page was read."""
+        """The targets of the last scrape, by job and instance: True if the target's page could be read."""
 
     async def scrape(self, targets: Iterable[ScrapeTarget], timeout_s: float) -> list[tuple[Series, float]]:
         """Returns the samples of all pages. A page that does not answer in time has no samples and counts as down."""
@@ -146,7 +149,7 @@ class PageReader:
 
     def _series(self, text: str, type_of: Callable[[str], str | None]) -> Series | None:
         metric = text.partition("{")[0].rstrip()
-        if not metric.startswith(PREFIXES):
+        if not metric.startswith(PREFIXES) and metric not in RAY:
             return None
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -155,7 +158,10 @@ class PageReader:
             (sample,) = family.samples
         except ValueError:
             return None
-        labels = {**self._labels, **{name: value for name, value in sample.labels.items() if value}}
+        own = sample.labels
+        if metric in RAY:
+            own = {name: value for name, value in own.items() if name in RAY[metric].labels}
+        labels = {**self._labels, **{name: value for name, value in own.items() if value}}
         family_name = next((metric.removesuffix(end) for end in _COUNTED if metric.endswith(end)), metric)
         kind = type_of(metric) or type_of(family_name)
         is_counter = kind == "counter" or (kind in ("histogram", "summary") and metric != family_name)

@@ -51,9 +51,7 @@ def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> s
 
 
 def alertmanager_config(cluster: RunningCluster) -> str:
-    """Returns the content of alertmanager.yml: alerts go to the API's webhook, which runs actions and
-    sends messages.
-    """
+    """Returns the content of alertmanager.yml: alerts go to the API, which runs actions and sends messages."""
     webhook = {
         "url": f"{cluster.api_url}/v1/alerts/webhook",
         "send_resolved": True,

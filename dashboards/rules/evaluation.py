@@ -52,7 +52,7 @@ class SeriesSource(Protocol):
 
 
 def evaluate(expression: Expression, source: SeriesSource, at_s: float) -> Vector:
-    """Returns the values of the expression at a time, by labels."""
+    """Returns the expression's value at the time `at_s`, for each set of labels."""
     match expression:
         case Selector():
             return _instant(expression, source, at_s)

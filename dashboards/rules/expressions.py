@@ -74,7 +74,7 @@ class Quantile:
 
     q: float
     histogram: Selector
-    """The histogram's name without `_bucket`."""
+    """A selector with the histogram's name, without `_bucket`."""
     window_s: int
     by: tuple[str, ...] = ()
 
@@ -90,8 +90,8 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The values of the left side for which the comparison holds, with a number or with the right side's value of equal
-    labels.
+    """The values of the left side for which the comparison holds. They are compared with a number, or with the right
+    side's value that has equal labels.
     """
 
     left: Expression
@@ -114,7 +114,7 @@ class SetOperation:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """One value of 1, with the labels that the selector's `where` requires, if the selector finds no series."""
+    """The value 1, with the labels that the selector's `where` requires, if the selector finds no series."""
 
     series: Selector
 

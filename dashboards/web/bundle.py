@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-"""`./dev page` writes it. The names of scripts and styles carry a hash of their content."""
+"""The folder that `./dev page` writes. The names of scripts and styles carry a hash of their content."""
 ENTRY = "index.html"
 
 _TYPES = {

@@ -29,9 +29,9 @@ Table = Mapping[str, Row]
 EVERYBODY = Caller("the page", ANY_TEAM)
 MOST_JOBS = 2000
 ENDED_S = 900.0
-"""Jobs that ended within this time are among the rows; GET /v1/jobs has the others."""
+"""The time for which a job that ended stays among the rows; GET /v1/jobs has the others."""
 COSTS_S = 10.0
-"""The time between two looks at costs, which grow all the time: rows would otherwise change in every second."""
+"""The time between two updates of costs. Costs grow all the time, so rows would otherwise change every second."""
 _MOST_TEXT = 400
 _NOTHING_MEASURED = Live(at_s=0.0)
 _USES = {
@@ -64,12 +64,12 @@ class PagePicture:
     teams: Table = field(default_factory=dict)
     alerts: Table = field(default_factory=dict)
     price_micro_usd_h: Mapping[str, int] = field(default_factory=dict)
-    """The price by team; "" pays for the part that no team holds."""
+    """The price by team; the key "" is for the part of the fleet that no team holds."""
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:
-        """Returns the part of the picture that a team may see: its own rows, and all nodes, on which only its own
-        shares show their holders.
+        """Returns the part of the picture that a team may see: its own rows, and all nodes. On nodes, only the team's
+        own shares show their holders.
         """
         is_all = team == ANY_TEAM
         price, cost = (

@@ -30,7 +30,7 @@ state.
 """
 MOST_LISTENERS = 200
 LONGEST_S = 3600.0
-"""After this time a stream ends, and the page opens another one."""
+"""The longest duration of a stream; then it ends, and the page opens another one."""
 
 Check = Callable[[], Awaitable[object]]
 Content = Mapping[str, Any]
@@ -63,10 +63,10 @@ class Streams:
         self._limiter = CapacityLimiter(1)
         self._listeners: set[Listener] = set()
         self._told: dict[str, Content] = {}
-        """The rows that the listeners of each team know."""
+        """The rows that the listeners of each team have been sent."""
         self._loop: asyncio.Task[None] | None = None
         self._new = asyncio.Event()
-        """Set while a listener knows nothing yet."""
+        """Set while a listener has not been sent anything yet."""
 
     def join(self, team: str) -> Listener:
         """Adds a listener, whose first messages are the whole picture. Raises QuotaError if there are too many

@@ -20,13 +20,15 @@ from raytide.ledger.report import accrued
 FRESH_S = 15.0
 """The age up to which a reading of the unfinished steps is reused."""
 OPEN_S = 1200.0
-"""Entries are booked about a minute after they began: steps younger than this are read again."""
+"""The age up to which steps are read again, because entries are booked about a minute after they began."""
 MOST_STEPS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class UseSeries:
-    """One use in one market: the node hours of each step."""
+    """The GPU hours, CPU hours and cost of each step for one use of nodes (such as training or idle) in one market
+    (spot or on demand).
+    """
 
     use: str
     market: str
@@ -39,7 +41,7 @@ class UseSeries:
 class TideView:
     at_s: float
     from_s: float
-    """The begin of the first step; steps are aligned to whole multiples of their length."""
+    """The start of the first step; steps are aligned to whole multiples of their length."""
     step_s: float
     series: tuple[UseSeries, ...]
 
@@ -56,7 +58,7 @@ class Tide:
         self._read_at_s: dict[int, float] = {}
 
     def view(self, caller: Caller, since_s: float, step_s: float) -> TideView:
-        """Returns the last `since_s` seconds. A team sees its own share."""
+        """Returns the sums of the last `since_s` seconds in steps of `step_s`. A team sees its own share."""
         step_us = max(to_us(max(step_s, since_s / MOST_STEPS)), 60_000_000)
         now_s = self._clock.now_s()
         last_us = to_us(now_s) // step_us * step_us

@@ -80,7 +80,7 @@ typedef struct {
     void *qkv;
     const void *cos, *sin, *q_weight, *k_weight;
     void *cache;
-    const int64_t *slots;
+    const int64_t *positions, *slots;
     int64_t tokens, heads, kv_heads, dim, turned, num_slots, rows;
     float eps;
     int bf16, int8;
@@ -129,7 +129,7 @@ INLINE void rope_rows(const RopeTask *t, int64_t item, int bf16) {
             const void *weight = h < t->heads ? t->q_weight : t->k_weight;
             if (weight) rms_row(head, weight, head, t->dim, t->eps, bf16);
             if (t->cos) {
-                int64_t at = row * t->turned * width;
+                int64_t at = (t->positions ? t->positions[row] : row) * t->turned * width;
                 turn(head, (const char *)t->cos + at, (const char *)t->sin + at, t->turned, bf16);
             }
         }
@@ -151,13 +151,15 @@ static void rope_f32(const void *t, int64_t item) { rope_rows(t, item, 0); }
 static void rope_bf16(const void *t, int64_t item) { rope_rows(t, item, 1); }
 
 /* Norm and turn the query and key heads of qkv [tokens, heads + 2 kv_heads, dim] in place; put keys and values into
- * their slots of the cache [2, num_slots, kv_heads, dim], or rounded into one of int8 [2, num_slots, kv_heads, dim + 4]. */
-EXPORT void raytide_rope_write(void *qkv, const void *cos, const void *sin, const void *q_weight, const void *k_weight,
-                               void *cache, const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
-                               int64_t dim, int64_t turned, int64_t num_slots, float eps, int bf16, int int8) {
+ * their slots of the cache [2, num_slots, kv_heads, dim], or rounded into one of int8 [2, num_slots, kv_heads, dim + 4].
+ * Row positions[t] of cos and sin is token t's; without positions, row t. */
+EXPORT void raytide_rope_write(void *qkv, const void *cos, const void *sin, const int64_t *positions,
+                               const void *q_weight, const void *k_weight, void *cache, const int64_t *slots,
+                               int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned,
+                               int64_t num_slots, float eps, int bf16, int int8) {
     int64_t rows = 1 + GRAIN / ((heads + 2 * kv_heads) * dim);
-    RopeTask t = {qkv,      cos, sin,    q_weight,  k_weight, cache, slots, tokens, heads,
-                  kv_heads, dim, turned, num_slots, rows,     eps,   bf16, int8};
+    RopeTask t = {qkv,   cos,      sin, q_weight, k_weight,  cache, positions, slots, tokens,
+                  heads, kv_heads, dim, turned,   num_slots, rows,  eps,       bf16,  int8};
     for_each(bf16 ? rope_bf16 : rope_f32, &t, (tokens + rows - 1) / rows,
              tokens * (heads + 2 * kv_heads) * dim * WEIGHT);
 }

@@ -22,7 +22,7 @@
 /* The struct of quantized.py. `packed` is [panel, group], and of each the codes of its parts, PANEL scales, in float16 if
  * `half`, and PANEL offsets, if any: one stream of memory. Input k of the packed weight is input columns[k] of x, or a
  * zero if that is negative; none: x's own order. */
-typedef struct {
+typedef struct Weight {
     const void *packed;
     const float *bias;
     const int32_t *columns;

@@ -7,12 +7,29 @@
 #include "vector.h"
 
 #define PANEL (2 * VL)
-#define AHEAD 1024 /* words: past the end of a page the processor itself does not look */
+#define PAGE_STEPS (1024 / PANEL) /* rows of PANEL words in a page of memory */
 #define MAX_ROWS (VL == 16 ? 14 : 6) /* x 2 accumulators, and 2 of B and 1 of A, fill the register file */
 
 /* What a word of B is. PAIRS: two bfloat16 that follow each other in K, multiplied with A's by the dot instruction.
  * WIDENED: the same for machines without it, where A comes as float32. */
 typedef enum { FLOATS, PAIRS, WIDENED } Words;
+
+/* Asks for cache lines of the panels' next page at row `k`: past the end of a page the processor itself does not look.
+ * One row of A is so fast that requests for all lines take time: with AVX512 it asks for the first four of a page, whose
+ * followers the processor then asks for, and for one panel after the other. `phase` is b's place in its page. */
+INLINE void ask_ahead(int mr, int panels, const uint32_t *b, int64_t ldb, int64_t k, int64_t phase) {
+    if (VL < 16 || mr > 1) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 2 * panels; j += 16 / VL)
+            __builtin_prefetch(b + ((j / 2) * ldb + k + PAGE_STEPS) * PANEL + (j % 2) * VL);
+        return;
+    }
+    int64_t place = k + phase, panel = place % PAGE_STEPS / (PAGE_STEPS / 4);
+    if (place % (PAGE_STEPS / 4) || panel >= panels) return;
+    const uint32_t *next = b + (panel * ldb + k + PAGE_STEPS - place % PAGE_STEPS) * PANEL;
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; line++) __builtin_prefetch(next + line * 16);
+}
 
 /* Of `b`, `steps` rows of PANEL words in each panel, and panels are `ldb` rows apart; A's rows are `lda` words (WIDENED:
  * floats) apart. */
@@ -23,15 +40,13 @@ INLINE void tile(Words words, int mr, int panels, const void *a, int64_t lda, co
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * panels; j++) acc[i][j] = add ? load_f32(c + i * ldc + j * VL) : (vf){0};
+    int64_t phase = (int64_t)((uintptr_t)b % 4096 / (PANEL * 4));
     for (int64_t k = 0; k < steps; k++) {
         vu w[8];
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * panels; j++)
             w[j] = *(const vu_mem *)(b + ((j / 2) * ldb + k) * PANEL + (j % 2) * VL);
-        if (mr <= 2) /* then memory is what one waits for */
-#pragma GCC unroll 8
-            for (int j = 0; j < 2 * panels; j += 16 / VL)
-                __builtin_prefetch(b + ((j / 2) * ldb + k) * PANEL + (j % 2) * VL + AHEAD);
+        if (mr <= 2) ask_ahead(mr, panels, b, ldb, k, phase); /* then memory is what one waits for */
 #pragma GCC unroll 16
         for (int i = 0; i < mr; i++) {
             if (words == WIDENED) {

@@ -177,7 +177,7 @@ def join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """The numbers of rows and keys in a program's tile, of its warps and of its pipeline stages."""
+    """The size of a program's tile in rows and keys, and the program's numbers of warps and of pipeline stages."""
 
     rows: int
     keys: int

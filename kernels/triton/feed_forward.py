@@ -1,5 +1,5 @@
-"""The gate of a feed-forward layer, activate(gate) * up in one pass; and the experts of a mixture through torch's
-grouped product, one call for all experts, without waiting for the device.
+"""Two operators of feed-forward layers: the gate, activate(gate) * up, in one pass; and all experts of a mixture in one
+call of torch's grouped product, so that the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @gpu_variant("experts")
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns the function of `ref.experts`. It sorts the tokens' choices by expert, so that each expert's rows are
-    adjacent.
+    """Returns a function with the contract of the one that `ref.experts` returns. It sorts the pairs of a token and a
+    chosen expert by expert, so that each expert's rows are adjacent.
     """
     if any(weight.shape[2] * weight.element_size() % _ALIGNMENT for weight in (gate_up_E2FN, down_ENF)):
         return ref.experts(gate_up_E2FN, down_ENF, kind)

@@ -22,7 +22,7 @@ class DecodeBatch(PagedBatch):
     a captured graph finds the next step in them.
 
     Only `lens_B3` has the contexts' lengths, which may grow to `most_context`. `context_lens` is empty, so that an
-    operator that reads it fails; it would otherwise repeat the lengths of the capture for ever.
+    operator that reads it fails instead of repeating the lengths of the capture for ever.
     """
 
     lens_B3: Tensor = field(kw_only=True)
@@ -64,7 +64,7 @@ def longest_context(batch: PagedBatch, members: list[int]) -> int:
 
 
 def lens_on_device(batch: PagedBatch) -> Tensor:
-    """Returns the `lens` tensor [B, 3] (see above) in int32, on the device of the block tables."""
+    """Returns the `lens` tensor [B, 3] (see the module) in int32, on the device of the block tables."""
     if isinstance(batch, DecodeBatch):
         return batch.lens_B3
     queries = np.array(batch.query_lens, np.int32)

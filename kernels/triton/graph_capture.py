@@ -10,7 +10,7 @@ import torch
 
 Tensor = torch.Tensor
 Pool = tuple[int, int]
-"""The memory that graphs share, as torch names it."""
+"""torch's handle of the memory that captured graphs share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class GraphCapture(Protocol):
 
 
 class CudaGraphCapture:
-    """Captures CUDA graphs, on ROCm HIP graphs. A step must neither wait for the device nor copy from the host."""
+    """Captures CUDA graphs (HIP graphs on ROCm). A step must neither wait for the device nor copy from the host."""
 
     def new_pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()

@@ -233,7 +233,7 @@ def round_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """The numbers of rows and outputs in a program's tile, of its warps and of its pipeline stages."""
+    """The size of a program's tile in rows and outputs, and the program's numbers of warps and of pipeline stages."""
 
     rows: int
     outputs: int

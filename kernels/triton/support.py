@@ -32,7 +32,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def can_run() -> bool:
-    """Returns whether the kernels run on this machine's GPU. It launches one, because Triton needs a C compiler too."""
+    """Returns whether the kernels run on this machine's GPU, by launching one: Triton also needs a C compiler."""
     if not is_installed() or not torch.cuda.is_available():
         return False
     if torch.version.hip:
@@ -70,6 +70,6 @@ def num_processors(device: torch.device) -> int:
 
 
 def fits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Returns whether all tensors have the same dtype, which the kernels know, and contiguous rows."""
+    """Returns whether all tensors have the same dtype, which the kernels support, and contiguous rows."""
     given = [t for t in (x, *others) if t is not None]
     return x.dtype in DTYPES and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in given)

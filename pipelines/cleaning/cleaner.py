@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from raytide.core.errors import UsageError
 from raytide.core.io.storage import read_bytes, sha256
 from raytide.core.specs.cleaning import CleaningSpec, DocumentRules
 from raytide.pipelines.cleaning.corpus.decontaminate import EvaluationSets
@@ -30,7 +29,7 @@ class Cleaned:
 
     text: str
     reason: str | None = None
-    """The rule that dropped it; None if it is kept."""
+    """The rule that dropped the document; None if it is kept."""
     changes: Counter[str] = field(default_factory=Counter)
     """Replaced matches and removed headers, by kind."""
     language: str | None = None
@@ -55,15 +54,6 @@ class Cleaner:
                 self.stages[stage.model_dump_json()] = load_stage(stage)
             if rules.perplexity is not None:
                 check_model(rules.perplexity.model)
-
-    def clean(self, text: str, url: str = "") -> Cleaned:
-        """Returns the document after cleaning. Raises UsageError if a flat_map stage makes several documents of it, or
-        none.
-        """
-        found = self.clean_all([text], [Place(url)])[0]
-        if len(found) != 1:
-            raise UsageError(f"a stage made {len(found)} documents of one.", hint="Use clean_all.")
-        return found[0]
 
     def clean_all(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[Cleaned]]:
         """Returns, for each text, the cleaned documents that it becomes: one, or several or none after a flat_map
@@ -91,8 +81,8 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, bytes, version) of everything other than the spec that decides the result: code, evaluation
-        sets and models.
+        """Returns (name, bytes, version) of everything that decides the result besides the spec: code, evaluation sets
+        and models.
         """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:

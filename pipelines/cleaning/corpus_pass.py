@@ -24,7 +24,7 @@ NEAR, NEAR_EARLIER, REPEATED = "near_duplicate", "near_earlier_dataset", "repeat
 
 @dataclass(slots=True)
 class CorpusCleaning:
-    """Collects fingerprints as chunks arrive, in any order, and compares all documents once they are complete."""
+    """Collects the fingerprints of chunks, in any order, and compares all documents once every chunk is added."""
 
     spec: CleaningSpec
     counts: list[CleaningCounts] = field(default_factory=list)
@@ -36,7 +36,7 @@ class CorpusCleaning:
     _kept: Signatures | None = None
 
     def add(self, index: int, fingerprints: Fingerprints, counts: CleaningCounts) -> None:
-        """Adds a chunk's fingerprints. Of its signatures, 8 bytes for each band stay in memory."""
+        """Adds a chunk's fingerprints. In memory its signatures take 8 bytes for each band of a document."""
         self.counts.append(counts)
         if (near := self.spec.near_duplicates) is not None and (signatures := fingerprints.signatures) is not None:
             self._store = self._store or SignatureStore(near.bands * near.rows)
@@ -49,7 +49,7 @@ class CorpusCleaning:
             self._store.close()
 
     def near_duplicates(self, kept: NDArray[np.bool_]) -> dict[int, int]:
-        """Returns the dropped documents, each with the document that it is near to; -1 if that is in an earlier
+        """Returns each document to drop with the document that it nearly duplicates; -1 if that is in an earlier
         dataset.
 
         Documents are numbered among those that the rules kept; `kept` is a mask of those that no other step has
@@ -70,7 +70,9 @@ class CorpusCleaning:
         return {int(i): max(int(first[i]), -1) for i in np.flatnonzero(is_dropped)}
 
     def repeats(self, kept: NDArray[np.bool_]) -> tuple[dict[int, Cuts], NDArray[np.int64]]:
-        """Returns the cuts of each chunk by its index, and the documents that would be empty after them."""
+        """Returns the repeated words to cut, by the index of their chunk, and the documents that would be empty without
+        them.
+        """
         rule = self.spec.substrings
         order = sorted(self._chunks)
         lengths = [each for i in order if (each := self._chunks[i].lengths) is not None]
@@ -119,7 +121,9 @@ def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
 
 
 def against_identity(spec: CleaningSpec) -> list[tuple[str, int, str]]:
-    """Returns (name, size, version) of the datasets that the corpus is compared with. Raises as `read_signatures`."""
+    """Returns (name, size, version) of the datasets that the corpus is compared with. Raises the errors of
+    `read_signatures`.
+    """
     datasets = () if spec.near_duplicates is None else spec.near_duplicates.against
     return [(f"against {url}", 0, _signatures_of(url).sha256) for url in datasets]
 

@@ -17,9 +17,9 @@ from raytide.core.errors import DataError
 REPORT = "cleaning.json"
 """The report's name in a dataset."""
 SIGNATURES = "signatures.bin"
-"""The name of the kept documents' signatures."""
+"""The name, in a dataset, of the file with the signatures of the kept documents."""
 SIZES = 40
-"""Buckets of lengths: bucket i counts texts of 2^(i-1) to 2^i - 1 characters, bucket 0 the empty ones."""
+"""The number of buckets of lengths: bucket i counts texts of 2^(i-1) to 2^i - 1 characters, bucket 0 the empty ones."""
 
 
 class CleaningReport(Config):
@@ -28,12 +28,12 @@ class CleaningReport(Config):
     kept_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
     dropped_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
     languages: dict[str, int] = Field(default_factory=dict, max_length=500)
-    """Documents by language, where the rules tell it."""
+    """The number of documents by language, as far as the rules detect it."""
     changes: dict[str, int] = Field(default_factory=dict, max_length=500)
     """Replaced matches and removed headers, by kind."""
     near_duplicate_clusters: int = Field(default=0, ge=0)
     largest_cluster: int = Field(default=0, ge=0)
-    """The documents of the largest cluster of near-duplicates, the kept one included."""
+    """The number of documents in the largest cluster of near-duplicates, including the kept one."""
 
     def to_bytes(self) -> bytes:
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()

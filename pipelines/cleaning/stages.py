@@ -52,7 +52,7 @@ class StageCode:
 
 
 def load_stage(stage: UserStage) -> StageCode:
-    """Reads a stage's code. DataError if the file, the module or the function does not exist."""
+    """Reads a stage's code. Raises DataError if the file, the module or the function does not exist."""
     home, _, _ = stage.function.rpartition(":")
     source = read_bytes(home) if stage.is_file else None
     code = StageCode(stage, source, _digest(stage, source if source is not None else _module_source(home, stage)))

@@ -38,7 +38,7 @@ class CompressionCard:
     speed: Mapping[str, float] | None = None
     """Decoded tokens a second of parent and model, by concurrency."""
     broken: tuple[str, ...] = field(default=())
-    """The limits of the gate that are not kept."""
+    """The limits of the quality gate that the model violates."""
 
     @classmethod
     def of(

@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 
 RECORD = "raytide_step.json"
-"""The file that tells which step wrote a directory, from which input."""
+"""The name of the file that records which step wrote a directory, and from which input."""
 
 
 class LayerFiles:
@@ -75,7 +75,7 @@ class LayerFiles:
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
-    """Records in a directory which step made it, before it is published."""
+    """Records which step made a directory, before the directory is published."""
     with full_disk_is_an_error(str(folder)):
         (folder / RECORD).write_text(json.dumps({**record, "digest": digest}, indent=2) + "\n")
 

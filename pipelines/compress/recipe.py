@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.specs.model import QuantizationOptions
 
-Scheme = Literal["w8a16", "w8a8", "w4a16", "fp8"]
 StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask", "distill"]
-Pattern = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-
-BITS: dict[Scheme, int] = {"w8a16": 8, "w8a8": 8, "w4a16": 4, "fp8": 8}
 
 
-class RtnStep(Config):
+class RtnStep(QuantizationOptions):
     """Rounds each weight to the nearest value of its scale: no calibration, one layer in memory at a time."""
 
-    scheme: Scheme = "w8a16"
+    scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w8a16"
     """w8a16, w4a16: integer weights, activations as they are. w8a8: activations are rounded to int8 by token, too.
     fp8: weights and activations in E4M3."""
-    group: int | None = Field(default=None, ge=8, le=4096)
-    """The inputs that share a scale; by default all of an output for 8 bits, and 32 for w4a16."""
-    symmetric: bool = True
-    """Without zero points. w4a16 loses less with them, and is a little slower."""
-    skip: tuple[Pattern, ...] = Field(default=(), max_length=64)
-    """Names of linear layers that stay as they are, with `*`: `*.down_proj`. The head and embeddings always stay."""
 
     @model_validator(mode="after")
     def _fits(self) -> RtnStep:
@@ -36,30 +27,17 @@ class RtnStep(Config):
             raise ValueError(f"{self.scheme} has one symmetric scale for each output: leave group and symmetric out")
         return self
 
-    @property
-    def group_size(self) -> int | None:
-        """The number of inputs in a group; None if each output has one scale."""
-        return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
-
-class CalibratedStep(Config):
-    """Quantises by llm-compressor, which sees the calibration text, in a venv of its own."""
+class CalibratedStep(QuantizationOptions):
+    """Quantises with llm-compressor, in a venv of its own, calibrated on the recipe's text."""
 
     scheme: Literal["w8a16", "w8a8", "w4a16"] = "w4a16"
-    group: int | None = Field(default=None, ge=8, le=4096)
-    """As in rtn."""
-    symmetric: bool = True
-    skip: tuple[Pattern, ...] = Field(default=(), max_length=64)
     strength: float = Field(default=0.5, ge=0, le=1)
     """For smoothquant: the share of the activations' outliers that moves into the weights."""
 
-    @property
-    def group_size(self) -> int | None:
-        return 32 if self.group is None and self.scheme == "w4a16" else self.group
-
 
 class PruneStep(Config):
-    """Removes the least important parts, by Minitron's activations. What is left is a plain, smaller model."""
+    """Removes the least important parts, by Minitron's activations. The result is a plain, smaller model."""
 
     ffn: float = Field(default=1.0, gt=0, le=1)
     """The share of the feed-forward neurons that stays."""
@@ -68,9 +46,11 @@ class PruneStep(Config):
     kv_groups: float = Field(default=1.0, gt=0, le=1)
     """The share of the KV heads that stays, each with all of its query heads."""
     layers: float = Field(default=1.0, gt=0, le=1)
-    """The share of the layers that stays: those go first whose output is most like their input."""
+    """The share of the layers that stays. The layers whose output is most like their input are removed first."""
     multiple: int = Field(default=32, ge=1, le=1024)
-    """Widths are rounded to this multiple, which quantisation groups and the kernels' panels divide."""
+    """Widths are rounded to a multiple of this number. It should be a multiple of the quantisation groups and of the
+    kernels' panels.
+    """
 
     @model_validator(mode="after")
     def _removes(self) -> PruneStep:
@@ -96,10 +76,12 @@ class MaskStep(Config):
 
 
 class DistillStep(Config):
-    """Trains the model on the recipe's parent's predictions, as a run of raytide's trainer."""
+    """Trains the model on the predictions of the recipe's parent, as a run of raytide's trainer."""
 
     train: dict[str, object]
-    """Fields of a training run (docs/training.md): dataset, steps, optim, ... Its model, teacher and out are given."""
+    """Fields of a training run (docs/training.md): dataset, steps, optim, ... Its model, teacher and `out` are set by
+    the recipe.
+    """
     teacher: dict[str, object] = Field(default_factory=dict)
     """Fields of the run's `distill`: loss, temperature, top_k, cache; `teacher` is the recipe's model by default."""
 
@@ -150,7 +132,7 @@ class CompressStep(Config):
 
 
 class CompressRecipe(Config):
-    """`raytide compress RECIPE.yaml`."""
+    """The content of RECIPE.yaml for `raytide compress RECIPE.yaml`."""
 
     name: str = Field(default="compress", min_length=1, max_length=100)
     model: bounds.Location = Field(min_length=1)
@@ -159,7 +141,7 @@ class CompressRecipe(Config):
     """The folder of the result, `out`/model, and of each step before it, `out`/steps."""
     steps: tuple[CompressStep, ...] = Field(min_length=1, max_length=16)
     calibration: HeldOutText | None = None
-    """The text whose activations steps look at; 512 samples of the model's own kind of text are plenty."""
+    """The text on which steps measure activations; 512 samples of the model's own kind of text are plenty."""
     quality: QualitySuite | None = None
     """The evaluation of the result; its parent is the recipe's model. A gate that is not passed fails the recipe."""
     speed: bool = False

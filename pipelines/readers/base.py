@@ -17,7 +17,7 @@ from raytide.core.io.storage import open_url
 from raytide.core.specs.data import DataSpec, ReaderName, RecordKind
 
 PartReader = ReaderName | Literal["link"]
-"""A reader, or that of links that lead to no file."""
+"""The name of a reader; `link` is the reader of links that lead to no file."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 BUFFER_BYTES = 1 << 20
 
@@ -70,7 +70,7 @@ class ReadOptions:
 
 
 class Reader(Protocol):
-    """A format."""
+    """Reads the files of one format."""
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
         """Returns the parts of a file, in order. Raises DamagedError for a damaged file, DataError for a file of

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytide.core.errors import ClusterError, DataError, RaytideError, WaitTimeoutError
 from raytide.core.specs.data import DataSpec
+from raytide.pipelines.runners.allocator import keep_freed_memory
 from raytide.pipelines.runners.inline import AHEAD
 
 if TYPE_CHECKING:
@@ -30,23 +31,26 @@ without one.
 """
 
 RESOURCE_UNITS = 10_000
-"""Ray counts resources in steps of 1/10000."""
+"""The number of steps in which Ray counts one unit of a resource."""
 BYTES_PER_WORKER = 32 << 20
-"""Input for which it pays to start another worker: a start takes about as long as reading and encoding this much."""
+"""The bytes of input for each worker: starting a worker takes about as long as reading and encoding this much."""
 MOST_CRASHES = 3
-"""A task fails the build once this many workers have died while running it although their members live."""
+"""The number of workers that die while running one task, although their members live, after which the task fails the
+build.
+"""
 POLL_S = 1.0
 GET_TIMEOUT_S = 300.0
 MEMBERS_TIMEOUT_S = 1800.0
 """The longest wait for a member when there is none."""
 REMEMBERED_KEYS = 64
-"""Keys of a worker's first tasks, whose text may still be in its cache."""
+"""The most keys that are remembered for a worker: its first ones, whose texts may still be in its cache."""
 
 
 class _Process:
     """The actor of the pool. It keeps the stage that it runs."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._stages: dict[int, Callable[[Any], Any]] = {}
 
     def prepare(self, number: int, stage: Callable[[Any], Any]) -> None:
@@ -69,7 +73,7 @@ class _Worker:
     actor: Any
     prepared: int = 0
     running: dict[Any, _Item] = field(default_factory=dict)
-    """Oldest first."""
+    """The tasks that run in the worker, oldest first."""
     queue: deque[_Item] = field(default_factory=deque)
     """Tasks that wait for this worker, because it has their text."""
     keys: int = 0
@@ -177,7 +181,7 @@ class GangRunner:
 
     def _next(self, worker: _Worker, source: Iterator[tuple[int, Any]], waiting: deque[_Item]) -> _Item | None:
         """Returns the worker's next task: preferably one whose text the worker has cached, and as the last resort one
-        that is queued for another worker.
+        that is queued for another worker. Returns None if there is none.
         """
         if worker.queue:
             return worker.queue.popleft()

@@ -9,11 +9,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
+from raytide.pipelines.runners.allocator import keep_freed_memory
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 2
-"""Tasks given to a worker at a time, so that it never waits for the next."""
+"""The number of tasks given to a worker at a time, so that it never waits for the next."""
 
 
 class Runner(Protocol):
@@ -45,6 +47,7 @@ class InlineRunner:
         return function(_copy(argument))
 
     def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
+        keep_freed_memory()
         stage = _copy(stage)
         if self.threads == 1:
             for position, task in enumerate(tasks):

@@ -43,11 +43,11 @@ PROBES = (
     "\u1c89\u1c8a \ua7cb \ua7da\ua7dc \U00010d50\U00010d70 \U00016ea0",  # letters of Unicode 16 and 17
     "a" * 300 + " " * 300 + "9" * 50 + "!" * 100,
 )
-"""Texts on which tokenizers of different Unicode tables, or of different care with white space, differ."""
+"""Texts on which tokenizers differ if their Unicode tables or their treatment of white space differ."""
 CHECKED_SHARE = 500
-"""One of this many characters is compared with `tokenizers`, but at least CHECKED_CHARS characters of a chunk."""
+"""One character in this many is compared with `tokenizers`, but at least CHECKED_CHARS characters of a chunk."""
 CHECKED_CHARS = 2048
-CHECKED_DOCUMENTS = 8
+CHECKED_DOCUMENTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +151,22 @@ def agree(engine: TokenEngine, reference: TokenEngine, texts: Sequence[str]) -> 
 
 
 def sample_of(texts: Sequence[str]) -> list[str]:
-    """Returns the beginnings of a few evenly spaced texts, with about one in CHECKED_SHARE of all characters."""
+    """Returns pieces of evenly spaced texts, with about one in CHECKED_SHARE of all characters. Each piece is from
+    another part of its text, since texts that begin alike, as source files with a licence do, would show little.
+    """
     if not texts:
         return []
     chosen = texts[:: max(1, len(texts) // CHECKED_DOCUMENTS)]
     chars = max(CHECKED_CHARS, sum(map(len, texts)) // CHECKED_SHARE) // len(chosen)
-    return [text[:chars] for text in chosen]
+    starts = (max(0, len(text) - chars) * i // len(chosen) for i, text in enumerate(chosen))
+    return [text[start : start + chars] for text, start in zip(chosen, starts, strict=True)]
 
 
 def encode_marked(engine: TokenEngine, texts: Sequence[str], start_id: int, end_id: int) -> tuple[Ids, Lengths]:
     """Encodes rendered conversations: their marks become the ids of a turn's start and end."""
     pieces: list[str] = []
     marks: list[int] = []
-    """After each piece: a turn's start or end, or -1."""
+    """The token that follows each piece: a turn's start or end, or -1 for none."""
     counts = []
     for text in texts:
         before = len(pieces)

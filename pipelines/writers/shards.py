@@ -32,7 +32,7 @@ class ChunkTokens:
     """The documents of one stored chunk that a dataset keeps."""
 
     tokens: str
-    """The name of its tokens in the store."""
+    """The name of the chunk's tokens in the store."""
     lengths: Lengths
     """The number of tokens of each document of the chunk."""
     keep: NDArray[np.bool_]

@@ -19,11 +19,11 @@ from raytide.pipelines.chunk_store import ChunkStore, pack_blob, unpack_blob
 from raytide.pipelines.readers.conversation import TURN_END_MARK, TURN_START_MARK
 
 SAMPLES = "dropped.jsonl"
-"""A few dropped documents of each reason."""
+"""The file with a few dropped documents of each reason."""
 TEXTS = "texts"
 TEXT_NAME = re.compile(r"\d{5,}\.(jsonl\.gz|parquet)(\.[0-9a-f]{32}\.part)?")
 FILE_CHARS = 64 << 20
-"""The size in characters at which a text file ends, with the chunk that reaches it."""
+"""The size in characters at which a text file is full; the chunk that reaches it is the file's last."""
 SUFFIXES = {"jsonl": "jsonl.gz", "parquet": "parquet"}
 
 
@@ -54,12 +54,12 @@ class ChunkTexts:
     """The texts of one stored chunk, with a mask of those that the dataset keeps."""
 
     texts: str
-    """Their name in the store."""
+    """The name of the chunk's texts in the store."""
     keep: NDArray[np.bool_]
     sources: tuple[tuple[str, int], ...]
     """The file and row of each kept text."""
     size: int
-    """Bytes of the chunk's input."""
+    """The size of the chunk's input in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

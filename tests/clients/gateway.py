@@ -1,13 +1,18 @@
-"""A gateway without Ray for clients: `python gateway.py MODEL_DIR` prints its base URL and serves until stdin ends.
+"""A gateway without Ray for clients: `python gateway.py MODEL_DIR` prints its base URL and API keys, and serves until
+stdin ends.
 
 Models: `tiny`, the model of the folder on two replicas of the native engine; `caller`, a fake one that always writes
 CALL; `agent`, a fake one that calls the tool `weather` and, given RESULT, repeats it; `talker`, a fake one that always
 says "tide".
+
+Keys are checked, but not demanded: `limited` of the team blue has three requests a minute and 10,000 tokens, `scoped`
+may use `talker` alone, and the budget of `poor` has room for short answers of `talker` only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 import time
@@ -16,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
+from tests.gateway.tenancy.conftest import Line
+from tests.stores import new_store
 
 from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
@@ -23,13 +30,14 @@ from raytide.actors.engine.base import Engine
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.objects.api_key import KeySpec, TokenPrice, digest_of_secret, new_secret
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.state import Store
 from raytide.gateway.answers.stored_responses import SharedResponses
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry, Listing
-from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -72,25 +80,42 @@ async def listing(model_dir: str) -> Listing:
     return found
 
 
+def key_of(store: Store, **fields: object) -> str:
+    secret = new_secret()
+    store.tenancy.keys.create(KeySpec.model_validate(fields), "ana", digest_of_secret(secret), time.time())
+    return secret
+
+
 async def serve(model_dir: str, files: str) -> None:
     found, models = await listing(model_dir), EndpointModels("clients")
 
     async def run() -> AsyncIterator[None]:
         models.update(found)
+        tenancy.start()
+        await tenancy.keys.synced.wait()
         running = asyncio.create_task(batches.run())
         yield
         running.cancel()
         await models.close()
+        await tenancy.close()
 
-    nobody = Tenancy(ControlApi(f"http://{HOST}:9", "", "clients"), requires_keys=False)
-    app = create_app(models, nobody, run, responses=SharedResponses(Path(files) / "responses"))
-    batches = BatchService(app, models, nobody, Path(files))
+    store = new_store(Path(files))
+    store.save_endpoint(ServeSpec(name="talker", model=model_dir, price=TokenPrice(completion=1000.0)), "ana", 1.0)
+    keys = {
+        "limited": key_of(store, name="limited", team="blue", requests_per_min=3, tokens_per_min=10_000),
+        "scoped": key_of(store, name="scoped", models=["talker"]),
+        "poor": key_of(store, name="poor", budget={"usd": 0.02}),
+    }
+    tenancy = Tenancy(Line(store, Path(files)).api(), requires_keys=False)
+    app = create_app(models, tenancy, run, responses=SharedResponses(Path(files) / "responses"))
+    batches = BatchService(app, models, tenancy, Path(files))
     config = uvicorn.Config(app, HOST, 0, http=BoundedHttpTools, log_level="warning")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
         await asyncio.sleep(0.01)
-    sys.stdout.write(f"http://{HOST}:{server.servers[0].sockets[0].getsockname()[1]}/v1\n")
+    url = f"http://{HOST}:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    sys.stdout.write(f"{url}\n{json.dumps(keys)}\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     server.should_exit = True

@@ -56,11 +56,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model_dir: Path) -> Iterator[str]:
-    command = [sys.executable, str(HERE / "gateway.py"), str(model_dir)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.clients.gateway", str(model_dir)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1])
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        address = process.stdout.readline().strip()
+        os.environ["CLIENT_KEYS"] = process.stdout.readline().strip()
+        yield address
         assert process.poll() is None, "the gateway has ended"
     finally:
         process.kill()
@@ -103,8 +105,10 @@ def test_a_client_in_an_environment_of_its_own(client: str, venvs: Path, url: st
     features(python_of(client, venvs), client, url, model_dir)
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic", "vllm"])
+@pytest.mark.parametrize("client", ["openai", "anthropic", "vllm", "curl"])
 def test_a_client_of_this_environment(client: str, url: str, model_dir: Path) -> None:
+    if client == "curl" and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
     if client == "vllm":
         pytest.importorskip("vllm", reason="./dev setup --vllm installs it")
     features(sys.executable, client, url, model_dir)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from raytide.core.io.process import free_port
 from raytide.dashboards.prometheus.programs import find_program
 from raytide.dashboards.rules.evaluation import Labels, Vector
 
@@ -33,12 +33,6 @@ def open_metrics(stored: Stored) -> str:
             selector = ",".join(f"{label}={json.dumps(value)}" for label, value in labels)
             lines += [f"{name}{{{selector}}} {value!r} {at_s:.3f}" for at_s, value in points]
     return "\n".join([*lines, "# EOF\n"])
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Prometheus:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import httpx
 
+from raytide.core.io.process import free_port
+
 SCRIPT = """
 import sys, threading
 from pathlib import Path
@@ -71,9 +73,7 @@ def test_a_gateway_that_cannot_report_usage_any_more_ends(tmp_path: Path) -> Non
 
 def test_a_gateway_accepts_no_connection_before_it_knows_which_endpoints_exist(tmp_path: Path) -> None:
     """It would answer that they do not exist, while the other process on the port knows them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", SCRIPT, str(port), str(tmp_path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,34 +22,6 @@ pytestmark = pytest.mark.cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPOT = {"ray.io/market-type": "spot"}
-
-
-def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: LocalCluster, tide: rt.Client) -> None:
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    command = [*ray, "job", "submit", "--working-dir", "."]
-    driver = subprocess.Popen(
-        [*command, "--", "python", "gang_job.py"],
-        cwd=EXAMPLES,
-        env={**os.environ, **live.ray_access},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    session, unpacked = live.ray_temp_dir / "session_latest", set[Path]()
-    deadline = time.monotonic() + 360
-    while driver.poll() is None:  # a node's folder goes when the node ends
-        unpacked |= set(session.glob("runtime_resources*/working_dir_files/_ray_pkg_*"))
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    said, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 0, said
-    assert "1 squared is 1, computed on node-" in said
-    run = next(run for run in tide.jobs() if run.view.job.spec.name == "squares")
-    assert run.state is JobState.SUCCEEDED
-    assert run.view.job.spec.kind is JobKind.GANG
-    package = re.findall(r"_ray_pkg_\w+", said)[0]
-    mine = [folder for folder in unpacked if folder.name == package]
-    assert len(mine) >= 2, "the head and each node unpack it for themselves: none empties another's folder"
 
 
 def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(

@@ -53,19 +53,21 @@ def test_every_page_that_is_listed_answers_and_together_they_show_a_request(
     client.completions.create(model="seen", prompt="x", max_tokens=5)
 
     shown: dict[str, set[str]] = {}
+    of_nodes = {"raytide_node_clock_skew_seconds", "raytide_node_oom_kills", "raytide_audit_missing_entries"}
 
     def all_answer_and_show_it() -> bool:
         """Gateways count after they answered; nodes and a replica of an earlier test may be leaving."""
         nonlocal shown
         values, shown, silent = _scraped(pages())
-        return silent <= {"raytide-node", "raytide-gpu"} and jobs <= shown.keys() and _shows_a_request(values)
+        is_whole = silent <= {"raytide-node", "raytide-gpu"} and jobs <= shown.keys()
+        return is_whole and _shows_a_request(values) and of_nodes <= shown["raytide-api"]
 
     eventually(all_answer_and_show_it)
     for job, names in shown.items():
         if job != "raytide-node":  # Ray's own
             assert {name for name in names if name.startswith(("raytide_", "DCGM_"))} <= METRICS.keys(), job
     assert "DCGM_FI_DEV_POWER_USAGE" in shown["raytide-gpu"]
-    assert "ray_node_mem_used" in shown["raytide-node"]
+    assert {"ray_node_mem_used", "ray_spill_manager_objects_bytes"} <= shown["raytide-node"]
 
 
 def _shows_a_request(values: Mapping[tuple[str, str], float]) -> bool:

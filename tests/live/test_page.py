@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -19,6 +21,9 @@ from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
 
 pytestmark = [pytest.mark.cluster, pytest.mark.client, pytest.mark.timeout(600)]
 
@@ -54,9 +59,23 @@ def endpoint(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -
 
 def usd(micro: int) -> str:
     """Returns an amount as the page writes it."""
-    amount = micro / 1e6
-    digits = 0 if amount >= 1000 else 2 if amount >= 1 or amount == 0 else 3 if amount >= 0.01 else 4
-    return f"${amount:,.{digits}f}"
+    amount = Decimal(micro) / 10**6
+    digits = 0 if amount >= 1000 else 2 if amount >= 1 or amount == 0 else 3 if amount >= Decimal("0.01") else 4
+    return f"${amount.quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
+
+
+def row_of(page: Page, link: str) -> Locator:
+    """Scrolls the page's table, of which only the rows in view exist, until the row with `link` is in view."""
+    view, row = page.locator("[role=table]").first, page.locator(f"[role=row]:has(a:text-is('{link}'))")
+    deadline = time.monotonic() + 30
+    while not row.count():
+        assert time.monotonic() < deadline, f"no row has {link}: {view.inner_text()}"
+        view.evaluate(
+            "view => { const end = view.scrollHeight - view.clientHeight;"
+            " view.scrollTop = view.scrollTop >= end ? 0 : view.scrollTop + 200; }"
+        )
+        page.wait_for_timeout(100)
+    return row
 
 
 def test_every_page_shows_the_numbers_of_the_api(
@@ -118,16 +137,16 @@ def test_every_page_shows_the_numbers_of_the_api(
             return int(next(row["amount_micro_usd"] for row in api("/v1/cost/job")["rows"] if row["key"] == run.id))
 
         page.click("button:text-is('Job or endpoint')")
-        row = page.locator(f"[role=row]:has-text('{run.id}')").first
-        row.wait_for()
+        row = row_of(page, run.id)
         eventually(lambda: usd(cost()) in row.inner_text())
         row.locator("a").click()
-        page.wait_for_selector("table.plain tbody tr")
+        ledger = page.locator("[role=table][aria-label=Ledger]")
+        ledger.wait_for()
 
         def shows_what_the_cost_is_made_of() -> bool:
             entries = api(f"/v1/ledger?subject={run.id}&limit=100")
-            shown = page.locator("table.plain tbody tr").count()
-            return shown == len(entries) and sum(entry["amount_micro_usd"] for entry in entries) == cost()
+            shown = ledger.get_attribute("aria-rowcount") == str(len(entries) + 1)
+            return shown and sum(entry["amount_micro_usd"] for entry in entries) == cost()
 
         eventually(shows_what_the_cost_is_made_of)
 

@@ -14,21 +14,9 @@ from tests.cluster_fixture import kill_raylet
 import raytide as rt
 from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.supervision.log_rotation import DRIVER_KEPT_BYTES
-from raytide.core.objects.job import JobKind, JobState
+from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster
-
-TORCH = """
-import torch
-import torch.distributed as dist
-from helper import name
-
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-print(name, int(total.item()), "of", dist.get_world_size(), flush=True)
-dist.destroy_process_group()
-"""
 
 STAY = """
 import os, time
@@ -37,29 +25,13 @@ time.sleep(600)
 """
 
 
-def test_a_plain_torch_script_runs_over_two_nodes(
-    raytide_cli: Callable[..., subprocess.CompletedProcess[str]],
-    tide: rt.Client,
-    tmp_path: Path,
-    eventually: Callable[..., None],
-) -> None:
-    (tmp_path / "train.py").write_text(TORCH)
-    (tmp_path / "helper.py").write_text("name = 'sum'\n")
-    args = ("run", "--nodes", "2", "--cpus", "1", "--working-dir", str(tmp_path), "--name", "torch")
-    done = raytide_cli(*args, str(tmp_path / "train.py"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {"[0] sum 3 of 2", "[1] sum 3 of 2"} <= set(done.stdout.splitlines()), done.stdout
-    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "torch")
-    assert (run.view.job.spec.kind, run.state) == (JobKind.SCRIPT, JobState.SUCCEEDED)
-    eventually(lambda: run.refresh().cost_usd > 0)
-
-
 def test_a_script_has_the_packages_that_it_names_or_ends_with_pips_words(
     raytide_cli: Callable[..., subprocess.CompletedProcess[str]], tide: rt.Client, tmp_path: Path
 ) -> None:
     write_wheel(tmp_path / "wheels", "1.0")
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "show.py").write_text("import tidelib; print('tidelib', tidelib.WHERE)\n")
+    (tmp_path / "work" / "helper.py").write_text("name = 'tidelib'\n")
+    (tmp_path / "work" / "show.py").write_text("import helper, tidelib; print(helper.name, tidelib.WHERE)\n")
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "TMPDIR": str(tmp_path)}
     given = [part for name, value in pip.items() for part in ("--env", f"{name}={value}")]
     (tmp_path / "requirements.txt").write_text("# ours\ntidelib == 1.0 # pinned\n")

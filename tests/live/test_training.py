@@ -94,7 +94,7 @@ def test_ranks_run_with_the_packages_that_a_training_names_or_it_ends_with_their
     kept = private_folder("environments") / f"{content_key(['packaging'])}.lock"
     assert str(kept) in {file.path for file in psutil.Process(formed()[-1]["pids"][0]).open_files()}
     run.stop()
-    nowhere = "tidelib @ https://127.0.0.1:9/tidelib-1.0-py3-none-any.whl"
+    nowhere = "tidelib @ https://127.0.0.1:9/tidelib-1.0-cp27-cp27m-win32.whl"  # pip refuses the name, and asks nobody
     failed = tide.train(spec.model_copy(update={"out": f"{spec.out}-2"}), pip=[nowhere])
     eventually(lambda: failed.refresh().view.job.is_final)
     assert f"the packages {nowhere} cannot be installed on" in failed.view.job.reason

@@ -6,9 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.specs.data import TextFilter
-from raytide.pipelines.filter import FilterVerdict, Survey, describe, digest, drop_duplicates, judge, survey_from_bytes
+from raytide.pipelines.filter import (
+    Examiner,
+    FilterVerdict,
+    Survey,
+    describe,
+    digest,
+    drop_duplicates,
+    survey_from_bytes,
+)
+from raytide.pipelines.readers.base import Drop
 
 RULES = TextFilter(min_chars=2, max_chars=10, max_line_chars=4)
+
+
+def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
+    examined = Examiner(rules).examine(Drop("no_text") if document is None else document)
+    return FilterVerdict[examined.reason.upper()]
 
 
 def survey_of(documents: list[bytes | None]) -> Survey:

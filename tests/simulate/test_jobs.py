@@ -92,6 +92,18 @@ def test_srpt_is_the_lower_bound_when_jobs_use_the_whole_cluster() -> None:
     assert outcome("srpt", jobs).mean_jct_s == pytest.approx(lower_bound_s(jobs, 8)) == (60 + 660 + 6660) / 3
 
 
+@pytest.mark.parametrize("seed", [2, 7, 9])
+def test_no_gang_of_eight_waits_for_longer_than_under_easy_which_knows_the_durations(seed: int) -> None:
+    """These draws are among those on which gangs waited for longer before they kept their place while they run."""
+    random = np.random.default_rng(seed)
+    duration_s = np.clip(random.lognormal(np.log(1800), 1.8, 500), 30, 3e5)
+    gpus = random.choice([1, 2, 4, 8, 16], p=[0.7, 0.1, 0.1, 0.08, 0.02], size=500)
+    submit_s = np.sort(random.random(500)) * float(duration_s @ gpus) / 96 / 1.1
+    jobs = JobTrace(submit_s, duration_s, gpus, np.zeros(500, dtype=np.int64))
+    easy = outcome("easy", jobs, gpus=96)
+    assert 0 < outcome("raytide", jobs, gpus=96).max_wait_s <= easy.max_wait_s
+
+
 def write(folder: Path, *rows: str) -> Path:
     path = folder / "jobs.csv"
     path.write_text(HEADER + "\n".join(rows) + "\n")

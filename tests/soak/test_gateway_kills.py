@@ -77,6 +77,13 @@ def endpoint(tide: rt.Client, spec: ServeSpec) -> rt.EndpointHandle:
     return tide.serve(spec).wait(replicas=REPLICAS, timeout_s=240.0)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def pids(of: LocalCluster, module: str) -> list[int]:
     """The cluster's processes that run this module."""
     found = []
@@ -168,7 +175,10 @@ def test_a_killed_gateway_breaks_its_own_connections_only(
         victim, other = before
         connections = await asyncio.to_thread(psutil.Process(other).net_connections, "tcp")
         on_the_other.update(each.raddr.port for each in connections if each.raddr)
+        dying = psutil.Process(victim)
         kill(victim)
+        # Until the kernel has closed its sockets, it still gets some of the new connections.
+        await load.until("the gateway to be gone", lambda: not is_alive(dying))
         killed_at_s = time.monotonic()
         for _ in range(50):
             response = await asyncio.to_thread(lambda: httpx.get(endpoint.base_url + "/models", timeout=30))

@@ -1,4 +1,4 @@
-"""A replica of the native engine on two nodes of a real Ray: its tokens, and what follows the end of a member."""
+"""A replica on two nodes of a real Ray: its tokens, and what follows the end of a member."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.actors.engine.tiny import save_llama
+from tests.actors.engine.vllm_cores import needs_vllm
 
 import raytide as rt
 from raytide.actors.engine import LLM, SamplingParams
+from raytide.actors.engine.backends.vllm.member import MODULE
+from raytide.actors.engine.model.parallel.launcher import NATIVE_MEMBER
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.ledger.occupancy import occupancies
+from raytide.ledger.occupancy import holders
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
 TOKENS = 240
+MODULES = frozenset({NATIVE_MEMBER, MODULE})
+NATIVE = {"kind": "native", "device": "cpu", "num_blocks": 64}
+VLLM = {
+    "kind": "vllm",
+    "dtype": "float32",
+    "kv_memory_gb": 0.05,
+    "max_model_len": 512,
+    "vllm": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1},
+}
 
 
 def members(of: LocalCluster) -> list[psutil.Process]:
@@ -25,7 +37,7 @@ def members(of: LocalCluster) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            is_member = "raytide.actors.engine.model.parallel.member" in process.cmdline()
+            is_member = not MODULES.isdisjoint(process.cmdline())
             if is_member and process.environ().get(MARK) == of.cluster_id:
                 found.append(process)
         except psutil.Error:
@@ -33,14 +45,25 @@ def members(of: LocalCluster) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline_parallel": 2}], ids=["heads", "layers"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("wide", NATIVE),
+        ("deep", {**NATIVE, "pipeline_parallel": 2}),
+        pytest.param("vllm", VLLM, marks=needs_vllm),
+    ],
+)
 def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
-    options: dict[str, int], tide: rt.Client, live: LocalCluster, tmp_path: Path, eventually: Callable[..., None]
+    name: str,
+    engine: dict[str, object],
+    tide: rt.Client,
+    live: LocalCluster,
+    tmp_path: Path,
+    eventually: Callable[..., None],
 ) -> None:
-    save_llama(tmp_path, max_position_embeddings=1024)
-    name = "deep" if options else "wide"
+    save_llama(tmp_path, max_position_embeddings=1024, hidden_size=128, intermediate_size=256)
     expected = (
-        LLM(tmp_path)
+        LLM(tmp_path, dtype="float32")
         .generate(["import os"], SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))[0]
         .outputs[0]
         .text
@@ -51,14 +74,15 @@ def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
         replicas=Replicas(min=1, max=1),
         resources={"GPU": 8},
         members=2,
-        engine={"kind": "native", "device": "cpu", "num_blocks": 64, **options},
+        engine=engine,
     )
     tide.client.change_team("default", quota={"GPU": 24.0})
     handle = tide.serve(spec)
     try:
         handle.wait(replicas=1, timeout_s=240.0)
         (first,) = members(live)
-        held = [node_id for node_id, shares in occupancies(tide.client.snapshot()).items() if shares]
+        by_node = holders(tide.client.snapshot())  # other tests' endpoints may still be going
+        held = [node_id for node_id, shares in by_node.items() if name in {each[1] for each in shares}]
         assert len(held) == 2, "each member has a node of its own"
         stream = handle.openai(timeout=240.0).completions.create(
             model=name,

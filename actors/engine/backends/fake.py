@@ -58,7 +58,7 @@ class _Live:
     prompt: bytes
     voices: list[CannedGenerator]
     place: asyncio.Future[bool]
-    """The result is False if it was aborted while it waited for a place."""
+    """The future's result is False if the request was aborted while it waited for a place."""
     aborted: bool = False
 
 
@@ -69,8 +69,8 @@ class FakeEngine(Engine):
     EngineError; one that contains `die_on` ends the engine, as the death of a real engine's thread would.
 
     Without `kv_tokens` it reports its `max_running` places as its KV blocks. With `kv_tokens` it reports that many
-    blocks of one token; each generated token takes one, so that the cache fills while the number of requests stays the
-    same. A full cache stops no request.
+    blocks of one token. Each generated token takes one, so the cache fills even if no new requests arrive. A full cache
+    stops no request.
     """
 
     backend = "fake"

@@ -83,8 +83,8 @@ class PrioritySemaphore:
         self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
 
     async def take(self, priority: int, turn: asyncio.Future[bool]) -> bool:
-        """Waits for a place. Returns True once the semaphore has given one through `turn`, False if somebody else has
-        set `turn` to False.
+        """Waits for a place. Returns True when the semaphore grants it by setting `turn` to True; returns False when
+        another task has set `turn` to False first, to abort the request.
         """
         self._arrivals += 1
         heapq.heappush(self._waiting, (priority, self._arrivals, turn))

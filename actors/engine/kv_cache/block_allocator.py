@@ -47,8 +47,8 @@ class BlockAllocator:
         self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each block. Blocks with cached content go to the far end of the free list, later
-        blocks before earlier ones, so that the later ones are taken first: a prefix is useless without its start.
+        """Drops one reference of each block. Blocks with cached content go to the end of the free list, a prefix's last
+        block first. So its last blocks are reused before its first ones, without which they would be useless.
         """
         for block in reversed(blocks):
             self.refs[block] -= 1

@@ -53,9 +53,9 @@ class _Unused:
 class BlockFolder:
     """The block files of one engine under `root`, in order of last use.
 
-    `identity` names everything, except its key, that the bytes of a block depend on. This folder and those of ended
-    engines beside it hold at most `limit_bytes` together. One thread writes, another may read. Raises ConfigError for a
-    root that others could write to, OSError when the disk fails.
+    `identity` names everything, apart from its key, on which the bytes of a block depend. This folder and those of
+    ended engines beside it hold at most `limit_bytes` together. One thread writes, another may read. Raises ConfigError
+    for a root that others could write to, OSError when the disk fails.
     """
 
     def __init__(self, root: Path, identity: str, block_bytes: int, limit_bytes: int) -> None:

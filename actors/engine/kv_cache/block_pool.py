@@ -201,8 +201,8 @@ class BlockPool:
         self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Stops sharing the content, which cannot be trusted, of those blocks that only the caller references; returns
-        these blocks.
+        """Stops sharing those of the blocks that only the caller references, because their content cannot be trusted;
+        returns them.
         """
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:

@@ -34,13 +34,13 @@ _MOST_UNWRITTEN_BYTES = 256 << 20
 _HANG_S = 10.0
 """A read that takes this many seconds more than expected is abandoned, and the tier is turned off."""
 _NEWEST, _RECOVERY = 0.3, 0.001
-"""The weight of a new measurement of speed in the average, and the share by which each refusal moves the assumed speed
-towards the best one: a disk that was slow for a while is tried again.
+"""The weight of a new measurement in the average speed, and the share by which each decision against reading moves the
+assumed speed towards the best one, so that a disk that was slow for a while is tried again.
 """
 _WAIT_S = 0.01
-"""The seconds for which a step without work waits for the disk; commands wait as long."""
+"""The seconds for which a step without work waits for the disk; commands may be delayed by as much."""
 _LEAST_TOKENS = 64
-"""A step needs this many prompt tokens for its time to tell what computing a token costs."""
+"""The least number of prompt tokens in a step from whose time the cost of computing a token is learned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +145,8 @@ class DiskTier:
         return self._reading.get(block_hash)
 
     def num_readable(self, hashes: Items[bytes]) -> int:
-        """Returns how many of these blocks, counted from the first without a gap, a prompt would get from the disk now:
-        those that are being read, and those that `read` would read. It touches no file.
+        """Returns how many of these blocks, from the first on without a gap, the disk would provide now: those in a
+        read that is in progress, and those that `read` would read. It touches no file.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -157,8 +157,8 @@ class DiskTier:
         return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
-        """Starts to read as many of these blocks, counted from the first without a gap, as are on the disk, if that is
-        cheaper than computing them. Returns the key of the read, or None.
+        """Starts to read these blocks from the first on, up to the first that is not on the disk, if that is cheaper
+        than computing them. Returns the key of the read; None if nothing is read.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():

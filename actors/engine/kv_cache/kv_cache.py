@@ -27,8 +27,8 @@ class KvCache:
         self._host: list[Tensor] = []  # per layer [2, num_host_blocks, a block's elements]
 
     def allocate(self, layers: list[Tensor]) -> None:
-        """Takes over zeroed layers on the device, and allocates host memory to match; it is pinned for CUDA, so that
-        the device copies it directly.
+        """Takes over zeroed layers on the device, and allocates matching host memory. For CUDA the host memory is
+        pinned, so that the device copies it directly.
         """
         if self.num_host_blocks:
             self._host = [

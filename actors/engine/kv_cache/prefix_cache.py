@@ -1,6 +1,7 @@
-"""Finds for a sequence the part of its prompt that is cached, and the part that other sequences are computing.
+"""Finds the part of a sequence's prompt that is cached, and the part that other sequences are computing.
 
-A request whose prefix another request is computing waits for that, instead of computing the same again (as in SGLang).
+A request whose prefix is being computed for another request waits for it, instead of computing the same again (as in
+SGLang).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class PrefixCache:
         return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
 
     def read_from_disk(self, seq: Sequence, num_cached: int) -> bytes | None:
-        """Returns the key of a disk read that contains the blocks after the cached ones. It may have been started now
-        or for another sequence. Returns None if they are not on the disk, or computing them is cheaper.
+        """Returns the key of a disk read that contains the blocks after the cached ones. The read may have been started
+        now or for another sequence. Returns None if the blocks are not on the disk, or if computing them is cheaper.
         """
         disk = self._pool.disk
         if disk is None or not self._enabled or not seq.reads_cache:

@@ -7,6 +7,7 @@ Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +15,17 @@ from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.layer_stream import StreamedLayers, load_layers
 from raytide.actors.engine.model.lora import LoraRows
 from raytide.actors.engine.model.vision.encoder import VisionEncoder
-from raytide.actors.engine.model.weight_loader import LayerWeights, Linear, QuantizedOptions, SparseFfn, WeightLoader
+from raytide.actors.engine.model.weight_loader import QuantizedOptions, WeightLoader
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.core.errors import ConfigError
-from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
+from raytide.kernels.core import AttentionSpec, LayerWeights, Linear, PagedBatch, Rope, SparseFfn
 from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops
+
+if TYPE_CHECKING:
+    from raytide.kernels.layers import LayersInOneCall
 
 Tensor = torch.Tensor
 Layers = list[LayerWeights] | StreamedLayers
@@ -40,9 +44,10 @@ class PagedDecoder:
         weights_bytes: int | None = None,
         layers: range | None = None,
     ) -> None:
-        """Loads the weights of all layers, or only of `layers`; the embedding and the head come with layer 0. With
-        `weights_bytes`, layers that do not fit into that memory are read from the files in every pass; ConfigError if
-        even this needs more memory.
+        """Loads the weights of all layers, or only of `layers`; the embedding and the head come with layer 0.
+
+        With `weights_bytes`, layers that do not fit into that memory are read from the files in every pass. Raises
+        ConfigError if even this needs more memory.
         """
         self.arch, self._ops, self._rounds_kv = arch, ops, options.rounds_kv
         self._own_layers = range(arch.num_layers) if layers is None else layers
@@ -50,7 +55,7 @@ class PagedDecoder:
         build = WeightLoader(arch, weights, ops, options)
         self._norm = build.final_norm()
         self._embedding = build.embedding() if is_first else self._norm.weight.new_empty(0, arch.hidden_size)
-        self._lookup: Callable[[Tensor], Tensor] = self._embedding.__getitem__
+        self._lookup: Callable[[Tensor], Tensor] = lambda ids_T: self._embedding.index_select(0, ids_T)
         self._positions = build.positions() if is_first else None
         self._layers: Layers
         if weights_bytes is not None and arch.vision is not None:
@@ -70,6 +75,7 @@ class PagedDecoder:
         specs = [AttentionSpec(each.attention_scale, each.window, arch.attention_softcap) for each in arch.layers]
         self._attentions = list(dict.fromkeys(specs))
         self._attention_of = [self._attentions.index(spec) for spec in specs]
+        self._in_one_call = self._layers_in_one_call()
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Returns zeroed KV tensors per layer, [2, S, K, D] or with int8 [2, S, K, D + 4]. They must be finite because
@@ -100,10 +106,13 @@ class PagedDecoder:
     def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
         """Writes the KV of all tokens and returns the normed last hidden states [R, N] of the tokens `step.rows_R`."""
         arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
+        x_TN, delta_TN = self._enter(step)
+        if self._in_one_call is not None and loras is None:
+            self._in_one_call(x_TN, delta_TN, step.positions_T, step.batch, cache)
+            return self._leave(x_TN, delta_TN, step.rows_R)
         attends = [ops.attention(step.batch, spec) for spec in self._attentions]
         ropes = [Rope(cos[step.positions_T], sin[step.positions_T]) for cos, sin in self._ropes]
         heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
-        x_TN, delta_TN = self._enter(step)
         for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True), self._own_layers.start):
             normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)
             qkv_TAD = layer.qkv(normed_TN)
@@ -123,6 +132,30 @@ class PagedDecoder:
                 delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
         return self._leave(x_TN, delta_TN, step.rows_R)
 
+    def _layers_in_one_call(self) -> LayersInOneCall | None:
+        """Returns the layers in one call of C; None where they cannot be: on a GPU, read from files in every pass, with
+        other operators, or with sparse feed-forward layers.
+        """
+        if self._embedding.device.type != "cpu" or isinstance(self._layers, StreamedLayers):
+            return None
+        from raytide.kernels.layers import DecoderSpec, layers_in_one_call
+
+        arch, own = self.arch, self._own_layers
+        spec = DecoderSpec(
+            dtype=self._embedding.dtype,
+            hidden_size=arch.hidden_size,
+            heads=arch.num_heads,
+            kv_heads=arch.num_kv_heads,
+            dim=arch.head_dim,
+            activation=arch.activation,
+            is_gated=arch.gated_ffn,
+            ropes=[(cos, sin) for cos, sin in self._ropes],
+            attentions=self._attentions,
+            rope_of=[arch.layers[index].rope for index in own],
+            attention_of=[self._attention_of[index] for index in own],
+        )
+        return layers_in_one_call(self._ops, self._layers, spec)
+
     def _enter(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Returns the first layer's input: the residual stream, and the tensor that the layer first adds to it."""
         x_TN = self._embed(step.ids_T, step.positions_T)
@@ -132,7 +165,8 @@ class PagedDecoder:
 
     def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
         """Returns the normed hidden states of the rows `rows_R` after the last layer."""
-        return self._ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
+        # index_select takes a fraction of the time of indexing where there are few rows.
+        return self._ops.add_norm(x_TN.index_select(0, rows_R), delta_TN.index_select(0, rows_R), self._norm)
 
     def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TN = self._lookup(ids_T)

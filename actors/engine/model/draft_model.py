@@ -76,8 +76,8 @@ class DraftModel:
         return len(seq.tokens) - self._known.get(seq.seq_id, 0)
 
     def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:
-        """Returns a draft for each sequence, of as many tokens as `counts` has for it; its blocks have room for them. A
-        sequence whose tokens do not all have KV in this model yet gets an empty draft.
+        """Returns a draft for each sequence. `counts` has the number of tokens to draft for each; their blocks must be
+        allocated. A sequence with tokens that have no KV in this model yet gets an empty draft.
         """
         drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
         left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()

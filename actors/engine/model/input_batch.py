@@ -7,6 +7,7 @@ Per step, Python visits each sequence once; all work per token or per block is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The model's inputs. `rows_R` are the rows of the flat batch whose results are wanted: for each sequence that gets
-    a next token, its last row before the draft and the rows of its draft, in order; then further rows that the caller
-    adds.
+    """The model's inputs.
+
+    `rows_R` are the rows of the flat batch whose results are wanted: for each sequence that gets a next token, its last
+    row before the draft and the rows of its draft, in order; then rows that the caller adds.
     """
 
     ids_T: torch.Tensor
@@ -56,24 +58,27 @@ class InputBatch:
 
     def build(self, chunks: list[ScheduledChunk]) -> StepInputs:
         rows = np.array([self._sync(chunk) for chunk in chunks])
-        lengths = np.array([chunk.length for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
-        ends = lengths.cumsum()
-        # Flat positions: 0..T-1, shifted per sequence from its place in the batch to its place in its context.
-        row_T = rows.repeat(lengths)
-        positions_T = np.arange(ends[-1]) + (starts - ends + lengths).repeat(lengths)
-        slots_T = self._tables[row_T, positions_T // self._block_size] * self._block_size
-        slots_T += positions_T % self._block_size
-        contexts = starts + lengths
-        width = -(-int(contexts.max()) // self._block_size)
+        lengths = [chunk.length for chunk in chunks]
+        ends = list(accumulate(lengths))
+        if ends[-1] == len(chunks):  # one token of each sequence
+            row_T, positions_T = rows, starts
+        else:
+            # Flat positions: 0..T-1, shifted per sequence from its place in the batch to its place in its context.
+            row_T = rows.repeat(lengths)
+            positions_T = np.arange(ends[-1]) + (starts - ends + lengths).repeat(lengths)
+        blocks_T, offsets_T = np.divmod(positions_T, self._block_size)
+        slots_T = self._tables[row_T, blocks_T] * self._block_size + offsets_T
+        contexts = [chunk.start + chunk.length for chunk in chunks]
+        width = -(-max(contexts) // self._block_size)
         batch = PagedBatch(
-            query_lens=lengths.tolist(),
-            context_lens=contexts.tolist(),
+            query_lens=lengths,
+            context_lens=contexts,
             block_tables_BM=self._to_device(self._tables[rows, :width]),
             slots_T=self._to_device(slots_T),
             block_size=self._block_size,
         )
-        ended = [(end, chunk) for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.yields_token]
+        ended = [(end, chunk) for end, chunk in zip(ends, chunks, strict=True) if chunk.yields_token]
         sampled = np.array(
             [row for end, chunk in ended for row in range(end - min(1 + len(chunk.draft), chunk.length), end)], np.int64
         )

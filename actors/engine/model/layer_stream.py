@@ -1,7 +1,7 @@
-"""The layers of a model that is larger than the memory for its weights: the first layers stay in memory; each of the
-others is read from the files in every pass, while the layer before it computes.
+"""The layers of a model that is larger than the memory for its weights. The first layers stay in memory. In every pass
+each other layer is read from the files while the layer before it computes.
 
-The code that builds them is the one that builds the layers of any model, so that tokens are the same to the bit.
+The layers are built by the code that builds those of any model, so that tokens are the same to the bit.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import ctypes
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from raytide.actors.engine.model.weight_loader import LayerWeights, WeightLoader
+from raytide.actors.engine.model.weight_loader import WeightLoader
 from raytide.core.errors import ConfigError
+from raytide.kernels.core import LayerWeights
 
 _M_MMAP_THRESHOLD = -3
 _RETURNED_BYTES = 1 << 20

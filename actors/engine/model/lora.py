@@ -271,7 +271,7 @@ class LoraManager:
 
     def id_of(self, name: str) -> str:
         """Returns the adapter's name and content hash. Sequences share KV by this id, so it differs between adapters
-        that have had one name, and is the same in later processes.
+        that were loaded under one name, and is the same in later processes.
         """
         self.adapter(name)
         return self._ids[name]

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
 _INT8_PARAMETERS = 1_000_000_000
-"""The number of weights from which int8 inputs are the default: they cost a model of 135 million right answers, and
-published losses shrink with size.
+"""The number of weights from which int8 inputs are the default. They cost a model of 135 million weights right answers,
+and published losses shrink with size.
 """
 _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
@@ -194,8 +194,8 @@ class ModelRunner:
 
     @property
     def row_cost(self) -> float:
-        """The time that one more row adds to a step, as a share of the time of a step with one row: a first guess by
-        the kind of device.
+        """A first guess, by the kind of device, of the time that one more row adds to a step, relative to a step with
+        one row.
         """
         return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
 
@@ -249,9 +249,10 @@ class ModelRunner:
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
     ) -> tuple[dict[str, list[Sampled]], dict[str, Exception]]:
-        """Computes the chunks, and after a failure their halves one after the other: down to a batch that fits in
-        memory, or to the sequence at fault, which is tried once more without its draft. Returns the results and the
-        errors, both by sequence id.
+        """Computes the chunks. After a failure it splits them into halves, until a batch fits in memory or the sequence
+        at fault is found; that sequence is tried once more without its draft.
+
+        Returns the results and the errors, both by sequence id.
         """
         if not chunks:
             return {}, {}
@@ -273,10 +274,11 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. Returns the next tokens of each sequence that is then up to date, several if guesses of
-        its draft are right, by sequence id. Records prompt log probabilities and pooled states in the sequences.
+        """Computes the chunks. Returns, by sequence id, the next tokens of each sequence that is then up to date: one,
+        and more if tokens of its draft are right.
 
-        Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
+        Records prompt log probabilities and pooled states in the sequences. Executing a chunk again writes the same KV
+        and draws the same token, so a failed step can be retried in parts.
         """
         chunks = self._adapters.group(chunks)
         due = [chunk for chunk in chunks if chunk.yields_token]
@@ -288,9 +290,8 @@ class ModelRunner:
         return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """Runs only the forward pass. Returns float32 logits: for each sequence that it brings up to date, one row and
-        one more for each token of its draft; then one row for each of `more_rows` of the flat batch. Records pooled
-        states.
+        """Runs only the forward pass. Returns float32 logits. Each sequence that is then up to date has one row, and
+        one more for each token of its draft; the rows `more_rows` of the flat batch follow. Records pooled states.
         """
         step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
         if more_rows or pooled.rows:

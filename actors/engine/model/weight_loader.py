@@ -6,7 +6,6 @@ of different formats stay apart, each with its own product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,20 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.actors.models.quantized.stacking import can_stack, stacked
-from raytide.kernels.core import HeadNorms, LinearInput, NormWeights, QuantizedWeight, round_to_nearest
+from raytide.kernels.core import (
+    HeadNorms,
+    LayerWeights,
+    Linear,
+    LinearInput,
+    NormWeights,
+    QuantizedWeight,
+    SideBySide,
+    SparseFfn,
+    round_to_nearest,
+)
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
-Linear = Callable[[Tensor], Tensor]
-
 
 _HEAD_GROUP = 32
 _UNPACKED_BYTES = 8
@@ -36,32 +43,6 @@ class QuantizedOptions:
     input: LinearInput = "float"
     rounds_head: bool = False
     rounds_kv: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SparseFfn:
-    """A sparse feed-forward layer: `router` computes its logits [T, E], `experts` the weighted sum of the chosen
-    experts' outputs (operator `experts`).
-    """
-
-    router: Linear
-    experts: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's weights. Its feed-forward is `sparse`, or `gate_up` (GPT-2: only up) and `down`."""
-
-    input_norm: NormWeights
-    qkv: Linear
-    head_norms: HeadNorms | None
-    attention_out: Linear
-    post_attention_norm: NormWeights | None
-    ffn_norm: NormWeights
-    gate_up: Linear | None
-    down: Linear | None
-    sparse: SparseFfn | None
-    post_ffn_norm: NormWeights | None
 
 
 class WeightLoader:
@@ -211,7 +192,7 @@ class WeightLoader:
             linears.append(
                 self._integer(whole, own_bias) if isinstance(whole, QuantizedWeight) else self._plain(whole, own_bias)
             )
-        return linears[0] if len(linears) == 1 else lambda x: torch.cat([linear(x) for linear in linears], -1)
+        return linears[0] if len(linears) == 1 else SideBySide(linears)
 
     def _sparse(self, at: str) -> SparseFfn:
         arch, names = self._arch, self._names

@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer
 def token_logprobs(
     logits_RV: torch.Tensor, rows: Items[int], tokens: Items[int], counts: Items[int]
 ) -> list[TokenLogprobs]:
-    """Returns for each of `rows` the log probability and rank of its token, and its most likely tokens, as many as its
-    entry in `counts`.
+    """Returns for each of `rows` the log probability and rank of its token, and the row's most likely tokens, whose
+    number is in `counts`.
     """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), _ROWS_AT_ONCE):

@@ -41,9 +41,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
-        """Returns the next tokens of each chunk's sequence: one, and one more for each draft token that equals the
-        token drawn at its place. Every token is the one that would be drawn without a draft. If drawing fails after the
-        first token (-1), the run ends before that place; the next step draws there again.
+        """Returns the next tokens of each chunk's sequence: one, and one more after each draft token that equals the
+        token drawn at its place. Every token is the one that would be drawn without a draft. If drawing fails (-1) at a
+        later place than the first, the run ends before that place; the next step draws there again.
 
         Drafts are followed in rounds of one token for each sequence. Until the end, the tokens of earlier rounds are
         appended to the sequences, so that penalties, grammars and bans apply at the right position.
@@ -225,7 +225,12 @@ def _greedy(logits_RV: Tensor) -> list[Sampled]:
     """Returns the most likely token of each row; -1 for a row with NaN or infinity. The argmax selects these, so it is
     enough to check the chosen logit.
     """
-    tokens_R = _argmax(logits_RV)
+    if logits_RV.device.type == "cpu":
+        values_RV = logits_RV.numpy()
+        tokens = values_RV.argmax(-1)
+        tokens[~np.isfinite(values_RV[np.arange(len(tokens)), tokens])] = -1
+        return list(map(Sampled, tokens.tolist()))
+    tokens_R = logits_RV.argmax(-1)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))
 

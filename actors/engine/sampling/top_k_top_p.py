@@ -26,7 +26,7 @@ memory.
 """
 _SAMPLE, _SPREAD = 1024, 48
 _SORTED = 4096
-"""Up to this many probabilities are sorted directly instead of sampled again."""
+"""The most probabilities that are sorted directly instead of sampled again."""
 
 
 class RandomSampler:
@@ -87,7 +87,7 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Sets probabilities to zero that top_k, then top_p and min_p exclude, in place, and returns the tensor.
+    """Sets to zero, in place, the probabilities that top_k, then top_p and min_p exclude, and returns the tensor.
 
     Tokens as likely as the least likely kept one are kept too.
     """

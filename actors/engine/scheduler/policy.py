@@ -14,7 +14,7 @@ from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.sequence import Rank, Sequence
 
 MOST_EVICTIONS = 3
-"""A sequence that was evicted this often is not evicted again."""
+"""The most evictions of one sequence; after them it is not evicted again."""
 
 
 @dataclass(frozen=True, slots=True)

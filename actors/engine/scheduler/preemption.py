@@ -29,11 +29,10 @@ class PreemptionCost:
 
 
 def preemption_cost(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
-    """Returns the cost of the cheaper way, recomputing or swapping. `hashes` are those of the blocks that hold computed
-    tokens.
+    """Returns the cost of evicting a sequence in the cheaper way, recomputing or swapping.
 
-    Blocks that other sequences or the host hold need not be recomputed. All other cached blocks on the device count as
-    lost, since an eviction means that blocks are needed.
+    `hashes` are those of the blocks that hold computed tokens. Blocks that other sequences or the host hold need not be
+    recomputed. All other cached blocks on the device count as lost, since an eviction means that blocks are needed.
     """
     one_way, size = cost.tokens_per_block / 2, pool.block_size
     kept, recompute, swap = seq.reads_cache, float(seq.num_computed), 0.0
@@ -55,9 +54,10 @@ def choose_victims(
     wanted: Collection[int],
     tokens_lost: Callable[[Sequence], float],
 ) -> list[Sequence]:
-    """Returns the sequences to evict: at least one, so many that they free `missing` blocks, not counting the `wanted`
-    ones; none if that is impossible. Sequences of higher levels go first, then those with the lowest cost, then the
-    latest arrivals.
+    """Returns at least one sequence to evict, so that `missing` blocks become free in addition to the `wanted` ones; an
+    empty list if that is impossible.
+
+    Sequences of higher levels are evicted first, then those with the lowest cost, then the latest arrivals.
     """
     lost = {seq.seq_id: tokens_lost(seq) for seq in candidates}
     chosen: list[Sequence] = []

@@ -43,9 +43,9 @@ class Scheduler:
     It advances running sequences in the order of their ranks; each may evict later ones when it needs a block. A
     waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
 
-    Progress: the first in rank can take the blocks of all others, and `add` refuses a sequence that does not fit into
-    the whole pool; so each step advances the first, and every sequence becomes first. Without a `swap_cost`, host
-    memory is not used.
+    Every sequence ends: the first in rank can take the blocks of all others, and `add` refuses a sequence that does not
+    fit into the whole pool. So each step advances the first, and every sequence becomes first. Without a `swap_cost`,
+    host memory is not used.
 
     With a `team_slowdown`, sequences of light teams start first, and those of the other teams skip some steps in which
     light ones are computed (see TeamShare). They skip in turn, so that the first in rank gets its turn too.

@@ -14,8 +14,8 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The reusable KV of a sequence's first `num_tokens` tokens: whole blocks at `places`, and the rest in `tail`, a
-    block of its parent.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens: whole blocks at `places`, and the rest in
+    `tail`, a block of the parent sequence. `load` copies the tail.
     """
 
     num_tokens: int

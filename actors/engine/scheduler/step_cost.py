@@ -5,21 +5,23 @@ from __future__ import annotations
 from bisect import bisect_left
 
 _LEARNED_FROM_FASTER, _LEARNED_FROM_SLOWER = 0.2, 0.05
-"""The weight of a new measurement in the estimate, if it is faster or slower than expected. A slow one may be due to
-other work on the machine, so it weighs less.
+"""The weights of a new measurement in the estimate: one that is faster than expected, and one that is slower. A slow
+one may be due to other work on the machine, so it weighs less.
 """
 _MOST_JUMP = 2.0
-"""A measurement counts as at most this many times the estimate, or at least the estimate divided by it: a busy machine
-causes outliers of any size.
+"""The largest factor by which a measurement may differ from the estimate; a larger difference counts as this one,
+because a busy machine causes outliers of any size.
 """
 _STALE_AFTER = 256
-"""A number of rows that was not among this many measurements is forgotten, so that it is guessed and tried again."""
+"""The number of measurements after which a number of rows that was not among them is forgotten, so that it is guessed
+and tried again.
+"""
 
 
 class StepCost:
-    """Estimates a step's seconds from its rows. The estimate is proportional to 1 + `row_cost` x (rows - 1), with a
-    factor for each number of rows that is learned from measured steps. A first guess that is too low is corrected
-    within a few steps.
+    """Estimates a step's seconds from its rows. The estimate is proportional to 1 + `row_cost` x (rows - 1), times a
+    factor for each number of rows, learned from measured steps. A first guess that is too low is corrected within a few
+    steps.
 
     Only steps of decodes are measured, with or without drafts: a prompt's attention costs more than its rows.
     """

@@ -1,9 +1,9 @@
 """Bounds how much other teams lengthen a step while it computes requests of a team with few requests.
 
 A team is light when its load is less than half of its share by weight. In a step that computes something of a light
-team, the other teams' sequences take turns. Together they get as many tokens as lengthen the step by a bounded factor,
-and at least as many as the light teams decode, by the ratio of their weights. With one team, or without a light one,
-nothing is bounded.
+team, the other teams' sequences take turns. Together they get the number of tokens that lengthens the step by a bounded
+factor, but at least the number that the light teams decode, times the ratio of the weights. With one team, or without a
+light one, nothing is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKENS_OF_A_TURN = 8
 
 @dataclass(slots=True)
 class StepLimit:
-    """The tokens that a step may compute for limited sequences: `grants` for running ones by sequence id, and
+    """The tokens that a step may compute for limited sequences: `grants` for each running one, by its id, and
     `admission` for one that starts. Sequences of `light` teams, and those more urgent than `priority`, are not limited.
     """
 
@@ -52,9 +52,11 @@ class StepLimit:
 
 
 class TeamShare:
-    """The teams with unfinished sequences, and the tokens that are due to limited ones. `seconds(rows)` returns the
-    time of a step by its tokens, in any unit. A step with light teams may take `slowdown` times as long as without the
-    others.
+    """The teams with unfinished sequences, and the tokens that sequences of teams that are not light may still take.
+
+    `seconds(rows)` returns the time of a step of `rows` tokens, in any unit. In a step that serves light teams, the
+    others may lengthen the step to `slowdown` times its time, or further for the tokens that their weight guarantees
+    them.
     """
 
     def __init__(self, policy: SchedulingPolicy, slowdown: float, seconds: Callable[[int], float]) -> None:

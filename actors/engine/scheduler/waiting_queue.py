@@ -9,8 +9,8 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
 _Entry = tuple[bool, float, int, Sequence]
-"""True if it is new, False if it has begun (here or on another engine); its due time in seconds; its arrival number.
-They order the sequences of a priority, and stay fixed while a sequence waits.
+"""True if the sequence is new, False if it has begun (here or on another engine); its due time in seconds; its arrival
+number; the sequence. The first three order the sequences of a priority, and stay fixed while a sequence waits.
 """
 
 

@@ -1,4 +1,4 @@
-"""The token sequences of bad words, which an output must not contain."""
+"""Bad words, which an output must not contain, as token sequences."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 
 
 class BadWords:
-    """Bad words as token sequences, indexed by their last token but one, so that a step looks only at words that its
-    token could complete. All samples of a request share one object.
+    """Bad words as token sequences, indexed by the second-last token, so that a step looks only at words that its token
+    could complete. All samples of a request share one object.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:
@@ -47,8 +47,8 @@ def bad_word_tokens(
     token_of: Callable[[str], int | None],
 ) -> BadWords:
     """Returns the token sequences of each word as the tokenizer writes it: alone and after a space. `encode` takes all
-    texts at once. The name of a special token bans that token and, since an output can also spell the name, the tokens
-    that `spell` returns (None for texts without such a name).
+    texts at once. The name of a special token bans that token. Since an output can also spell the name, it bans the
+    tokens that `spell` returns too (None for texts without such a name).
 
     Spellings that the tokenizer never writes stay possible.
     """

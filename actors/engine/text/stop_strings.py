@@ -56,7 +56,7 @@ class StopScanner:
         return held[:cut]
 
     def flush(self) -> str:
-        """Returns the held back text at the end of the stream."""
+        """Returns the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 

@@ -213,7 +213,7 @@ class GrammarCompiler:
         return job
 
     def _run(self, job: _Compilation, structured: Structured, key: bytes, chars: int) -> None:
-        """Compiles a grammar, and caches it before those who wait for it continue."""
+        """Compiles a grammar, and caches it before its waiting requests continue."""
         job.begin()
         try:
             grammar = self._compile(structured)

@@ -229,7 +229,9 @@ class Tokenizer:
         return ChatTemplate(str(self._template), specials)
 
     def _special(self, key: str) -> str | None:
-        """Returns a special token, which tokenizer_config.json gives as a string or as an object with `content`."""
+        """Returns a special token, which tokenizer_config.json gives as a string or as an object with `content`; None
+        without one.
+        """
         value = self._config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else None

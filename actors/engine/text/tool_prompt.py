@@ -78,8 +78,8 @@ def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_open(text: str, last: Message, content: object) -> str:
-    """Returns a rendered conversation cut after the text of its last message, which was rendered as `content`. Raises
-    UsageError if the last message is not an assistant's text, or the template does not show its text unchanged.
+    """Returns a rendered conversation, cut after the text `content` of its last message. Raises UsageError if the last
+    message is not an assistant's text, or the template does not show its text unchanged.
     """
     if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
         raise UsageError(

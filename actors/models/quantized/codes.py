@@ -20,7 +20,7 @@ class RoundedWeight:
     """A rounded weight: w = (codes - zero) * scale, with one zero and scale for each group."""
 
     codes_NK: Tensor
-    """Signed: int8, or float8_e4m3fn."""
+    """Signed codes: int8, or float8_e4m3fn."""
     scale_NG: Tensor
     zero_NG: Tensor | None = None
 

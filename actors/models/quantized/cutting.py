@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 
 class SplitsGroupError(Exception):
-    """An error: a part of a weight's inputs would cut a group of them, or the groups consist of inputs that are not
+    """Raised if a part of a weight's inputs would split a quantization group, or if the inputs of a group are not
     adjacent.
     """
 
@@ -39,7 +39,7 @@ class Block:
 
     def groups(self, columns: int, groups: int) -> slice:
         """Returns the groups that the block's inputs cover, if all `columns` are divided into `groups` groups. Raises
-        SplitsGroupError if a group would be cut.
+        SplitsGroupError if the block would split a group.
         """
         if groups == 1:
             return slice(0, 1)
@@ -57,8 +57,8 @@ def words_of(part: Range, bits: int) -> tuple[slice, slice]:
 
 
 def cut_inputs(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight | None:
-    """Returns the weight with the inputs from `first` to before `end` only. Returns None if that would cut a group, or
-    if the groups consist of inputs that are not adjacent.
+    """Returns the weight with the inputs from `first` to before `end` only. Returns None if that would split a
+    quantization group, or if the inputs of a group are not adjacent.
     """
     groups, size, codes_NK = weight.scales_NG.shape[1], weight.group_size, weight.codes_NK
     if groups > 1 and (weight.columns_K is not None or first % size or end % size):

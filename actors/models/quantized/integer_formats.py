@@ -1,7 +1,7 @@
 """Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ or AWQ.
 
-Each function gets the numbers of the module's outputs N and inputs K, and the block of them to read. It returns this
-block and the number of groups of all inputs, by which the caller checks the config's scheme; or it raises
+Each function gets the numbers of the module's outputs N and inputs K, and the block of them to read. It returns the
+block, and the number of groups of all inputs, so that the caller can check the config's scheme. It may raise
 SplitsGroupError. Layouts: docs/models.md.
 """
 

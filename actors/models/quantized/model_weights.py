@@ -24,7 +24,7 @@ class ModelWeights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns one tensor, dequantized if it is quantized. DataError if it is missing or has another shape."""
+        """Returns one tensor, dequantized if necessary. Raises DataError if it is missing or has another shape."""
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
         """Returns tensors stacked along the first dimension."""
@@ -33,7 +33,7 @@ class ModelWeights(Protocol):
         """Returns the quantized weight [rows, columns] of a linear module; None if it is not stored as integers."""
 
     def check_all_read(self) -> None:
-        """Raises DataError for quantized modules whose tensors nobody has read."""
+        """Raises DataError if tensors of quantized modules were not read."""
 
     @property
     def quantization(self) -> str:
@@ -47,8 +47,8 @@ class WholeWeights(ModelWeights, Protocol):
         """Returns the block `where` of a tensor whose whole shape is `shape`; slices have explicit ends."""
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns a block of the weight that `quantized` returns for `rows` and `columns`; the rest is not read where
-        the format permits. Raises SplitsGroupError if the block's inputs would cut a group.
+        """Returns a block of the weight that `quantized` returns for `rows` and `columns`; None if that is None. Reads
+        only the block if the format permits. Raises SplitsGroupError if the block's inputs split a quantization group.
         """
 
 

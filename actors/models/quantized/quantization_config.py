@@ -48,7 +48,7 @@ class Quantization:
     method: QuantizationMethod
     schemes: tuple[WeightScheme, ...]
     is_zero_less_one: bool = False
-    """GPTQ's first format stores each zero point minus one."""
+    """True for GPTQ's first format, which stores each zero point minus one."""
 
     @property
     def fp8_block(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
 
 
 class _Args(Config):
-    """compressed-tensors' `QuantizationArgs`."""
+    """The fields of compressed-tensors' `QuantizationArgs`."""
 
     num_bits: int = 8
     type: str = "int"
@@ -129,7 +129,7 @@ class _Args(Config):
 
 
 class _Scheme(Config):
-    """compressed-tensors' `QuantizationScheme`."""
+    """The fields of compressed-tensors' `QuantizationScheme`."""
 
     targets: list[str]
     weights: _Args | None = None

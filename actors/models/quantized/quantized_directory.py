@@ -159,9 +159,10 @@ class QuantizedDirectory(Weights):
 
 
 def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int, int], part: Block) -> Tensor:
-    """Returns a block of a weight [N, K] that is stored in FP8 (e4m3), in float32: codes times their scale, which is
-    that of the tensor, the output or a block of outputs and inputs. It is computed in the model's dtype, because
-    integer codes cannot represent these values.
+    """Returns, in float32, a block of a weight [N, K] that is stored in FP8 (e4m3): the codes times their scale. There
+    is one scale for the tensor, for each output, or for each block of outputs and inputs.
+
+    The weight is computed in the model's dtype, because integer codes cannot represent these values.
     """
     tensors.check_only(("weight", *_SCALES, "bias", "input_scale", "input_zero_point"))
     suffixes = [each for each in _SCALES if each in tensors]

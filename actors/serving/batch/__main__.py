@@ -1,7 +1,8 @@
 """The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`; SPEC is a ServeSpec as JSON.
 
 The job runs the rows on an engine of its own. It records progress in the folder `OUT.progress`; after a preemption or a
-crash the job continues from there, on any node that reads the same storage.
+crash the job continues from there, on any node that reads the same storage. On a SIGTERM, which comes before the end of
+a preempted job, it takes no more rows, and records those in flight.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +37,7 @@ _ROWS_AT_ONCE = 128
 _SHOWN_ERRORS = 5
 _SAY_EVERY_S = 10.0
 _DONE = "done.json"
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def run_batch_job(
@@ -84,6 +88,9 @@ def _run(
             staged = staged_model(spec.model)
             asyncio.run(_answer(rows, progress, build_engine(spec, staged.path), claim, say))
             staged.close()
+        if len(progress) < len(rows):
+            say(f"stopped: {len(progress)} of {len(rows)} rows have run, and the next attempt goes on there")
+            raise SystemExit(_TERMINATED)
         results = folder / "output", folder / "errors"
         write_results(progress, len(rows), *results)
         with committing([str(folder)], claim.token), full_disk_is_an_error(str(out)):
@@ -116,10 +123,13 @@ async def _answer(
             said_s = time.monotonic()
         return await request_row(app, place, InputRow(row.custom_id, row.url, {**row.body, "model": "batch"}), dict)
 
+    stopping = asyncio.Event()
+    if threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     await server.start()
     began_s = time.monotonic()
     try:
-        await run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE)
+        await run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
     finally:
         await server.stop()
 

@@ -62,7 +62,7 @@ class BatchInput:
 
     @property
     def model(self) -> str | None:
-        """The model of all rows, if they name the same one."""
+        """The model of all rows; None if they name several models or none."""
         return next(iter(self.models)) if len(self.models) == 1 else None
 
 

@@ -18,7 +18,7 @@ from raytide.core.errors import DataError
 
 @dataclass(slots=True)
 class RowUsage:
-    """Tokens, summed over rows."""
+    """Token counts, summed over rows."""
 
     input_tokens: int = 0
     cached_tokens: int = 0

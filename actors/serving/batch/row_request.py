@@ -23,8 +23,9 @@ _BACKOFF_S = (0.1, 15.0)
 
 
 async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[], Mapping[str, Any]]) -> RowResult:
-    """Returns the row's result, after further attempts if the server fails. `scope()` is called for each attempt and
-    returns entries of the ASGI scope, such as the caller; an ApiError that it raises becomes the row's answer.
+    """Returns the row's result. The request is repeated while there is no room for it, and if the server fails it is
+    tried three times in all. `scope()` is called for each attempt and returns entries of the ASGI scope, such as the
+    caller; an ApiError that it raises becomes the row's answer.
     """
     pause_s, errors = _BACKOFF_S[0], 0
     while True:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from raytide.actors.serving.batch.input_file import BatchInput, InputRow
@@ -24,8 +25,10 @@ async def run_rows(
     request: Callable[[int, InputRow], Awaitable[RowResult]],
     *,
     at_once: int,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Runs until every row has a result. If cancelled, drops the rows in flight without recording them.
+    """Begins the rows in order, and returns when every row has a result. Once `is_stopping()` is true, no further row
+    begins, and it returns when the rows in flight have results. If cancelled, it drops the rows in flight.
 
     Each of the `at_once` workers takes its next row only after its last one is recorded, so a crash loses at most
     `at_once` results.
@@ -33,7 +36,8 @@ async def run_rows(
     pending = iter([place for place in range(len(rows)) if place not in progress])
     recorder = _Recorder(progress)
     recording = asyncio.create_task(recorder.run())
-    workers = [asyncio.create_task(_work(rows, pending, request, recorder)) for _ in range(at_once)]
+    begun = takewhile(lambda _: not is_stopping(), pending)
+    workers = [asyncio.create_task(_work(rows, begun, request, recorder)) for _ in range(at_once)]
     try:
         await asyncio.gather(*workers)
     finally:
@@ -58,7 +62,7 @@ async def _work(
 
 
 class _Recorder:
-    """Appends results in groups: those that arrive while one group is written are the next. A full disk delays them,
+    """Appends results in groups: those that arrive while one group is written form the next. A full disk delays them,
     but none is lost.
     """
 

@@ -1,6 +1,7 @@
 """The HTTP/1.1 protocol of the gateway, with limits on the size and the arrival time of a request's head.
 
-uvicorn limits heads with h11, which is slower with streams, but not with httptools: 64 MiB of headers took 900 MiB.
+uvicorn limits heads only with h11, which is slower with streams. With httptools, 64 MiB of headers took 900 MiB of
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 1 << 16
-"""The bytes of a head (request line and headers), or between two pieces of a body, above which a connection ends."""
+"""The most bytes of a request's head (request line and headers), and between two pieces of a body. A connection with
+more ends.
+"""
 HEAD_S = 10.0
 """The time within which a request's head must arrive, in seconds."""
 

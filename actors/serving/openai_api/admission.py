@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raytide.actors.engine.types import TokenUsage
@@ -11,6 +12,18 @@ CALLER = "raytide.caller"
 """The key of the ASGI scope under which a middleware leaves the RequestCaller."""
 HEADERS = "raytide.headers"
 """The key of the ASGI scope under which a route leaves headers for the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """The row of a batch for which a request is sent, maybe once more after its gateway was killed.
+
+    `id` names the row among those of all batches: it is billed once, and its answer is not computed again. If
+    `may_be_running` is False, no earlier gateway has begun it.
+    """
+
+    id: str
+    may_be_running: bool
 
 
 class Grant(Protocol):
@@ -55,6 +68,10 @@ class RequestCaller(Protocol):
     def keeps_answers(self) -> bool:
         """True if endpoints with an answer cache may store the caller's answers and serve cached ones to it."""
 
+    @property
+    def row(self) -> BatchRow | None:
+        """The row of a batch for which the caller sends the request; None for a client's request."""
+
     def may_use(self, model: str) -> bool: ...
 
     async def admit(
@@ -74,6 +91,7 @@ class Anybody:
     keeps_answers = True
     is_known = False
     priority = 0
+    row: BatchRow | None = None
 
     def may_use(self, model: str) -> bool:
         return True

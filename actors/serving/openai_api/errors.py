@@ -118,7 +118,9 @@ def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
 
 
 def _param(location: object) -> str | None:
-    """Turns ("body", "messages", 0, "role") into "messages[0].role", without the tags of unions."""
+    """Turns ("body", "messages", 0, "role") into "messages[0].role", without the tags of unions; None for the whole
+    body.
+    """
     if not isinstance(location, tuple):
         return None
     path = ""

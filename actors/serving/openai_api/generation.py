@@ -30,7 +30,7 @@ class ChoiceDelta:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str = ""
-    """The stop string that ended it."""
+    """The stop string that ended the choice; empty if none did."""
     usage: TokenUsage | None = None
     logprobs: list[ScoredToken] = field(default_factory=list)
     prompt_logprobs: list[ScoredToken] = field(default_factory=list)

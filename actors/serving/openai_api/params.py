@@ -58,7 +58,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _FIELD_OF: dict[Feature, str] = {"stop_strings": "stop"}
 """The request field of each feature whose field has another name than the feature."""
 _LEAST_TOP_P = 1e-9
-"""Replaces a top_p of 0, which OpenAI accepts: only the most likely token is left."""
+"""The value that replaces a top_p of 0, which OpenAI accepts: only the most likely token remains."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -116,12 +116,15 @@ def _check_prompt_logprobs(request: GenerationRequest, n: int, *, echoed: bool) 
 
 
 def _constraint(request: GenerationRequest, forced: Structured | None) -> Structured | None:
+    """Returns the constraint of the output. `forced` is that of a required call, or of calls beside a response format:
+    as at OpenAI, a format is one of text, so calls need not have it.
+    """
     asked = structured_of(request)
-    if forced is not None and asked is not None:
-        raise invalid(
-            "a required tool call and another constraint of the output exclude each other.", param="tool_choice"
-        )
-    return forced or asked
+    if forced is None:
+        return asked
+    if asked is not None and (field := constraint_field(request)) != "response_format":
+        raise invalid(f"tools that the model may call and {field} exclude each other.", param="tool_choice")
+    return forced
 
 
 def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:

@@ -38,7 +38,7 @@ PROBE = "x-raytide-probe"
 SESSION = "x-session-id"
 """The header that names a session. Requests of one session go to the same replica if that is sensible."""
 _BEGAN = "raytide.began_s"
-"""The key of the ASGI scope with the time of the first try, from which a timeout counts when another server answers."""
+"""The key of the ASGI scope with the time of the first try. Timeouts count from it, also if another server answers."""
 _TIMED_OUT = 504
 KEPT = "cache"
 """The replica's name in answers that come from a router's cache."""

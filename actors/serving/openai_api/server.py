@@ -30,7 +30,7 @@ from raytide.actors.serving.openai_api.params import messages_of, refuse_missing
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 _TAIL_TOKENS = 16
-"""Tokens at a prompt's end that are searched for an opening reasoning tag, which has fewer."""
+"""The number of tokens at a prompt's end that are searched for an opening reasoning tag, which has fewer."""
 _OPENING, _CLOSING = "<think>", "</think>"
 
 
@@ -69,7 +69,7 @@ class Server:
         await self.engine.shutdown()
 
     def with_adapter(self, model: str, lora: str) -> Server:
-        """Returns a server, named `model`, of the same engine, whose answers use the engine's adapter `lora`."""
+        """Returns a server of the same engine that is named `model` and answers with the adapter `lora`."""
         adapted = copy(self)
         adapted.model, adapted.lora = model, lora
         return adapted
@@ -149,6 +149,8 @@ class Server:
                 team=caller.team,
                 weight=caller.weight,
                 images=images,
+                rejoin_key="" if caller.row is None else f"{caller.row.id}-{place}",
+                may_be_running=caller.row is not None and caller.row.may_be_running,
             )
             for place, prompt in enumerate(prompts)
         ]
@@ -159,8 +161,8 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat. It may exceed the context: engines cut a longer prompt to a little more than
-        that. `use` is the use of the chat's tools, if the caller has computed it already.
+        """Returns the prompt of a chat. It may exceed the context: engines cut a longer prompt to slightly more than
+        the context. `use` is the use of the chat's tools, if the caller has computed it already.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)

@@ -81,8 +81,8 @@ else:
 
 
 def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that changes a request's JSON schema, so that the schema allows only the request's own and the
-    ignored fields; others must be null. This is the rule of `params.refuse_unknown`.
+    """Returns a function that restricts a request's JSON schema to the request's own and the ignored fields, as
+    `params.refuse_unknown` does; other fields must be null.
     """
 
     def change(schema: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Models(Protocol):
 
 
 class SingleModel:
-    """The model of one server, which runs in the process of its engine."""
+    """The model of one server that runs in its engine's process."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -36,7 +36,7 @@ class Application:
     ordered_at_s: Mapping[str, float] = field(default_factory=dict)
     """The time at which Serve ordered each replica that does not stop."""
     stopping_ids: frozenset[str] = frozenset()
-    """The replicas that take no more requests."""
+    """The ids of replicas that accept no further requests."""
     failure: str = ""
     """Serve's message if the deployment failed, else empty. UNHEALTHY is no failure, because Serve repairs it."""
 
@@ -50,8 +50,8 @@ class Application:
         """Reads one entry of `get_serve_instance_details()["applications"]`.
 
         `node_of` returns the node of an actor by the actor's name, since Serve does not report a replica's node until
-        the replica is up. `nodes_of_group` returns the nodes of a replica's placement group, which has the same name as
-        its actor.
+        the replica is up. `nodes_of_group` returns the nodes of a replica's placement group, by the name of the
+        replica's actor, which the group shares.
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []

@@ -39,12 +39,13 @@ from raytide.core.specs.rollout import endpoint_of
 
 _REPORTS = (b"/queue/", b"/startup/", b"/live/", b"/replica/", b"/log/")
 _QUEUE_REPORT_S = 5.0
-"""Seconds after which a report on waiting requests is ignored: its gateway has ended."""
+"""The age in seconds from which a report on waiting requests is ignored, because its gateway has ended."""
 LOOK_TIMEOUT_S = 4.0
-"""The timeout, in seconds, of one look at the loads of all endpoints. A tick waits for it."""
+"""The timeout, in seconds, of one reading of the loads of all endpoints. A tick waits for it."""
 LIST_TIMEOUT_S = 60.0
-"""The timeout of a list of Serve's applications, for which no tick waits. A busy Serve takes seconds for it, and where
-it fails nothing is deployed or deleted."""
+"""The timeout, in seconds, for listing Serve's applications. No tick waits for that. A busy Serve takes seconds for it,
+and if it fails, nothing is deployed or deleted.
+"""
 CALL_TIMEOUT_S, START_TIMEOUT_S = 10.0, 90.0
 
 
@@ -59,7 +60,7 @@ class ServeControl:
 
     def start(self) -> None:
         """Starts Serve's controller, which takes no CPU, unless it runs already. Serve's own proxy stays off, because
-        it would serve requests without keys; they come through raytide's gateway instead.
+        it would serve requests without keys: requests come through raytide's gateway.
         """
 
         def call() -> None:
@@ -219,7 +220,9 @@ def _kill_replica(name: str, replica: str, timeout_s: float) -> bool:
 
 
 def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
-    """Returns what takes effect only when a replica starts: the creation time, and all fields but the live ones."""
+    """Returns the parts of a deployed spec that take effect only when a replica starts: the creation time, and all
+    fields but the live ones.
+    """
     created_at_s, _, spec = deployed.decode().partition(" ")
     fields = json.loads(spec) if spec else {}
     return created_at_s, {name: value for name, value in fields.items() if name not in LIVE_FIELDS}

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.engine_child import EngineChild
+from raytide.actors.serving.engines import member_module
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
 from raytide.actors.serving.ray_serve.installation import GcsKeyValues, Installation
 from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress, log_prefix, replica_key, startup_prefix
@@ -35,10 +36,11 @@ HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
 """The time that a stopping replica may take to finish its requests."""
 END_S = 15.0
-"""Seconds after DRAIN_S in which the engine's process must end."""
+"""The seconds after DRAIN_S within which the engine's process must end."""
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
+_MEMBER_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 600.0
 """The time for the start of the other members' actors, which copy the model to their nodes first."""
 
@@ -80,7 +82,7 @@ class EngineReplica:
         """Raises EngineError if the engine is broken. Serve replaces the replica after three failures in a row, or as
         soon as the replica's process has ended.
         """
-        if problem := self._child.problem():
+        if problem := self._child.problem() or await self._hosts.problem():
             raise EngineError(f"replica {self._name}: {problem}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -174,21 +176,28 @@ def _limit_threads(cpus: float) -> None:
 class MemberHost:
     """An actor that starts and owns the members of a replica on one node."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._spec = ServeSpec.parse(spec, where="endpoint")
         self._members: LocalMembers | None = None
 
     def start(self, invitation: Invitation, index: int, local_size: int, cpus: float) -> None:
         """Starts the members of the replica's bundle `index`; they connect to the leader by themselves."""
-        model_dir = staged_model(self._model, lambda *_: None).path
+        model_dir = staged_model(self._spec.model, lambda *_: None).path
+        module, options = member_module(self._spec)
         self._members = LocalMembers(
             range(index * local_size, (index + 1) * local_size),
             local_size=local_size,
             host=ray.util.get_node_ip_address(),
             threads=max(1, int(cpus) // local_size),
             model_dir=model_dir,
+            module=module,
+            options=options,
         )
         self._members.launch(invitation)
+
+    def problem(self) -> str | None:
+        """Returns which of the members has ended, or None."""
+        return None if self._members is None else self._members.problem()
 
 
 class MemberHosts:
@@ -201,7 +210,9 @@ class MemberHosts:
         self._actors: list[Any] = []
 
     async def bring(self, invitation: Invitation) -> None:
-        """Starts the members in all other bundles. Raises EngineError if one cannot start."""
+        """Starts the members in all other bundles, and watches them until it is cancelled. Raises EngineError if one
+        cannot start, or ends.
+        """
         group = ray.util.get_current_placement_group()
         if group is None:
             raise EngineError("a replica of several members has no placement group.", hint="Deploy the endpoint again.")
@@ -210,7 +221,7 @@ class MemberHosts:
         for index in range(1, spec.members):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor: Any = (
-                ray.remote(MemberHost).options(**self._options, scheduling_strategy=strategy).remote(spec.model)
+                ray.remote(MemberHost).options(**self._options, scheduling_strategy=strategy).remote(spec.model_dump())
             )
             self._actors.append(actor)
             starts.append(actor.start.remote(invitation, index, local_size, spec.resources.get("CPU", 0.0)))
@@ -221,3 +232,19 @@ class MemberHosts:
             raise EngineError(
                 f"the members of a replica of endpoint {spec.name} did not start: {error}.", hint="See their nodes."
             ) from None
+        while True:
+            if problem := await self.problem():
+                raise EngineError(f"endpoint {spec.name}: {problem} during the replica's start.", hint="See its log.")
+            await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
+
+    async def problem(self) -> str | None:
+        """Returns why the members on other nodes cannot compute, or None."""
+        asked = [actor.problem.remote() for actor in self._actors]
+        try:
+            async with asyncio.timeout(_MEMBER_TIMEOUT_S):
+                found = await asyncio.gather(*asked)
+        except TimeoutError:
+            return f"a member did not answer for {_MEMBER_TIMEOUT_S:.0f} s"
+        except ray.exceptions.RayError as error:
+            return f"a member is gone: {error}"
+        return next((problem for problem in found if problem), None)

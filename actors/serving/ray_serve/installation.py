@@ -2,9 +2,9 @@
 it.
 
 After a failure that may pass, the same replica tries again, with growing waits. Packages that can never be installed
-are not tried again on that node until the endpoint is deployed anew: if no replica has become ready yet, this one fails
-and Serve gives the endpoint up; otherwise Serve would start replacements for ever, so this one waits until Serve ends
-it.
+are not tried again on that node until the endpoint is deployed anew. If no replica has become ready yet, this one
+fails, and Serve gives the endpoint up. Otherwise this one waits until Serve ends it, because Serve would replace a
+failed one for ever.
 """
 
 from __future__ import annotations

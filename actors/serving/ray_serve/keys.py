@@ -27,7 +27,7 @@ class ReplicaAddress:
     port: int
     secret: str
     metrics: str = ""
-    """`host:port` of its metrics page."""
+    """`host:port` of the engine process's metrics page."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode()

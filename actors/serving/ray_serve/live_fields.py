@@ -20,12 +20,12 @@ from raytide.core.objects.endpoint_load import LOADING
 log = logger(__name__)
 
 _PERIOD_S = 1.0
-"""The time between two looks at the spec in the GCS."""
+"""The seconds between two readings of the spec in the GCS."""
 _GCS_TIMEOUT_S = 10.0
 RETRY_S = 30.0
 """The time after which a load or a swap that failed is tried again."""
 UNLOAD_AFTER_S = 3.0
-"""The time after which an adapter that left the spec is unloaded: gateways have stopped to send requests for it."""
+"""The time after which an adapter that left the spec is unloaded: by then, gateways no longer send requests for it."""
 
 
 class AdapterSync:

@@ -18,7 +18,9 @@ KV_NAMESPACE = b"raytide-serve"
 """The namespace in the GCS's internal key-value store."""
 
 EXCHANGE_PERIOD_S = 0.5
-"""Serve calls the policy about ten times a second; exchanging with the GCS that often would gain nothing."""
+"""The least seconds between two exchanges with the GCS. Serve calls the policy about ten times a second; exchanging
+that often would gain nothing.
+"""
 
 
 def target_key(endpoint: str) -> bytes:

@@ -38,7 +38,7 @@ class StartupLog:
             self._publish()
 
     def staged(self, copied: int) -> None:
-        """Records the number of bytes that were copied in all; the next phase publishes it."""
+        """Records the total number of copied bytes; the next phase publishes it."""
         self._detail = f"{copied / 1e9:.2f} GB copied" if copied else ""
 
     def _publish(self) -> None:

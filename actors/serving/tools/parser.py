@@ -54,11 +54,11 @@ _SYNTAXES = {
 _GROUP_MARKERS = tuple(
     f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "outputs", "output") for end in ("begin", "end")
 )
-"""Markers around a group of calls, which are neither text nor calls."""
+"""The markers around a group of calls, which are neither text nor calls."""
 
 
 def syntax_of(chat_format: str) -> ToolSyntax:
-    """Returns the call syntax of models with such a chat template; Hermes's if they have none of their own."""
+    """Returns the call syntax of a chat template's format; Hermes's for a template without one of its own."""
     return _SYNTAXES.get(chat_format, _SYNTAXES["hermes"])
 
 
@@ -89,7 +89,7 @@ class OutputParser:
     """
 
     tools: ToolSyntax | None = None
-    """None where no tool may be called."""
+    """The syntax of calls; None if no tool may be called."""
     reasoning: Literal["", "tagged", "open"] = ""
     """`tagged` outputs may begin with reasoning between tags; `open` ones begin inside it."""
     max_calls: int | None = None
@@ -266,7 +266,9 @@ class OutputParser:
         self._buffer = self._buffer.lstrip()
         if end := next((each for each in self.tools.ends if self._buffer.startswith(each)), None):
             self._buffer = self._buffer[len(end) :]
-        elif not at_end and any(each.startswith(self._buffer) for each in self.tools.ends):
+        elif any(each.startswith(self._buffer) for each in self.tools.ends):
+            if at_end:  # the output was cut inside the text that closes the call
+                self._buffer, self._state = "", "text"
             return
         elif self.tools.starts and self._buffer.startswith(self.tools.starts):
             self._begin_call()

@@ -1,7 +1,7 @@
 """Writes checkpoints on a background thread: plan, write, hash, commit, prune.
 
-The thread may outlive its generation for a moment, so it holds no process group but its own. A group stays open while
-any thread holds it, and peers that wait for this rank would then not notice that it has left.
+The thread may outlive its generation for a moment, so it holds no process group but its own: a group stays open while a
+thread holds it, and peers would not notice that this rank has left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
 Commit = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which this run may publish. ConflictError if another run has claimed its folders."""
+"""Returns a context in which this run may publish. The context raises ConflictError if another run has claimed its
+folders.
+"""
 
 
 class AsyncSaver:
@@ -52,7 +54,7 @@ class AsyncSaver:
         self._closed = threading.Event()
 
     def start(self, store: CheckpointStorage, name: str, step: int, samples: int) -> None:
-        """Start writing the staging buffer. The previous save must have been waited for."""
+        """Starts writing the staging buffer. The previous save must have been waited for."""
         began_s = time.monotonic()
         self.task.start(lambda: self._save(store, name, step, samples, began_s))
 
@@ -117,13 +119,13 @@ class BackgroundTask:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` after the previous one, whose error is raised here."""
+        """Runs `job` after the previous one has ended. Raises the previous one's error."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the job and raise its error once. Returns False if it still runs after `timeout_s`."""
+        """Waits for the job and raises its error once. Returns False if it still runs after `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self.is_running:

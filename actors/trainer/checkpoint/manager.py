@@ -55,7 +55,7 @@ class UnsavedNotice:
         self._why, self._is_shown, self._is_over = why, False, False
 
     def end(self) -> None:
-        """Record that a later checkpoint is complete."""
+        """Records that a later checkpoint is complete."""
         self._is_over = True
 
     def show(self) -> str:
@@ -99,11 +99,11 @@ class CheckpointManager:
         return self._saver.task.is_running
 
     def prepare(self, state: TrainState) -> None:
-        """Allocate the staging buffer, so that the first save is as fast as later ones."""
+        """Allocates the staging buffer, so that the first save is as fast as later ones."""
         self._saver.buffer.prepare(state.shards())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copy the state and write the copy in the background. Waits for the previous save and raises its error."""
+        """Copies the state and writes the copy in the background. Waits for the previous save and raises its error."""
         self.wait()
         self._saver.buffer.copy_from(state.shards())
         self._count += 1
@@ -113,18 +113,19 @@ class CheckpointManager:
         self._in_flight = True
 
     def before_update(self) -> None:
-        """Call before weights change: a copy may still be reading them on the GPU."""
+        """Call this before weights change: a copy may still be reading them on the GPU."""
         self._saver.buffer.before_update()
 
     def wait(self) -> bool:
-        """Wait for the save in flight. Returns whether there was one. StorageError if it failed (full disk, unreachable
-        bucket); older checkpoints are intact."""
+        """Waits for the save in flight. Returns whether there was one. Raises StorageError if it failed (full disk,
+        unreachable bucket); older checkpoints are intact.
+        """
         in_flight, self._in_flight = self._in_flight, False
         self._saver.task.wait()
         return in_flight
 
     def close(self) -> None:
-        """Abandon a save in flight, whose folder stays an unfinished write. Quick, without communication."""
+        """Abandons a save in flight; its folder remains an unfinished write. Quick, because it does not communicate."""
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
@@ -141,8 +142,8 @@ class CheckpointManager:
     def select(self, listing: Listing) -> Checkpoint | None:
         """Returns the newest intact checkpoint, which all ranks together have read completely; None if there are none.
 
-        Appends the reason for each rejected checkpoint to `listing.rejected`. CheckpointError if all are bad, because
-        silently starting over would lose work, or if another run wrote the checkpoint.
+        Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all are bad,
+        because silently starting over would lose work, or if another run wrote the checkpoint.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)

@@ -23,9 +23,9 @@ from raytide.core.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-"""DCP's table of which tensor shards lie in which file."""
+"""The file with DCP's table of the tensor shards in each file."""
 MAX_BYTES = 256 << 20
-"""Size limit of a manifest; an entry takes 0.15 KiB."""
+"""The size limit of a manifest in bytes; an entry takes 0.15 KiB."""
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 _CHUNK = 1 << 20
@@ -35,7 +35,7 @@ _RESTORE = "Delete the folder: the run then resumes from the previous checkpoint
 class FileRecord(Config):
     sha256: str
     size: int = Field(ge=0, lt=1 << 63)
-    """Bytes."""
+    """The file's size in bytes."""
 
 
 class Manifest(Config):
@@ -84,7 +84,7 @@ def step_of(name: str) -> int | None:
 
 
 def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoint:
-    """Publish the manifest, which makes the folder a checkpoint."""
+    """Publishes the manifest, which makes the folder a checkpoint."""
     body = manifest.model_dump()
     with named_failures(f"{store.url}/{name}"):
         store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
@@ -92,7 +92,7 @@ def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoin
 
 
 def read(store: CheckpointStorage, name: str) -> Checkpoint:
-    """Read a folder's manifest, not its files. CheckpointError if it is missing or altered."""
+    """Reads a folder's manifest, not its files. Raises CheckpointError if it is missing or altered."""
     where = f"{store.url}/{name}"
     try:
         with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
@@ -138,8 +138,8 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
 
 
 def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[str]:
-    """Returns the problem of a metadata file that was crafted, if it was. Its hash does not show that, because its
-    author could write the manifest too. See `safe_unpickler`.
+    """Returns the problem of a metadata file that was crafted to run code; an empty list if it has none. The file's
+    hash does not show that, because its author could write the manifest too. See `safe_unpickler`.
     """
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
@@ -150,7 +150,7 @@ def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[s
 
 
 def verify(store: CheckpointStorage, name: str) -> Checkpoint:
-    """Read a checkpoint and check every byte. CheckpointError names the first bad file."""
+    """Reads a checkpoint and checks every byte. Raises a CheckpointError that names the first bad file."""
     checkpoint = read(store, name)
     for problem in find_problems(store, checkpoint):
         raise bad_checkpoint(problem)
@@ -174,7 +174,7 @@ def unfinished_folders(store: CheckpointStorage) -> list[str]:
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Keep the intact checkpoints of the newest `keep` steps up to the committed one; remove all others up to it.
+    """Keeps the intact checkpoints of the newest `keep` steps up to the committed one, and removes all others up to it.
 
     Folders newer than the committed one belong to another generation: they are neither counted nor removed. Unfinished
     folders stay too, because until a restart a rank may still be writing to them.
@@ -194,7 +194,7 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
 
 
 def remove(store: CheckpointStorage, name: str) -> None:
-    """Remove a folder, manifest first: an interrupted removal leaves an unfinished write, not a bad checkpoint."""
+    """Removes a folder, manifest first: an interrupted removal leaves an unfinished write, not a bad checkpoint."""
     with named_failures(f"{store.url}/{name}"):
         store.remove(name, first=MANIFEST)
 
@@ -208,7 +208,7 @@ def _looks_whole(store: CheckpointStorage, name: str, sizes: dict[str, int]) -> 
 
 
 def sizes_of(store: CheckpointStorage, name: str) -> dict[str, int]:
-    """Returns the sizes of a folder's files in bytes, by name. StorageError if the storage cannot be reached."""
+    """Returns the sizes of a folder's files in bytes, by name. Raises StorageError if the storage cannot be reached."""
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)
 

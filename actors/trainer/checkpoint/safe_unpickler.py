@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from raytide.core.errors import CheckpointError
 
 MAX_BYTES = 1 << 30
-"""Size limit of `.metadata`: a million shards take 0.13 GiB."""
+"""The size limit of `.metadata` in bytes: a million shards take 0.13 GiB."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NUMBERS = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
@@ -35,8 +35,11 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("torch.serialization", "_get_layout"): "_get_layout",
     ("pathlib", "PosixPath"): "PosixPath",
     ("pathlib._local", "PosixPath"): "PosixPath",
+    ("builtins", "getattr"): "getattr",
 }
-"""The names that a metadata file may contain, by module and name, with the names used here."""
+"""The names that a metadata file may contain, by module and name, with the names used here. `getattr` is how Python
+3.11.0 to 3.11.3 pickle a member of an enumeration; it is accepted for `_MEM_FORMAT_ENCODING` alone, and never called.
+"""
 
 _HINT = "Delete the folder and find its writer: the run then resumes from the previous checkpoint."
 
@@ -61,8 +64,8 @@ class PickledObject:
 
 
 def read(body: bytes, where: str) -> object:
-    """Returns the pickle as a tree of plain values, GlobalNames and PickledObjects. CheckpointError for anything but
-    DCP's metadata.
+    """Returns the pickle as a tree of plain values, GlobalNames and PickledObjects. Raises CheckpointError for anything
+    but DCP's metadata.
     """
     if len(body) > MAX_BYTES:
         raise CheckpointError(f"{where} has {len(body)} bytes, above the limit of {MAX_BYTES}.", hint=_HINT)
@@ -107,6 +110,11 @@ class _Reader(pickle._Unpickler):
         made = self.stack.pop()
         if not isinstance(made, GlobalName) or not isinstance(args, tuple):
             raise TypeError("it calls something that is not a metadata class")
+        if made.name == "getattr":
+            of, member = args
+            if not isinstance(of, GlobalName) or of.name != "_MEM_FORMAT_ENCODING" or not isinstance(member, str):
+                raise _ForeignNameError("builtins.getattr")
+            made, args = of, (member,)
         self.append(PickledObject(made.name, args))
 
     def build(self) -> None:
@@ -130,6 +138,8 @@ class _Reader(pickle._Unpickler):
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | PickledObject):  # hashing deeply nested tuples would overflow the stack
                 raise TypeError(f"a key is a {type(key).__name__}")
+            if isinstance(value, GlobalName) and value.name == "getattr":
+                raise _ForeignNameError("builtins.getattr")
             into[key] = value
 
 

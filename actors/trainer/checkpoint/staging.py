@@ -55,7 +55,7 @@ class StagingBuffer:
         return self.block[: self.size]
 
     def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
-        """Allocate the block. Its memory is touched once, so that no copy waits for page faults."""
+        """Allocates the block. Its memory is touched once, so that no copy waits for page faults."""
         if entries == self.entries:
             return
         self.entries = entries
@@ -70,7 +70,7 @@ class StagingBuffer:
         self.allocate(_entries(shards), pinned=any(shard.local.is_cuda for shard in shards))
 
     def copy_from(self, shards: Sequence[TensorShard]) -> None:
-        """Copy the shards' values. The copy from a GPU is asynchronous: call `before_update` and `wait`."""
+        """Copies the shards' values. The copy from a GPU is asynchronous: call `before_update` and `wait`."""
         self.prepare(shards)
         if not any(shard.local.is_cuda for shard in shards):
             self._copy(shards)
@@ -82,12 +82,12 @@ class StagingBuffer:
             self._copied = self._stream.record_event()
 
     def before_update(self) -> None:
-        """Make the GPU's next updates wait for the copy; the host does not wait."""
+        """Makes the GPU's next updates wait for the copy; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait until the copy is complete."""
+        """Waits until the copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 

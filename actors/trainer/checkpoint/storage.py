@@ -25,7 +25,7 @@ from raytide.core.io.private_paths import check_opened, safe_opener
 class CheckpointStorage(Protocol):
     """The storage of a run's checkpoints: a local folder or an object store.
 
-    Paths are relative to the storage root and use `/`. FileNotFoundError for missing files.
+    Paths are relative to the storage root and use `/`. Raises FileNotFoundError for missing files.
     """
 
     url: str
@@ -36,16 +36,16 @@ class CheckpointStorage(Protocol):
         """Returns the bytes of each file directly in a folder, by name; empty if the folder does not exist."""
 
     def read(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file. CheckpointError for a link, a pipe or a device."""
+        """Opens a file. Raises CheckpointError for a link, a pipe or a device."""
 
     def write(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a new file, which is durable when the block ends. A failed block leaves no complete file."""
+        """Opens a new file, which is durable when the block ends. A failed block leaves no complete file."""
 
     def publish(self, path: str, body: bytes) -> None:
-        """Write a file atomically: a reader sees all of it or none."""
+        """Writes a file atomically: a reader sees all of it or none."""
 
     def remove(self, folder: str, first: str) -> None:
-        """Remove a folder with its files, `first` before all others."""
+        """Removes a folder with its files, `first` before all others."""
 
 
 def open_store(url: str) -> CheckpointStorage:
@@ -54,7 +54,7 @@ def open_store(url: str) -> CheckpointStorage:
 
 @contextmanager
 def named_failures(what: str) -> Iterator[None]:
-    """Convert a filesystem's errors to StorageErrors that can cross processes; FileNotFoundError passes."""
+    """Converts a filesystem's errors to StorageErrors that can cross processes; FileNotFoundError passes."""
     try:
         yield
     except (RaytideError, FileNotFoundError):
@@ -174,7 +174,7 @@ def _name(entry: dict[str, object]) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open without following a link at the end of the path or blocking on a pipe."""
+    """Opens a file, without following a link at the end of the path and without blocking on a pipe."""
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

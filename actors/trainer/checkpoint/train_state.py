@@ -35,7 +35,7 @@ class OptimizerState(Protocol):
         """Returns the state by `<parameter>.<key>`, as DTensors where parameters are, also before the first step."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Apply the values that were written into the tensors of `tensors()`."""
+        """Applies the values that were written into the tensors of `tensors()`."""
 
 
 class Stateful(Protocol):
@@ -65,7 +65,7 @@ class TrainState:
         return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
-        """Load the state. `fill` must write the values of every shard in place."""
+        """Loads the state. `fill` must write the values of every shard in place."""
         moments = self.optimizer.tensors()
         extras = self._extras()
         fill(self._shards(moments, extras))

@@ -18,16 +18,16 @@ class VerifyResult:
     state: Literal["whole", "bad", "unfinished"]
     """Unfinished: in progress or interrupted. Such a folder is never loaded."""
     size: int = 0
-    """Bytes read and hashed."""
+    """The number of bytes read and hashed."""
     world: int = 0
-    """Ranks that wrote it."""
+    """The number of ranks that wrote the checkpoint."""
     problems: tuple[str, ...] = ()
 
 
 def verify(target: str) -> list[VerifyResult]:
-    """Verify a checkpoint, or all checkpoints of a run or a folder (a path or an fsspec URL), newest first.
+    """Verifies a checkpoint, or all checkpoints of a run or a folder (a path or an fsspec URL), newest first.
 
-    NotFoundError if there are none; StorageError if the storage cannot be reached.
+    Raises NotFoundError if there are none, and StorageError if the storage cannot be reached.
     """
     target = target.rstrip("/")
     parent, _, name = target.rpartition("/")

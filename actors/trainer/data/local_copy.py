@@ -17,8 +17,8 @@ def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
     """Returns the dataset's local directory. A remote dataset is copied once per machine, user and hash of its
     manifest.
 
-    Only the files that the manifest names are copied; without `shards`, only manifest and tokenizer. StorageError if
-    they do not fit on the disk; a partial copy is removed.
+    Only the files that the manifest names are copied; without `with_shards`, only the manifest and the tokenizer.
+    Raises StorageError if they do not fit on the disk; a partial copy is removed.
     """
     if "://" not in dataset:
         return Path(dataset)

@@ -24,7 +24,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class JoinedData:
-    """Joins several datasets into one RowData, in which the sequences of one follow those of the one before."""
+    """Joins several datasets into one RowData, one after the other."""
 
     def __init__(self, parts: Sequence[RowData], order: object = None) -> None:
         """`order` describes the order in which sequences are drawn; it becomes part of the digest."""
@@ -76,7 +76,9 @@ class JoinedData:
 
 
 class MixtureData(JoinedData):
-    """The sources of a mixture, and the phases with the shares in which they are drawn. The digest covers both."""
+    """The sources of a mixture, and its phases, each of which gives the sources' shares. The digest covers sources and
+    phases.
+    """
 
     def __init__(self, parts: Sequence[RowData], mixture: MixtureSpec, spec: TrainSpec) -> None:
         names = [source.label for source in mixture.sources]
@@ -98,7 +100,9 @@ def open_tokens(spec: TrainSpec) -> TokenDataset:
 
 
 def open_evaluation(spec: TrainSpec, training: TokenDataset) -> RowData:
-    """Opens the held-out sequences of `spec.eval`. DataError if their tokenizer is not that of the training data."""
+    """Opens the held-out sequences of `spec.eval`. Raises DataError if their tokenizer is not that of the training
+    data.
+    """
     assert spec.eval is not None  # the caller evaluates
     if spec.eval.dataset is None:
         urls, held_out = spec.datasets, spec.eval.fraction or 0.0

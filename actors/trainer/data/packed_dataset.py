@@ -26,7 +26,7 @@ Hashes = npt.NDArray[np.uint64]
 Array = npt.NDArray[Any]
 CHUNK_TOKENS = 1 << 23
 _POSITION = np.uint64(0x9E3779B97F4A7C15)
-"""Multiplies a token's place in its document, so that a hash depends on the order."""
+"""The multiplier of a token's place in its document, by which a hash depends on the order of tokens."""
 
 
 class PackedData:

@@ -94,7 +94,7 @@ def _place(sizes: Ids, seq_len: int) -> Ids:
 
 
 class _RowsByRoom:
-    """Open rows, by the tokens of room left in them, first in, first out. A new row has room for `seq_len` tokens."""
+    """Open rows by their number of free tokens, first in, first out. A new row has `seq_len` free tokens."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len, self._opened = seq_len, 0
@@ -102,13 +102,13 @@ class _RowsByRoom:
         self._some = np.zeros(seq_len, np.bool_)
 
     def least(self, size: int) -> int:
-        """Returns the smallest room that some row has and that is at least `size` tokens."""
+        """Returns the smallest number of free tokens, at least `size`, that some row has."""
         some = self._some[size:]
         at = int(some.argmax()) if len(some) else 0
         return size + at if len(some) and some[at] else self._seq_len
 
     def take(self, room: int, most: int) -> Ids:
-        """Removes and returns between one and `most` rows with exactly that room."""
+        """Removes and returns between one and `most` rows with exactly `room` free tokens."""
         if room == self._seq_len:
             self._opened += most
             return np.arange(self._opened - most, self._opened)

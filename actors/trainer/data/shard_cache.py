@@ -27,7 +27,7 @@ from raytide.core.io.token_dataset import ITEM_BYTES, Shard, TokenManifest
 
 CHUNK_BYTES = 4 << 20
 THREADS = 4
-"""Shards fetched at once."""
+"""The number of shards that are fetched at once."""
 ATTEMPTS = 5
 """The most fetches of one shard, if other processes evict it each time before it is opened."""
 
@@ -51,7 +51,7 @@ class ShardCache:
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def read_shard(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        """Returns the tokens of a shard. DataError if it is missing or differs from the manifest."""
+        """Returns the tokens of a shard. Raises DataError if it is missing or differs from the manifest."""
         with self._guard:
             coming = self._coming.pop(index, None)
         if coming is not None:

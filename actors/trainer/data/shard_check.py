@@ -22,8 +22,9 @@ from raytide.core.io.private_folder import private_folder, try_lock
 from raytide.core.io.token_dataset import Shard, TokenDtype
 
 WAIT_S = 60.0
-"""Opening a dataset waits this long for the hashes. A larger dataset is hashed during training, which fails at the next
-step once a bad shard is found."""
+"""The seconds for which opening a dataset waits for the hashes. A larger dataset is hashed during training, which fails
+at the next step once a bad shard is found.
+"""
 CHUNK_BYTES = 4 << 20
 _POLL_S = 0.05
 _REBUILD = "Build the dataset again, or copy it again from where it was built."
@@ -56,19 +57,19 @@ class ShardCheck:
         self._thread.start()
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Returns whether all shards are verified within `timeout_s`. DataError for a bad shard."""
+        """Returns whether all shards are verified within `timeout_s`. Raises DataError for a bad shard."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         self.check()
         return self._thread is not None and not self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the error of a bad shard, if one was found so far."""
+        """Raises the error of a bad shard, if one was found so far."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Stop hashing. Does not wait."""
+        """Stops hashing. Does not wait."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -88,7 +89,7 @@ class ShardCheck:
             todo = busy
 
     def _check_shard(self, shard: Shard) -> bool:
-        """Verify one shard. Returns False if another process is hashing it at present."""
+        """Verifies one shard. Returns False if another process is hashing it at present."""
         path = self.folder / shard.file
         cache_file = self._results / f"{_key(path, self.dtype.name)}.json"
         found = _read_result(cache_file)
@@ -136,7 +137,7 @@ class ShardCheck:
 
 
 def _fill(file: object, view: memoryview) -> int:
-    """Read until the buffer is full or the file ends: a short read must not cut an id in two."""
+    """Reads a file into `view` until that is full or the file ends: a short read must not cut an id in two."""
     size = 0
     while size < len(view) and (got := file.readinto(view[size:])):  # type: ignore[attr-defined]
         size += got

@@ -61,9 +61,9 @@ class Rows(NamedTuple):
     """Whole sequences, not yet split into inputs and targets. Augmentation changes them in this form."""
 
     tokens: Ids
-    """[rows, seq_len + 1]."""
+    """The tokens of the sequences [rows, seq_len + 1]."""
     learnt: npt.NDArray[np.bool_]
-    """[rows, seq_len]: whether the token behind each position is its target."""
+    """[rows, seq_len]: True if the token that follows the position is its target."""
     documents: Ids
     """[rows, seq_len]: the number of each token's document in its row, ascending; padding is a document too."""
 
@@ -90,8 +90,8 @@ class RowData(TokenDataset, Protocol):
 class TokenData:
     """Sequences of `seq_len` + 1 tokens (inputs and targets) from memory-mapped shards.
 
-    A remote dataset is copied to this machine first or, with `stream`, shard by shard as it is read. DataError for a
-    damaged shard: raised when it is opened or fetched or, in a large dataset, by a later call of `examples`.
+    A remote dataset is copied to this machine first or, with `stream`, shard by shard as it is read. A damaged shard
+    raises DataError when it is opened or fetched or, in a large dataset, in a later call of `examples`.
     """
 
     def __init__(self, dataset: str, seq_len: int, stream: StreamSpec | None = None) -> None:
@@ -149,8 +149,8 @@ class TokenData:
         self.prefetch_tokens(ids * self.seq_len, ids * self.seq_len + self.seq_len)
 
     def prefetch_tokens(self, firsts: Ids, lasts: Ids) -> None:
-        """Starts fetching shards. For each pair from `firsts` and `lasts`, fetches those with the tokens of that range,
-        both ends included.
+        """Starts fetching the shards that hold the tokens from each of `firsts` to the corresponding one of `lasts`,
+        both included.
         """
         if self._cache is not None:
             pairs = zip(*(np.searchsorted(self._ends, each, side="right") for each in (firsts, lasts)), strict=True)

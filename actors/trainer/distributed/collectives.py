@@ -26,7 +26,9 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter on the tensor axis. A replicated one's gradient is a partial sum."""
+    """Returns this rank's shard of a parameter on the tensor axis. The gradient of a replicated parameter is a partial
+    sum.
+    """
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
     return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])

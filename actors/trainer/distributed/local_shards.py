@@ -21,12 +21,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """Returns the tensor dimension that a placement shards; FSDP over tensor parallelism uses a strided placement."""
+    """Returns the tensor dimension that a placement shards, None if it shards none. FSDP over tensor parallelism uses a
+    strided placement.
+    """
     return None if placement.is_replicate() or placement.is_partial() else placement.dim  # type: ignore[attr-defined]
 
 
 def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
-    """Add up `value` in place over the ranks that share the parameter's dimensions `dims`, and return it. Each rank's
+    """Adds up `value` in place over the ranks that share the parameter's dimensions `dims`, and returns it. Each rank's
     `value` is a sum over its own part of these dimensions.
     """
     if isinstance(parameter, DTensor):
@@ -37,14 +39,14 @@ def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def square_sum(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the squared norm, over all ranks, of a tensor that is sharded like the parameter and of which `value` is
-    this rank's shard.
+    """Returns the squared norm, over all ranks, of a tensor that is sharded like the parameter. `value` is this rank's
+    shard.
     """
     return sum_over(value.square().sum(), parameter, range(parameter.ndim))
 
 
 def whole(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the whole of a tensor that is sharded like the parameter and of which `value` is this rank's shard."""
+    """Returns the whole of a tensor that is sharded like the parameter. `value` is this rank's shard."""
     if not isinstance(parameter, DTensor):
         return value
     placed = like(value, parameter)
@@ -54,7 +56,7 @@ def whole(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part(full: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the part of `full` that this rank holds if it is sharded like the parameter. Needs no communication."""
+    """Returns this rank's part of `full`, cut as the parameter is. Needs no communication."""
     if not isinstance(parameter, DTensor):
         return full
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -85,8 +87,8 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Returns `value` as a DTensor with the layout of the parameter after a reduction over `dim`. Ranks that shard
-    `dim` hold copies of it.
+    """Returns `value`, this rank's part of a reduction over `dim` of the parameter, as a DTensor. It has the
+    parameter's layout without that dimension: ranks that shard `dim` hold copies.
     """
     if not isinstance(parameter, DTensor):
         return value

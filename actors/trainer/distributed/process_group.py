@@ -129,7 +129,7 @@ class ProcessGroup:
 
 
 def create_store(address: str, world: int) -> TCPStore:
-    """Open a rendezvous store for `world` ranks on a free port. The store lives as long as the returned object."""
+    """Opens a rendezvous store for `world` ranks on a free port. The store lives as long as the returned object."""
     return TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
@@ -140,7 +140,7 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 def join(
     store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
-    """Join the other ranks at `store`. `address` is this rank's own: nodes on loopback must not resolve host names."""
+    """Joins the other ranks at `store`. `address` is this rank's own: nodes on loopback must not resolve host names."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
@@ -162,7 +162,7 @@ def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Leave the group, healthy or not. Closing its sockets wakes peers that wait for this rank."""
+    """Leaves the group, healthy or not. Closing its sockets wakes peers that wait for this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch_compat.forget_meshes()
@@ -180,7 +180,9 @@ def _joined(sizes: Sizes, timeout_s: float, generation: int) -> ProcessGroup:
 
 
 def _context(sizes: Sizes) -> dist.ProcessGroup | None:
-    """Create the groups of context ranks and return this rank's; torch requires every rank to create all groups."""
+    """Creates the groups of context ranks and returns this rank's, None without context parallelism. torch requires
+    every rank to create all groups.
+    """
     if sizes.context == 1:
         return None
     ranks = torch.arange(sizes.world).view(sizes.shape).movedim(AXES.index("context"), -1)

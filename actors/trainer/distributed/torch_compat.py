@@ -18,7 +18,7 @@ _with_groups: list[DeviceMesh] = []
 
 
 def tell_meshes_apart() -> None:
-    """Make meshes created from now on unequal to all earlier ones.
+    """Makes meshes created from now on unequal to all earlier ones.
 
     Torch treats two meshes of the same ranks as one, and reuses what it cached for the first. A rank whose number has
     changed would then get the shards of its old number (torch 2.13: checkpoints with half of every tensor twice).
@@ -28,8 +28,8 @@ def tell_meshes_apart() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches. They keep every mesh alive, and with it the sockets of its groups, so that peers that
-    wait for this rank would not wake.
+    """Clears DTensor's caches. The caches keep every mesh alive, with the sockets of its groups, so that peers waiting
+    for this rank would not wake.
     """
     for mesh in _with_groups:
         mesh._pg_registry.clear()

@@ -18,6 +18,7 @@ from raytide.actors.trainer.elastic.rank_assignment import most_ranks
 from raytide.actors.trainer.elastic.ray_worker import RayWorker, StartWorker
 from raytide.actors.trainer.elastic.recovery import Recovery, ScalingEfficiency, StepRate
 from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
+from raytide.actors.trainer.elastic.stragglers import RankTimes
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, RunResult, StepResult, WorkerStatus
@@ -31,7 +32,7 @@ TICK_S = 0.05
 
 
 def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start: StartWorker = RayWorker) -> RunResult:
-    """Train `spec` on the lease of `job_id` to its end, while members are lost, leave and return.
+    """Trains `spec` to its end on the lease of `job_id`, while members are lost, leave and return.
 
     Needs a process connected to Ray, unless `start` makes other workers. Resumes from the latest checkpoint in
     `spec.out`. Raises the error that ended the run early: LeaseLostError, DataError, CheckpointError, StorageError,
@@ -81,6 +82,7 @@ class _Driver:
         self.saved_at_s: float | None = None
         self.step_rate = StepRate(record.step_s)
         self.scaling = ScalingEfficiency()
+        self.rank_times = RankTimes()
 
     def run(self) -> None:
         ran_out_of_memory = False
@@ -103,6 +105,7 @@ class _Driver:
                 claim=self.claim.token,
                 on_steps=self._on_steps,
             )
+            self.rank_times = generation.rank_times
             result = generation.run()
             if result.kind == "done":
                 self.record.mark_finished()
@@ -116,9 +119,9 @@ class _Driver:
         self.reporter.close(self._progress(0))
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
-        """Wait until enough workers are ready, and return those of the next generation. The first generation also waits
-        for workers that are starting; later ones continue with the survivors at once, and others join when they are
-        ready.
+        """Waits until enough workers are ready, and returns those of the next generation. The first generation also
+        waits for workers that are starting; later ones continue with the survivors at once, and others join when they
+        are ready.
         """
         while True:
             self.claim.check()
@@ -202,7 +205,7 @@ class _Driver:
         self.record.event("oom", generation=self.generation, why=why, micro_batch=half, was=before)
 
     def _grow_micro_batch(self) -> None:
-        """Let a halved microbatch grow again. Called when the gang forms, since a change needs a new generation."""
+        """Lets a halved microbatch grow again. Called when the gang forms, since a change needs a new generation."""
         wanted = self._first_micro_batch()
         before = self.micro_batch.bound(wanted)
         if self.micro_batch.grow(wanted, len(self.workers)):
@@ -211,13 +214,15 @@ class _Driver:
 
     def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
         """Returns progress values of the last steps: step time and the share of it spent waiting for data, scaling
-        efficiency, MFU, and the times of the last step's end and of the last due checkpoint.
+        efficiency, the slowest rank, MFU, and the times of the last step's end and of the last due checkpoint.
         """
         now_s = round(self.record.clock.now_s(), 3)
         values: dict[str, float | int | str] = {"step_s": round(worked_s / len(new), 6), "step_at_s": now_s}
         values["data_wait"] = round(sum(step.times.get("data", 0.0) for step in new) / max(worked_s, 1e-9), 6)
         if (scaling := self.scaling.of(new[-1].world)) is not None:
             values["scaling"] = round(scaling, 4)
+        rank, ratio = self.rank_times.slowest() or (0, 1.0)  # reported values persist until they are overwritten
+        values |= {"slowest_rank": rank, "slowest_ratio": round(ratio, 3)}
         if (mfu := new[-1].mfu) is not None:
             values["mfu"] = round(mfu, 6)
         if self.saved_at_s is not None:
@@ -246,6 +251,8 @@ class _Driver:
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
         if record.has_been_unsaved:  # reported values persist until they are overwritten
             progress["not_saved"] = record.unsaved[:500]
+        if images := self.worker_group.images:
+            progress["image"] = images
         if self.worker_group.has_refused:
             progress["not_joined"] = self.worker_group.refused[:500]
         if record.lost_s and record.broke_at_s is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytide.actors.gang.lease_watch import LeaseWatch
 from raytide.actors.gang.member_actor import first_line
+from raytide.actors.trainer.elastic.stragglers import RankTimes
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import RankAssignment, StepResult, StopRequest, WorkerExit, WorkerStatus
@@ -28,9 +29,9 @@ TICK_S = 0.1
 POLL_EVERY_S = 0.25
 OPEN_TIMEOUT_S = 30.0
 OUTSIDE_POLLS = 3
-"""Consecutive polls after a collective timeout that find a rank outside of collectives before it counts as hung."""
+"""A rank counts as hung if this many consecutive polls after a collective timeout find it outside of collectives."""
 SETTLE_S = 10.0
-"""Time beyond the collectives' timeout before a rank that has not ended counts as hung."""
+"""The seconds after the collectives' timeout at which a rank that has not ended counts as hung."""
 SAVE_MARGIN = 2.0
 """A notice must be this many times longer than a checkpoint: storage may be slower while all gangs leave at once."""
 
@@ -74,8 +75,8 @@ class HeartbeatMonitor:
         self._last = {rank: LastHeartbeat() for rank in range(len(workers))}
         self._timed_out_at_s: float | None = None
 
-    def poll(self, ranks: Iterable[int]) -> list[WorkerStatus]:
-        """Returns the statuses that have arrived since the last call, and polls those of `ranks` that are due."""
+    def poll(self, ranks: Iterable[int]) -> list[tuple[int, WorkerStatus]]:
+        """Returns the ranks whose status has arrived since the last call, and polls those of `ranks` that are due."""
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._pending and now >= self._next_s[rank]:
@@ -86,11 +87,11 @@ class HeartbeatMonitor:
                 del self._pending[rank]
                 self._next_s[rank] = now + (self._every_s if self._timed_out_at_s is None else 0.0)
                 if answer.exception() is None:  # a dead rank's `train` call reports the reason
-                    found.append(self._read(rank, answer.result(), polled_s))
+                    found.append((rank, self._read(rank, answer.result(), polled_s)))
         return found
 
     def on_collective_timeout(self) -> None:
-        """Record that a collective timed out. From now on ranks are polled without delay, to find those that are
+        """Records that a collective timed out. From now on ranks are polled without delay, to find those that are
         outside of collectives.
         """
         if self._timed_out_at_s is None:
@@ -131,6 +132,7 @@ class GenerationRunner:
         self.number, self.spec, self.workers = number, spec, workers
         self.worker_group, self.watch, self.record = worker_group, watch, record
         self.micro_batch, self.claim, self.on_steps = micro_batch, claim, on_steps
+        self.rank_times = RankTimes()
         self.save_s = 0.0
         """Duration of the last checkpoint that a rank reported."""
         self._last_step = -1
@@ -148,15 +150,15 @@ class GenerationRunner:
         if self._start_ranks():
             while self._running:
                 self._collect()
-                for status in self._heartbeats.poll(self._running.values()):
-                    self._record_status(status)
+                for rank, status in self._heartbeats.poll(self._running.values()):
+                    self._record_status(rank, status)
                 self._follow_lease()
                 self._find_hung()
                 self._find_stalled()
         return self._result()
 
     def _start_ranks(self) -> bool:
-        """Open the rendezvous store on rank 0 and start `train` on all ranks."""
+        """Opens the rendezvous store on rank 0 and starts `train` on all ranks."""
         first, world = self.workers[0], len(self.workers)
         store_port = first.call("open_store", first.member.address, world)
         wait([store_port], timeout=OPEN_TIMEOUT_S)
@@ -180,7 +182,7 @@ class GenerationRunner:
                 continue
             worker_exit = self._exits[rank] = ended.result()
             if worker_exit.last_status is not None:
-                self._record_status(worker_exit.last_status)
+                self._record_status(rank, worker_exit.last_status)
             if worker_exit.kind not in ("done", "paused"):
                 self._broke_s = self._broke_s or time.monotonic()
                 self._note_end(f"rank {rank} on {self.workers[rank].host}: {worker_exit.detail.splitlines()[-1]}")
@@ -188,7 +190,7 @@ class GenerationRunner:
                 self._heartbeats.on_collective_timeout()
 
     def _follow_lease(self) -> None:
-        """Follow the lease: lost members end the generation; members that leave or join cause a planned change."""
+        """Follows the lease: lost members end the generation; members that leave or join cause a planned change."""
         lease = self.watch.latest()
         if lease is None:
             return
@@ -227,7 +229,7 @@ class GenerationRunner:
         return StopRequest.SAVE if fits else StopRequest.STOP
 
     def _find_hung(self) -> None:
-        """Kill ranks that do not answer, that stay outside of collectives while peers wait, or that still run long
+        """Kills ranks that do not answer, that stay outside of collectives while peers wait, or that still run long
         after their peers have failed.
         """
         end_timeout_s = self.spec.collective_timeout_s + SETTLE_S
@@ -241,7 +243,7 @@ class GenerationRunner:
                 self._kill_hung(rank, f"still running {end_timeout_s:g} s after its peers' collective failed")
 
     def _find_stalled(self) -> None:
-        """Fail the run if a rank answers but makes no progress, for example because its storage hangs. Another
+        """Fails the run if a rank answers but makes no progress, for example because its storage hangs. Another
         generation would hang as well.
         """
         for rank in sorted(self._running.values()):
@@ -271,11 +273,12 @@ class GenerationRunner:
         if self._end_reason is None:
             self._end_reason = (time.monotonic(), why)
 
-    def _record_status(self, status: WorkerStatus) -> None:
-        """Record a rank's status. All ranks report the same steps, so only the first report of a step counts."""
+    def _record_status(self, rank: int, status: WorkerStatus) -> None:
+        """Records a rank's status. All ranks report the same steps, so only the first report of a step counts."""
         if status.generation != self.number:
             return
         self.save_s = status.save_s or self.save_s
+        self.rank_times.record(rank, status.steps)
         for why in status.skipped_checkpoints:
             self.record.event("skipped", why=why)
         new_steps = [step for step in status.steps if step.step > self._last_step]

@@ -1,4 +1,6 @@
-"""Measures recoveries, from the first sign that a generation ends to the next step, the step rate, and scaling."""
+"""Measures a run's recoveries, step rate and scaling efficiency. A recovery lasts from the first sign that a
+generation ends, by a failure or a planned change of the gang, to the next completed step.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ LAPS = ("join", "build", "load", "first_step")
 
 @dataclass(slots=True)
 class Recovery:
-    """A recovery, in monotonic seconds. It may take several generations: it begins with the first sign of the first
-    failure, and the last attempt gives its phases.
+    """A recovery, in monotonic seconds. It may take several generations: it begins with the first sign that the first
+    one ends, and its phases are those of the last attempt.
     """
 
     began_s: float
@@ -23,11 +25,11 @@ class Recovery:
     ended_s: float
     """The time at which every rank of the old generation had ended."""
     step: int
-    """The last step that was done before the failure."""
+    """The last step that was done before the recovery."""
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
-        """Returns the event that describes the recovery. `first` is the first step completed after the failure."""
+        """Returns the event that describes the recovery. `first` is the first step completed afterwards."""
         laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
@@ -52,11 +54,11 @@ class StepRate:
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """Leave the time until the next step out of the rate, because the gang is forming again."""
+        """Excludes the time until the next step from the rate, because the gang is forming again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:
-        """Record the `steps` done since the last call. `worked_s` are the seconds of the steps themselves."""
+        """Records the `steps` done since the last call. `worked_s` are the seconds of the steps themselves."""
         took_s = (worked_s if self._at_s is None else max(worked_s, now_s - self._at_s)) / steps
         share = 1.0 - 0.5 ** (steps / HALF_LIFE)
         self.step_s = took_s if self.step_s is None else self.step_s + share * (took_s - self.step_s)

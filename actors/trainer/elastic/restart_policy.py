@@ -35,11 +35,11 @@ class RestartPolicy:
             self._failures.clear()
 
     def record_members(self, members: Iterable[Member]) -> None:
-        """Record the lease's members. The lease may report a lost one before or after its ranks have died."""
+        """Records the lease's members. The lease may report a lost member before or after its ranks have died."""
         self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
-        """Record that a generation failed. `dead` are the members whose processes died."""
+        """Records that a generation failed. `dead` are the members whose processes died."""
         if self.furthest_step == self._last_break_step:
             self.record_failure(why, dead)
         self._last_break_step = self.furthest_step
@@ -48,7 +48,7 @@ class RestartPolicy:
         self._failures.append((why, frozenset(dead)))
 
     def raise_if_exhausted(self) -> None:
-        """Raise TrainError if too many failures in a row are not explained by lost members."""
+        """Raises TrainError if too many failures in a row are not explained by lost members."""
         counted = [why for why, dead in self._failures if not any(map(self._is_lost, dead))]
         if len(counted) > MAX_FAILURES:
             raise TrainError(

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
     from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
     from raytide.actors.trainer.distributed.process_group import ProcessGroup
+    from raytide.actors.trainer.elastic.compute_timer import ComputeTimer
     from raytide.actors.trainer.trainer import Trainer
 
 T = TypeVar("T")
 OWN_SHARE = 0.9
-"""Share of collective_timeout_s for the collectives themselves; the rest is for finding the rank that they waited
-for."""
+"""The share of `collective_timeout_s` that the collectives themselves may take; the rest is for finding the rank that
+they waited for.
+"""
 
 
 class TrainWorker:
@@ -51,19 +53,19 @@ class TrainWorker:
         return self._on_torch(os.getpid)
 
     def wait_for_exit(self) -> None:
-        """Never returns: a call of it fails when this process ends, which tells the driver."""
+        """Never returns. A call fails when this process ends, so that the driver notices the end."""
         threading.Event().wait()
 
     def open_store(self, address: str, world: int) -> int:
-        """Open the rendezvous store of a new generation on this host and return its port."""
+        """Opens the rendezvous store of a new generation on this host and returns its port."""
         return self._on_torch(lambda: self._open_store(address, world))
 
     def train(self, assignment: RankAssignment) -> WorkerExit:
-        """Join the generation, load the newest state, train until it ends, and leave it."""
+        """Joins the generation, loads the newest state, trains until the generation ends, and leaves it."""
         return self._on_torch(lambda: self._train(assignment))
 
     def pause(self, generation: int, how: StopRequest) -> None:
-        """Make all ranks of this generation stop before their next step."""
+        """Makes all ranks of this generation stop before their next step."""
         self._generation, self._stop = generation, how
 
     def poll(self) -> WorkerStatus:
@@ -126,6 +128,7 @@ class TrainWorker:
 
     def _run(self, assignment: RankAssignment, group: ProcessGroup) -> WorkerExit:
         from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
+        from raytide.actors.trainer.elastic.compute_timer import ComputeTimer
         from raytide.actors.trainer.trainer import Trainer
 
         self._status.enter_phase("building", lap="build")
@@ -138,13 +141,22 @@ class TrainWorker:
             self._status.restored(trainer.restored_from, [str(error) for error in rejected])
             self._status.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
             log = StepLog(spec, SystemClock(), trainer.folder) if group.is_first else None
-            finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(assignment))
+            timer = (
+                None if spec.memory.compile else ComputeTimer(trainer.model_parts, group.device)
+            )  # hooks break graphs
+            finished = trainer.run(
+                on_step=self._on_step(trainer, log, timer), paused=lambda: self._stop_request(assignment)
+            )
         finally:
             trainer.close()
         return WorkerExit("done" if finished else "paused")
 
-    def _on_step(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
+    def _on_step(
+        self, trainer: Trainer, log: StepLog | None, timer: ComputeTimer | None
+    ) -> Callable[[StepResult], None]:
         def record(result: StepResult) -> None:
+            if timer is not None:
+                result = replace(result, forward_s=timer.drain_forward_s())
             if log is not None:
                 log.add(result)
             self._status.record_step(result, trainer.checkpoints.save_s)

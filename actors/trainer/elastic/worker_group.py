@@ -1,4 +1,4 @@
-"""The workers of a gang: one process per rank slot, which lives as long as its member, with or without a rank."""
+"""The workers of a gang: one process per rank slot. A worker lives as long as its member, with or without a rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytide.actors.gang.images import PREPARE_TIMEOUT_S
 from raytide.actors.gang.member_actor import first_line
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, slots_of, usable
 from raytide.actors.trainer.elastic.ray_worker import RemoteWorker, StartWorker
@@ -17,8 +18,6 @@ from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
 START_TIMEOUT_S = 120.0
-INSTALL_TIMEOUT_S = 1800.0
-"""The additional time of workers that install packages first."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 300.0
 """The time until a worker that failed to join is started again, which doubles from failure to failure."""
 
@@ -31,9 +30,9 @@ class WorkerHandle:
     member: Member
     remote: RemoteWorker
     ready: Future[int]
-    """Process id, once the worker has its imports."""
+    """A future of the process id, which is set once the worker has its imports."""
     exited: Future[None]
-    """Fails when the process ends."""
+    """A future that fails when the process ends."""
     started_s: float = field(default_factory=time.monotonic)
     pid: int | None = None
 
@@ -56,10 +55,12 @@ class WorkerHandle:
 class WorkerGroup:
     def __init__(self, spec: TrainSpec, record: RunLog, start: StartWorker) -> None:
         self._spec, self._record, self._start = spec, record, start
-        self._start_timeout_s = START_TIMEOUT_S + (INSTALL_TIMEOUT_S if spec.pip else 0.0)
+        self._start_timeout_s = START_TIMEOUT_S + (PREPARE_TIMEOUT_S if spec.pip or spec.image else 0.0)
         self._workers: dict[Key, WorkerHandle] = {}
         self._rests: dict[Key, tuple[float, float]] = {}
-        """The duration and the end, in monotonic time, of the rests of workers that failed to join."""
+        """For each worker that failed to join, the wait until its next start: its duration, and its end in monotonic
+        time.
+        """
         self._refused: dict[Key, tuple[WorkerHandle, str, UsageError]] = {}
         """The workers that are not started again: every other start would end with the same error."""
         self.has_refused = False
@@ -68,7 +69,7 @@ class WorkerGroup:
         """The last lease version whose leaving members have no training rank."""
 
     def reconcile(self, lease: Lease) -> list[WorkerHandle]:
-        """Start workers for new member slots, and kill the workers of lost members. Returns the killed workers."""
+        """Starts workers for new member slots, and kills the workers of lost members. Returns the killed workers."""
         slots = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
         lost = [worker for key, worker in self._workers.items() if key not in slots]
         for worker in lost:
@@ -89,20 +90,20 @@ class WorkerGroup:
         return key not in self._refused and self._rests.get(key, (0.0, 0.0))[1] <= time.monotonic()
 
     def rest(self, worker: WorkerHandle) -> None:
-        """Delay the restart of a worker that failed to join a running generation, for longer after each failure."""
+        """Delays the restart of a worker that failed to join a running generation, for longer after each failure."""
         last_s = self._rests.get(worker.key, (0.0, 0.0))[0]
         duration_s = min(max(FIRST_REST_S, 2 * last_s), LONGEST_REST_S)
         self._rests[worker.key] = duration_s, time.monotonic() + duration_s
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
-        """Record the lease's version as settled, unless one of these training workers is on a leaving member."""
+        """Records the lease's version as settled, unless one of these training workers is on a leaving member."""
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
     def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
-        """Update which workers are ready and which died. Returns the workers that died before they were ready, each
-        with the reason and, if every other start would end with the same error, that error. Such a worker is not
-        started again.
+        """Updates which workers are ready and which died. Returns the workers that died before they were ready, each
+        with the reason. If every further start would end with the same error, that error is returned too, and the
+        worker is not started again.
         """
         failed = []
         for worker in list(self._workers.values()):
@@ -110,7 +111,8 @@ class WorkerGroup:
                 why = f"its worker died: {first_line(worker.exited.exception())}"
             elif not worker.is_ready and worker.ready.done() and worker.ready.exception() is None:
                 worker.pid, start_s = worker.ready.result(), round(time.monotonic() - worker.started_s, 2)
-                self._record.event("ready", host=worker.host, pid=worker.pid, start_s=start_s)
+                image = {"image": worker.remote.image} if worker.remote.image else {}
+                self._record.event("ready", host=worker.host, pid=worker.pid, start_s=start_s, **image)
                 self._rests.pop(worker.key, None)
                 continue
             elif not worker.is_ready and worker.ready.done():
@@ -151,6 +153,11 @@ class WorkerGroup:
     def refused(self) -> str:
         """The hosts that cannot join, each with the reason, as one text; empty if there are none."""
         return "; ".join(dict.fromkeys(f"{worker.host}: {why}" for worker, why, _ in self._refused.values()))
+
+    @property
+    def images(self) -> str:
+        """The images that ready workers run in, by their digests: one, unless members got other images for a tag."""
+        return ", ".join(sorted({worker.remote.image for worker in self._workers.values() if worker.is_ready} - {""}))
 
     @property
     def ready(self) -> int:

@@ -13,7 +13,7 @@ from raytide.actors.trainer.types import StepResult, WorkerStatus
 
 INNERMOST_FRAMES = 4
 RAYTIDE_FRAMES = 3
-"""Frames of raytide's own code that are shown even when they lie further out."""
+"""The number of frames of raytide's own code that a summary shows even if they lie further out than the others."""
 DATA_THREADS = "data"
 """The prefix of the names of threads that read for the training thread."""
 _ACTORS = Path(__file__).parents[2]
@@ -34,13 +34,13 @@ class StatusRecorder:
         self._source, self._save_s = "", 0.0
 
     def open(self, generation: int) -> None:
-        """Start a generation. The calling thread is the one that trains."""
+        """Starts a generation. The calling thread is the one that trains."""
         with self._lock:
             self._worker, self._generation = threading.get_ident(), generation
             self._laps, self._steps, self._skipped, self._source = {}, [], [], ""
 
     def enter_phase(self, phase: str, *, lap: str = "") -> None:
-        """Enter a phase. With `lap`, the phase's duration is recorded under that name when the phase ends."""
+        """Enters a phase. With `lap`, the phase's duration is recorded under that name when the phase ends."""
         with self._lock:
             now = time.monotonic()
             if self._lap:

@@ -143,7 +143,7 @@ def _full_parameter(parameters: FullParameters, name: str, path: str, lora: Lora
 def _copy_tokenizer_files(
     folder: Path, origin: ModelSource, data: TokenDataset, spec: TrainSpec, dtype: torch.dtype
 ) -> None:
-    """Copy config, tokenizer and chat template, preferably those of the initial model, and write the scheme of QAT."""
+    """Copies config, tokenizer and chat template, preferably the initial model's, and writes the scheme of QAT."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
     if spec.qat is not None:
@@ -221,7 +221,7 @@ class AtomicDirectory:
         self._error: RaytideError | None = None
 
     def write(self, work: Callable[[Path], None]) -> None:
-        """Run `work` on the folder, unless an earlier call failed."""
+        """Runs `work` on the folder, unless an earlier call failed."""
         if self._error is not None:
             return
         try:
@@ -234,8 +234,8 @@ class AtomicDirectory:
             self._fail(error)
 
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replace the target, inside `commit`. Returns the first error, or None. After an error the target is unchanged
-        or, if an upload broke off, has no config.
+        """Replaces the target, inside `commit`. Returns the first error, or None. After an error the target is
+        unchanged or, if an upload broke off, has no config.
         """
         try:
             with commit():
@@ -259,7 +259,7 @@ class AtomicDirectory:
         folder.rename(target)
 
     def _upload(self, folder: Path) -> None:
-        """Upload the files, the config last: object stores cannot rename, and without a config nothing is a model."""
+        """Uploads the files, the config last: object stores cannot rename, and without a config nothing is a model."""
         from raytide.core.io.storage import open_url
 
         fs, path = open_url(self._target)

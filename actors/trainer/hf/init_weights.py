@@ -22,7 +22,9 @@ INIT_STD = 0.02
 
 
 def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> None:
-    """Initialize all parameters of a part, including adapters."""
+    """Sets all parameters of a rank's part of the model: loads them from the folder of `origin`, or draws them at
+    random without one. Adapters are always new.
+    """
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)
         initialise(part, seed, std if isinstance(std, float) else INIT_STD)
@@ -36,7 +38,7 @@ def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> Non
 
 
 def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
-    """Draw weights from Normal(0, std). For projections to the residual stream, std is divided by sqrt(2 * layers), as
+    """Draws weights from Normal(0, std). For projections to the residual stream, std is divided by sqrt(2 * layers), as
     in GPT-2. Norms start at one.
     """
     for name, parameter in part.named_parameters():
@@ -51,7 +53,7 @@ def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
 
 
 def place(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full` into a parameter, without communication: every rank has the same `full`."""
+    """Copies this rank's shard of `full` into a parameter, without communication: every rank has the same `full`."""
     _put(parameter, full[local_block(parameter)])
 
 

@@ -36,7 +36,9 @@ class ModelSource:
 
 
 def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
-    """Resolve the model. ConfigError if model, data and spec do not fit each other; DataError for unreadable files."""
+    """Resolves the model. Raises ConfigError if model, data and spec do not fit each other, and DataError for
+    unreadable files.
+    """
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
     refuse_quantized(config, where)
@@ -149,7 +151,7 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
 
 
 def open_data(spec: TrainSpec) -> TokenDataset:
-    """Open the dataset or the conversations of a spec."""
+    """Opens the dataset or the conversations of a spec."""
     if spec.chat is None:
         return open_tokens(spec)
     from raytide.actors.trainer.data.chat_dataset import ChatDataset  # needs tokenizers

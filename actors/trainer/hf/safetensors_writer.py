@@ -33,7 +33,7 @@ class ShardedSafetensorsWriter:
             self._done += 1
 
     def close(self, folder: Path) -> None:
-        """Write the index if there is more than one file."""
+        """Writes the index if there is more than one file."""
         if len(self._groups) == 1:
             return
         of = {tensor.name: self._file(at) for at, group in enumerate(self._groups) for tensor in group}

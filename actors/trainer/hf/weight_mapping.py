@@ -56,7 +56,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFormat:
-    """The naming and stacking of tensors, which differ between files of one family."""
+    """Details in which a family's files differ: the names' root, the router's name, and whether experts are fused."""
 
     root: str
     router: str
@@ -150,7 +150,7 @@ class HfWeights:
         return block_tensor.t() if tensor.transposed else block_tensor
 
     def _check(self, folder: Path, arch: Architecture, tensors: list[FileTensor]) -> None:
-        """Raise DataError with all mismatches at once, on every rank alike."""
+        """Raises DataError with all mismatches at once, on every rank alike."""
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         found = set(self._weights.names)
         wrong = {

@@ -31,7 +31,7 @@ _KEPT = {
 
 
 def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Recompute the layer's activations in the backward pass, if the spec asks for it."""
+    """Recomputes the layer's activations in the backward pass, if the spec asks for it."""
     if memory.checkpointing == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
@@ -41,13 +41,13 @@ def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Compile the layer to one graph. Shapes are static, but the batch size may change when a run starts."""
+    """Compiles the layer to one graph. Shapes are static, but the batch size may change when a run starts."""
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
 
 
 def wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the module's forward by `around(forward)`."""
+    """Replaces the module's forward by `around(forward)`."""
     module.forward = around(module.forward)
 
 

@@ -49,7 +49,7 @@ class ActivationPool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the pool's resources."""
+        """Frees the pool's resources."""
 
     def reserve(self, count: int) -> bool:
         with self._lock:
@@ -107,7 +107,7 @@ class DiskPool(ActivationPool):
         self._file.close()
 
     def write(self, raw: memoryview) -> int:
-        """Write bytes and return their offset in the file."""
+        """Writes bytes and returns their offset in the file."""
         with self._lock:
             if self._free[len(raw)]:
                 start = self._free[len(raw)].pop()
@@ -169,7 +169,7 @@ def create_pool(memory: MemorySpec) -> ActivationPool | None:
 
 
 def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
-    """Store the tensors that the layer saves for its backward pass in the pool."""
+    """Stores the tensors that the layer saves for its backward pass in the pool."""
 
     def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 def check_supported(spec: TrainSpec, device: torch.device) -> None:
-    """Raise ConfigError for an option that fails on the device or has no effect there."""
+    """Raises ConfigError for an option that fails on the device or has no effect there."""
     if spec.precision == "fp8":
         float8.check_device(device)
     if device.type == "cuda" and spec.memory.compile and spec.masks_documents:
@@ -35,7 +35,7 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
 
 
 def apply_memory_options(part: Transformer, spec: TrainSpec, pool: activation_offload.ActivationPool | None) -> None:
-    """Apply the options to each layer, after tensor parallelism and before FSDP, whose hooks stay outermost."""
+    """Applies the options to each layer, after tensor parallelism and before FSDP, whose hooks stay outermost."""
     if spec.memory.loss_chunk:
         part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)
     for layer in part.layers.values():

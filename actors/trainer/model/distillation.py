@@ -28,7 +28,7 @@ from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.specs.model import DistillSpec
 
 _LEAST_REST = 1e-6
-"""The least probability of the bucket for the rest, whose logarithm is taken."""
+"""The least probability of the bucket for all other tokens, so that its logarithm is finite."""
 
 
 class TopPredictions(NamedTuple):

@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
 
 
 def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dtype: torch.dtype) -> None:
-    """Replace the linear modules at the paths `targets`."""
+    """Replaces the linear modules at the paths `targets`."""
     for name, module in list(part.named_modules()):
         if name in targets:
             assert isinstance(module, nn.Linear)
@@ -94,7 +94,7 @@ def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dt
 
 
 def activate(parts: Sequence[Transformer], qat: QatSpec | None, step: int) -> None:
-    """Switch quantisation on or off, as the spec says for this step, counted from 0."""
+    """Switches quantisation on or off, as the spec says for this step, counted from 0."""
     if qat is None:
         return
     for part in parts:

@@ -17,7 +17,7 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ConfigError on a GPU without FP8 products. A CPU runs them slowly, for tests."""
+    """Raises ConfigError on a GPU without FP8 products. A CPU runs them slowly, for tests."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
@@ -27,8 +27,8 @@ def check_device(device: torch.device) -> None:
 
 
 def convert(layer: nn.Module) -> int:
-    """Convert the layer's linear modules to FP8 in place, and return their number. Modules whose sizes are no multiples
-    of MULTIPLE stay unchanged.
+    """Converts the layer's linear modules to FP8 in place, and returns their number. Modules whose sizes are no
+    multiples of MULTIPLE stay unchanged.
     """
     fit = [
         module

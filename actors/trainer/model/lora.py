@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
-    """If the spec asks for finetuning, freeze the model part and add adapters to its projections."""
+    """If the spec asks for finetuning, freezes the model part and adds adapters to its projections."""
     if finetune is None:
         return
     part.requires_grad_(False)
@@ -51,8 +51,9 @@ def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
 
 
 def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
-    """Returns the paths of the linear modules that get an adapter. ConfigError for a target that the model does not
-    have."""
+    """Returns the paths of the linear modules that get an adapter. Raises ConfigError for a target that the model does
+    not have.
+    """
     paths = [path for path in _linears(arch) if lora.targets is None or path.rpartition(".")[2] in lora.targets]
     for target in lora.targets or ():
         if not any(path.endswith(f".{target}") for path in paths):

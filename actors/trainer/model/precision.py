@@ -14,7 +14,7 @@ from raytide.core.specs.train import Precision, TrainSpec
 
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
-"""Successful steps in a row before the scale doubles."""
+"""The number of successful steps in a row before the scale doubles."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
@@ -60,7 +60,7 @@ class GradScaler:
                 self.value, self.good_steps = min(self.value * 2, LARGEST), 0
 
     def record_overflow(self, step: int) -> None:
-        """Halve the scale. TrainError if it is already the smallest."""
+        """Halves the scale. Raises TrainError if it is already the smallest."""
         if self.value <= SMALLEST:
             raise TrainError(
                 f"step {step} overflows in fp16 even with a loss scale of {self.value:g}.",

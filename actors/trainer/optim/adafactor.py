@@ -18,7 +18,7 @@ from raytide.actors.trainer.optim.state_offload import State
 ROW, COLUMN, SECOND = "row", "column", "exp_avg_sq"
 DECAY = -0.8
 MIN_SCALE = 1e-3
-"""Lower bound of a parameter's root mean square, so that one that starts at zero can change."""
+"""The lower bound of a parameter's root mean square, so that a parameter that starts at zero can change."""
 EPS = torch.finfo(torch.float32).eps
 
 

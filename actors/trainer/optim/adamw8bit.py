@@ -20,9 +20,9 @@ from raytide.actors.trainer.optim.state_offload import State
 
 BLOCK = 256
 MIN_SIZE = 4096
-"""Smallest tensor, in weights, that is quantized; below, the saving is not worth the error."""
+"""The size, in weights, of the smallest tensor that is quantized; below it, the saving is not worth the error."""
 SMALLEST = 1e-30
-"""Blocks with a smaller largest value become zero, since fp32 could not hold their codes times their scale."""
+"""Blocks whose largest value is below this become zero, since fp32 could not hold their codes times their scale."""
 SCALE = "_scale"
 
 

@@ -1,6 +1,7 @@
 """Decides whether a batch is applied, from the loss and gradient norm that all ranks share.
 
-The guard's state is a small tensor of fixed shape in the checkpoint, so a resumed run decides as an uninterrupted one.
+The guard's state is a small tensor of fixed shape in the checkpoint, so a resumed run decides like an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HISTORY = 128
-"""Losses in the saved state, independent of the window, since a resume may change the spec."""
+"""The number of losses in the saved state. It does not depend on the window, since a resume may change the spec."""
 _SIGMA = 1.4826
 
 
@@ -56,9 +57,9 @@ class AnomalyGuard:
         return GuardVerdict("stopped", why + again)
 
     def record_skip(self) -> None:
-        """Count a batch that was not applied: for it, the learning rate schedule does not advance.
+        """Counts a batch that was not applied: for it, the learning rate schedule does not advance.
 
-        Also called for skips of the loss scale, which do not count towards max_skips.
+        It is also called when the loss scale skips a batch; such skips do not count towards max_skips.
         """
         self.skipped += 1
 

@@ -45,7 +45,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        """Change this rank's shard of one parameter, and its state, in place. `grad` is the gradient of that shard."""
+        """Changes this rank's shard of one parameter, and its state, in place. `grad` is the gradient of that shard."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -53,7 +53,7 @@ class Optimizer(ABC):
             self.step_group([p for p in group["params"] if p.grad is not None], group)
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update these parameters of one group. Each must have a gradient."""
+        """Updates these parameters of one group. Each must have a gradient."""
         for parameter in parameters:
             state = self.storage.load(self.state[parameter], local(parameter).device)
             self.update(parameter, grad_of(parameter), state, group)
@@ -81,7 +81,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the state from the tensors that `tensors()` returned and a checkpoint has filled."""
+        """Sets the state from the tensors that `tensors()` returned and a checkpoint has filled."""
         for parameter, state in self.state.items():
             for key in self.checkpoint_keys(state):
                 self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
@@ -100,7 +100,7 @@ class Optimizer(ABC):
         return state if device.type == "cpu" else self.storage.load(state, device)
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
-        """Set one key of the state from its full-precision form."""
+        """Sets one key of the state from its full-precision form."""
         if state[key].data_ptr() != value.data_ptr():
             state[key].copy_(value)
 

@@ -50,7 +50,9 @@ class Muon(AdamW):
                 self._round(together[first : first + ranks], group)
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update up to one matrix per rank: gather all, orthogonalize this rank's, exchange and apply the results."""
+        """Updates up to one matrix per rank: gathers all, orthogonalizes this rank's, exchanges and applies the
+        results.
+        """
         me, own_result = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
             full = whole(self._momentum(parameter), parameter)
@@ -115,7 +117,7 @@ def _place(parameter: Tensor) -> int:
 
 
 def _broadcast(result: Tensor, place: int, parameter: Tensor) -> None:
-    """Broadcast the `result` of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
+    """Broadcasts the `result` of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh

@@ -1,10 +1,10 @@
-"""The outer optimizer of replicas that train apart for some steps (local SGD, DiLoCo) and then meet: it computes the
-common weights with which all of them continue.
+"""The outer optimizer of replicas that train independently for some steps and then synchronise (local SGD, DiLoCo).
+Such a synchronisation is called a meeting: it computes new weights, with which all replicas continue.
 
-After a meeting the replicas are equal to the bit, including the inner optimizer's moments. The moments are averaged
-too, at the price of their traffic in addition to that of the weights. So the checkpoint of one replica is that of all,
-and any layout can continue from it. A replica's movement is relative to the weights of the last meeting. Checkpoints
-need not store those, since they are only written at a meeting.
+After a meeting the replicas are bitwise equal, including the inner optimizer's moments. The moments are averaged too,
+at the price of their traffic in addition to that of the weights. So the checkpoint of one replica is that of all, and
+any layout can continue from it. A replica's movement is the change of its weights since the last meeting. Checkpoints
+need not store the weights of that meeting, since they are only written at a meeting.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the tensors that `tensors()` returned and a checkpoint has filled. The weights must be
-        loaded already.
-        """
+        """Sets the state from the tensors of `tensors()`, once a checkpoint has filled them. Load the weights first."""
         self.inner.load(tensors)
         for parameter, start in self._starts.items():
             momentum, loaded = self._momenta[parameter], local(tensors[self._name(parameter)])

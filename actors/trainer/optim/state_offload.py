@@ -38,7 +38,7 @@ class StateStorage:
         return state
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Store changed values. Does nothing on the device, where they were changed in place."""
+        """Stores changed values. Does nothing on the device, where they were changed in place."""
 
 
 class HostStorage(StateStorage):

@@ -19,7 +19,7 @@ from raytide.kernels.core import AttentionSpec
 
 
 def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
-    """Change `part` so that it computes this rank's part of sequences of `length` tokens."""
+    """Changes `part` so that it computes this rank's part of sequences of `length` tokens."""
     if group.context is None:
         return
     part.at_T = positions(group.context_rank, group.sizes.context, length).to(group.device)
@@ -52,7 +52,7 @@ def _attend(
     group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Run attention for each of this rank's two pieces of queries, over the keys up to the end of the piece.
+    """Runs attention for each of this rank's two pieces of queries, over the keys up to the end of the piece.
     `documents_BT` has whole rows.
     """
     ranks, piece = dist.get_world_size(group), q_BHTC.shape[2] // 2
@@ -67,7 +67,7 @@ def _attend(
 
 
 def _ordered(gathered_xBKSC: Tensor, ranks: int) -> Tensor:
-    """Reorder pieces from rank order (0, 2C-1, 1, 2C-2, ...) to sequence order."""
+    """Reorders pieces from rank order (0, 2C-1, 1, 2C-2, ...) to sequence order."""
     pieces_xBKPTC: Tensor = gathered_xBKSC.unflatten(3, (2 * ranks, -1))
     order = [2 * index if index < ranks else 2 * (2 * ranks - 1 - index) + 1 for index in range(2 * ranks)]
     return pieces_xBKPTC[:, :, :, order].flatten(3, 4)

@@ -78,7 +78,7 @@ class Evaluator:
         return step % self._config.every == 0 or step == self._spec.steps
 
     def loss(self, compute: ForwardBackward, micro_batch: int) -> float:
-        """Returns the mean loss over the held-out tokens. DataError if there are none."""
+        """Returns the mean loss over the held-out tokens. Raises DataError if there are none."""
         total = counted = 0.0
         for batch in range(self._batches):
             part = self._loader.next_batch(batch, micro_batch)

@@ -26,7 +26,7 @@ from raytide.core.specs.train import TrainSpec
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of the loss, unscaled."""
+        """Accumulates gradients of `factor` times the summed loss. Returns this rank's share of the loss, unscaled."""
 
     def evaluate(self, micros: list[Micro]) -> float:
         """Returns this rank's share of the summed loss, without the routers' balancing loss. Computes no gradients."""

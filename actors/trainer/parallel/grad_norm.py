@@ -24,7 +24,7 @@ def square_sum(parts: Sequence[Transformer]) -> float:
 
 
 def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
-    """Scale the gradients so that their global norm is at most `limit`. `norm` is their present global norm."""
+    """Scales the gradients so that their global norm is at most `limit`. `norm` is their present global norm."""
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
         grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]

@@ -21,9 +21,9 @@ from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.train import MemorySpec
 
 BUCKET = 1 << 24
-"""Elements in one exchange."""
+"""The number of elements in one exchange."""
 BLOCK = 256
-"""Elements that share one int8 scale."""
+"""The number of elements that share one int8 scale."""
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -36,10 +36,10 @@ class CompressedAllReduce(ABC):
 
     @abstractmethod
     def __call__(self, grads: Named) -> None:
-        """Replace each gradient by its approximate mean over the replicas, equal on all of them."""
+        """Replaces each gradient by its approximate mean over the replicas, equal on all of them."""
 
     def reset_errors(self) -> None:
-        """Set the error feedback to zero, because the last step was not applied and its error may not be finite."""
+        """Sets the error feedback to zero, because the last step was not applied and its error may not be finite."""
         for error in self.state_dict().values():
             error.zero_()
 

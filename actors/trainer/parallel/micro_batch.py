@@ -34,7 +34,7 @@ def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str,
 
 @torch.no_grad()
 def restore_state(parts: Sequence[nn.Module], optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Load what `offload_state` returned into a model of the same layout."""
+    """Loads what `offload_state` returned into a model of the same layout."""
     tensors = optimizer.tensors()
     for name, tensor in _live(parts, tensors).items():
         local(tensor).copy_(saved[name])

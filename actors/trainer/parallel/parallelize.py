@@ -49,7 +49,7 @@ def build_model_parts(
 
 
 def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
-    """Shard the part with FSDP: each layer is one unit, and the rest is another one."""
+    """Shards the part with FSDP: each layer is one unit, and the rest is another one."""
     policy = precision.policy(spec.precision)
     mesh = group.mesh["shard"] if spec.replicas_reduce_themselves else group.data_mesh
     is_copy = mesh.shape[-1] > 1 or spec.memory.parameters != "none"  # else a single rank would copy for nothing

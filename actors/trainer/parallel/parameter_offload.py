@@ -21,7 +21,7 @@ from raytide.actors.trainer.optim.state_offload import DiskStorage, read_ahead, 
 from raytide.core.specs.train import MemorySpec
 
 AHEAD = 2
-"""Layers that are read ahead of the one that runs."""
+"""The number of layers that are read ahead of the one that runs."""
 
 
 def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:

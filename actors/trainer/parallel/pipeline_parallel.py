@@ -99,7 +99,7 @@ class Pipeline:
         return self._schedules[count, size]
 
     def _stage(self, part: Transformer, index: int, size: int) -> PipelineStage:
-        """Create a stage with explicit shapes and dtypes, which saves torch a trial run. They must be right, because
+        """Creates a stage with explicit shapes and dtypes, which saves torch a trial run. They must be right, because
         torch does not check them: a wrong dtype would silently train on garbage.
         """
         length = self.spec.seq_len // self.group.sizes.context

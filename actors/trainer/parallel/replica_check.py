@@ -22,7 +22,7 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) -> None:
-    """Compare the weights of all replicas; all ranks call it together. TrainError on every rank if some differ."""
+    """Compares the weights of all replicas; all ranks call it together. Every rank raises TrainError if some differ."""
     if group.sizes.replicate == 1:
         return
     own_digest = weight_digest(weights, group.device)
@@ -61,8 +61,8 @@ def find_outliers(digests: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns a digest of the weights, [1] in int64: the sum of all bits read as integers, each tensor times its own
-    odd number, so that a single changed bit always changes the digest. NaNs are included.
+    """Returns a digest of the weights, [1] in int64: the tensors' bits are added up as integers, each tensor times its
+    own odd number, so that one changed bit always changes the digest. NaNs are included.
     """
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):

@@ -62,7 +62,7 @@ def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
 
 
 def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
-    """Shard the parameters of `part`, which are on the meta device, and its work on sequences of `length` tokens."""
+    """Shards the parameters of `part`, still on the meta device, and its work on sequences of `length` tokens."""
     part.at_T = torch.arange(
         length, device=mesh.device_type
     )  # a stage gets pieces of sequences, and its attention sees whole ones
@@ -106,7 +106,7 @@ class LocalParameters:
 
 
 def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Gather whole sequences before attention and feed-forward, and scatter their summed results."""
+    """Gathers whole sequences before attention and feed-forward, and scatters their summed results."""
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return gather(args[0], 1, group), *args[1:]
@@ -131,7 +131,7 @@ def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, g
 
 
 def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
-    """Make the layer sum its output over the ranks and scatter the sum; the bias is added once, afterwards."""
+    """Makes the layer sum its output over the ranks and scatters the sum; the bias is added once, afterwards."""
     bias: list[Tensor | None] = [None]
 
     def without_bias(module: nn.Module, args: Any) -> None:
@@ -157,7 +157,9 @@ def _only(first: int, count: int) -> Any:
 
 
 def _embed(embedding: nn.Embedding, divided: bool, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Change the embedding to take the ids of whole sequences and return this rank's part of the embedded sequences."""
+    """Changes the embedding so that it takes the ids of whole sequences and returns this rank's part of the embedded
+    ones.
+    """
     if not divided:
         embedding.register_forward_pre_hook(lambda _, args: (_own(args[0], 1, rank, ranks),))
         return

@@ -12,7 +12,7 @@ from raytide.core.specs.train import MemorySpec, TrainSpec
 
 
 def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
-    """Raise ConfigError, with a hint, for the first problem."""
+    """Raises ConfigError, with a hint, for the first problem."""
     for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
         raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
 

@@ -31,7 +31,7 @@ class RunCurves:
     events: tuple[Mapping[str, Any], ...]
     """Restarts, resizes and other events, oldest first; at most the last 500."""
     every: int
-    """One of this many logged steps is shown; the last one always is."""
+    """The number of logged steps from one shown step to the next; the last step is always shown."""
 
 
 class CurveReader:

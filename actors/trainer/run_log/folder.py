@@ -37,7 +37,7 @@ class RunFolder:
         self.out = out.rstrip("/")
         self.store = None if is_local(out) else UrlStore(out)
         self.problem = ""
-        """Reason why the last upload failed."""
+        """The reason why the last upload failed; empty if it succeeded."""
         self._guard = guard
         self._changed: set[str] = set()
         self._lock, self._uploading = threading.Lock(), threading.Lock()

@@ -29,8 +29,9 @@ class MfuMeter:
         """Returns the share of all devices' peak that a step of `tokens` tokens in `seconds` used; None if the peak is
         unknown.
 
-        `span` is the mean number of tokens over which attention runs: the sequence length or, with document masks, the
-        mean over tokens of their documents' lengths, so that skipped pairs do not count as work.
+        `span` is the mean number of tokens over which attention runs: the sequence length without document masks. With
+        document masks it is the mean, over tokens, of their documents' lengths, so that skipped pairs do not count as
+        work.
         """
         if self._peak is None:
             return None

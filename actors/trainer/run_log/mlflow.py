@@ -26,7 +26,7 @@ EVERY_S = 2.0
 CLOSE_S = 30.0
 TIMEOUT_S = 10.0
 LINES = 40
-"""Lines per request: MLflow accepts at most 1000 metrics."""
+"""The number of lines per request: MLflow accepts at most 1000 metrics."""
 PARAMS = 100
 PARAM_CHARS = 500
 STATE = "mlflow.json"
@@ -52,7 +52,7 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Send the remaining lines and end the MLflow run. Returns the problem, or an empty string."""
+        """Sends the remaining lines and ends the MLflow run. Returns the problem, or an empty string."""
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -98,7 +98,7 @@ class MlflowRun:
         self._call("POST", "runs/update", run_id=self.run_id, status=status, **ended)
 
     def _send(self) -> bool:
-        """Send some of the pending lines. Returns False if there were none."""
+        """Sends some of the pending lines. Returns False if there were none."""
         fs, path = open_url(self.metrics)
         fs.invalidate_cache()
         if not fs.exists(path) or fs.size(path) <= self._sent:
@@ -122,7 +122,7 @@ class MlflowRun:
         write_bytes(self.state, f"{json.dumps({'run_id': self.run_id, 'sent': self._sent})}\n".encode())
 
     def _call(self, method: Literal["GET", "POST"], what: str, **fields: object) -> dict[str, Any]:
-        """Call the API. NotFoundError if MLflow does not know the object, StorageError for other failures."""
+        """Calls the API. Raises NotFoundError if MLflow lacks the object, and StorageError for other failures."""
         import httpx
 
         body: dict[str, Any] = {"params": fields} if method == "GET" else {"json": fields}

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 REQUEST = "profile.json"
 LOOK_EVERY_S = 5.0
-"""Seconds between looks for a request in an object store."""
+"""The seconds between two checks for a request in an object store."""
 
 
 def request(out: str | Path, steps: int) -> None:
-    """Ask the run in `out` to profile its next `steps` steps."""
+    """Asks the run in `out` to profile its next `steps` steps."""
     if steps < 1:
         raise UsageError(f"cannot profile {steps} steps.", hint="Ask for one or more.")
     if not exists(str(out)):
@@ -72,7 +72,7 @@ class Profiler:
             return 0
 
     def begin(self, step: int, requested: int) -> None:
-        """Call before the work of `step`, counted from 1."""
+        """Must be called before the work of `step`, counted from 1."""
         if self._running is not None:
             return
         if requested:
@@ -83,12 +83,12 @@ class Profiler:
             self._start(step, self.spec.last, self.spec.what)
 
     def end(self, step: int) -> None:
-        """Call after the work of `step`."""
+        """Must be called after the work of `step`."""
         if self._running is not None and step >= self._last:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Write the profile of the steps up to `step`, also if the run stops early. If the profile cannot be written,
+        """Writes the profile of the steps up to `step`, also if the run stops early. If the profile cannot be written,
         it is dropped with a warning.
         """
         running, self._running = self._running, None

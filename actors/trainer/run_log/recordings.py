@@ -25,10 +25,10 @@ class Recording:
     """The suffixes of the files that `write` writes."""
 
     def stop(self) -> None:
-        """End the recording that the constructor started."""
+        """Ends the recording that the constructor started."""
 
     def write(self, stem: Path) -> None:
-        """Write the files, after `stop`. Raises OSError or RuntimeError."""
+        """Writes the files, after `stop`. Raises OSError or RuntimeError."""
 
 
 class OperatorTrace(Recording):
@@ -85,6 +85,6 @@ RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Raise ConfigError for a kind of recording that the device does not support."""
+    """Raises ConfigError for a kind of recording that the device does not support."""
     if what != "operators" and device.type != "cuda":
         raise ConfigError(f"profile.what {what} needs a GPU.", hint="Leave it out: operators are traced on any device.")

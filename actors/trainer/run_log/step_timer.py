@@ -22,11 +22,11 @@ class StepTimer:
         self._open: list[tuple[str, Mark, Mark]] = []
 
     def start(self) -> None:
-        """Set a mark. The time since the last mark counts towards no phase."""
+        """Sets a mark. The time since the last mark counts towards no phase."""
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:
-        """Set a mark, and count the time since the last one towards `phase`."""
+        """Sets a mark, and counts the time since the last one towards `phase`."""
         now = self._mark()
         self._open.append((phase, self._last, now))
         self._last = now

@@ -34,9 +34,9 @@ RunState = Literal["running", "done", "failed"]
 
 METRICS, EVENTS, RUN = "metrics.jsonl", "events.jsonl", "run.json"
 MOST_STEPS = 10_000
-"""Number of recent steps whose times are kept, far more than between two checkpoints."""
+"""The number of recent steps whose times are kept, far more than there are between two checkpoints."""
 MOST_KEPT = 100_000
-"""Lines kept while the disk is full; the oldest are dropped first. A step's line has half a KiB."""
+"""The most lines that are kept while the disk is full; the oldest are dropped first. A step's line has half a KiB."""
 
 
 class LineFile:
@@ -47,7 +47,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem = ""
-        """Reason why the last line is not in the file yet."""
+        """The reason why the last line is not in the file yet; empty if it is."""
         self.dropped = 0
         self._pending: deque[str] = deque()
 
@@ -59,7 +59,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> bool:
-        """Write pending lines. Returns whether the file now has all lines."""
+        """Writes pending lines. Returns whether the file now has all lines."""
         if not self._pending:
             return True
         try:
@@ -72,7 +72,7 @@ class LineFile:
         return True
 
     def _append(self, body: bytes) -> None:
-        """Append the whole of `body`, or nothing if that fails."""
+        """Appends the whole of `body`, or nothing if that fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = safe_opener(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -224,7 +224,7 @@ class RunLog:
             self.folder.close()
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
-        """Write run.json and return the run's result. StorageError if that fails; after a failed run it is ignored,
+        """Writes run.json and returns the run's result. Raises StorageError if that fails, except after a failed run,
         because that failure is the error to report.
         """
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
@@ -256,12 +256,12 @@ class RunLog:
             raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
-        """Record that all steps are done, which a driver that was killed after the last step could not record."""
+        """Records that all steps are done, in place of a driver that was killed after the last step."""
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps
 
     def _resume(self) -> None:
-        """Restore the run's steps and losses from its files, which earlier drivers may have written."""
+        """Restores the run's steps and losses from its files, which earlier drivers may have written."""
         metrics = self.folder.fetch(METRICS)
         for file in (metrics, self.folder.path / EVENTS):
             _drop_torn_line(file)
@@ -275,12 +275,12 @@ class RunLog:
 
 
 def _first_loss(lines: Iterable[str]) -> float | None:
-    """Returns the loss of the first applied step in `lines`."""
+    """Returns the loss of the first applied step in `lines`; None if there is none."""
     return next((float(line["loss"]) for line in map(json.loads, lines) if "verdict" not in line), None)
 
 
 def _drop_torn_line(file: Path) -> None:
-    """Truncate a half-written last line, which a killed process leaves behind."""
+    """Truncates a half-written last line, which a killed process leaves behind."""
     if not file.exists():
         return
     with open(file, "r+b", opener=safe_opener) as lines:

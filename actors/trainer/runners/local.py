@@ -16,7 +16,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None) -> RunResult:
-    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to `out`."""
+    """Runs `spec` to its end from its latest checkpoint on. Raises ConflictError while another run writes to `out`."""
     refuse_packages(spec)
     claim = Claim(spec.places)
     try:
@@ -27,7 +27,12 @@ def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lamb
 
 
 def refuse_packages(spec: TrainSpec) -> None:
-    """Raises ConfigError for a spec with packages, which cannot be installed for a process that runs already."""
+    """Raises ConfigError for a spec with packages or an image, which come too late for a process that runs already."""
+    if spec.image is not None:
+        raise ConfigError(
+            f"{spec.name}: image is for jobs of a cluster; this process runs already.",
+            hint=f"Start it in {spec.image}, and leave image out.",
+        )
     if spec.pip:
         raise ConfigError(
             f"{spec.name}: pip is for jobs of a cluster; this process has its packages already.",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def train_loop_per_worker(config: Mapping[str, Any]) -> None:
-    """Train the spec in `config` to its end. Ray Train calls this function on each of its workers."""
+    """Trains the spec in `config` to its end. Ray Train calls this function on each of its workers."""
     from raytide.actors.trainer.distributed import process_group
 
     spec = TrainSpec.parse(config, where="train_loop_config")
@@ -93,7 +93,7 @@ class RayTrainReporter:
         self._last = result
 
     def send(self) -> None:
-        """Report the latest step, and the newest checkpoint unless it was reported already."""
+        """Reports the latest step, and the newest checkpoint unless it was reported already."""
         import ray.train
 
         if self._last is None:
@@ -115,7 +115,9 @@ class RayTrainReporter:
 
 
 def _place(ray_checkpoint: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
-    """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error if it is bad."""
+    """Copies Ray Train's checkpoint into the run's folder, unless that has a newer one. Returns the error of a bad
+    copy.
+    """
     store = open_store(spec.checkpoint_url)
     with ray_checkpoint.as_directory() as folder:
         source = LocalStore(Path(folder).parent)

@@ -1,1 +1,3 @@
-"""The exporter of a node: its GPUs and its CPUs' energy counters, as a page for Prometheus and the autoscaler."""
+"""The exporter of a node: its GPUs, its CPUs' energy and the kernel's counts, as a page for Prometheus and the
+autoscaler.
+"""

@@ -35,7 +35,7 @@ class ExporterDirectory:
         self._seen: dict[str, _Seen] = {}
 
     def announce(self, ray_name: str, port: int) -> None:
-        """Stores the port under Ray's name of the node, with the present time, by which readers see that the exporter
+        """Stores the port and the present time under Ray's name of the node. The time shows readers that the exporter
         is alive.
         """
         self._entries.put(ray_name, json.dumps({"port": port, "at_s": self._clock.now_s()}).encode())
@@ -60,7 +60,7 @@ class ExporterDirectory:
 
 
 def _port(body: bytes) -> int | None:
-    """Returns the port of an entry, or None if it is not one: any process of the cluster can write there."""
+    """Returns the port of an entry; None if it holds no port, since any process of the cluster can write there."""
     try:
         port = json.loads(body)["port"]
     except (ValueError, LookupError, TypeError):

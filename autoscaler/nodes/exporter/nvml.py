@@ -77,7 +77,12 @@ def _values(device: Any) -> Values:
     there.
     """
     found = {metric: value for metric, read in _READS.items() if (value := _try(read, device)) is not None}
-    return {dcgm.GPU_UTIL: math.nan, **found, **(_try(_memory, device) or {}), **(_try(_remapped_rows, device) or {})}
+    several = (_try(_memory, device), _try(_remapped_rows, device), _nvlinks(device))
+    return {
+        dcgm.GPU_UTIL: math.nan,
+        **found,
+        **{metric: value for each in several for metric, value in (each or {}).items()},
+    }
 
 
 def _memory(device: Any) -> Values:
@@ -90,6 +95,32 @@ def _remapped_rows(device: Any) -> Values:
     return {dcgm.UNCORRECTABLE_REMAPPED_ROWS: float(uncorrectable), dcgm.ROW_REMAP_FAILURE: float(has_failed)}
 
 
+def _nvlinks(device: Any) -> Values:
+    """Returns the number of active links and the sums of their errors; nothing for a GPU without links."""
+    links: list[int] = []
+    """The state of each link. The driver refuses the first one that the GPU does not have."""
+    while (state := _try_link(pynvml.nvmlDeviceGetNvLinkState, device, len(links))) is not None:
+        links.append(state)
+    if not links:
+        return {}
+    found = {dcgm.NVLINKS: float(links.count(pynvml.NVML_FEATURE_ENABLED))}
+    for metric, kind in _LINK_ERRORS.items():
+        counts = [_try_link(pynvml.nvmlDeviceGetNvLinkErrorCounter, device, link, kind) for link in range(len(links))]
+        if known := [count for count in counts if count is not None]:
+            found[metric] = float(sum(known))
+    return found
+
+
+def _try_link(read: Callable[..., int], device: Any, link: int, *more: int) -> int | None:
+    if link >= pynvml.NVML_NVLINK_MAX_LINKS:
+        return None
+    return _try(lambda each: read(each, link, *more), device)
+
+
+_LINK_ERRORS: Mapping[Metric, int] = {
+    dcgm.NVLINK_REPLAY_ERRORS: pynvml.NVML_NVLINK_ERROR_DL_REPLAY,
+    dcgm.NVLINK_RECOVERY_ERRORS: pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+}
 _READS: Mapping[Metric, Callable[[Any], float]] = {
     dcgm.SM_CLOCK: lambda device: float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
     dcgm.GPU_TEMP: lambda device: float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),

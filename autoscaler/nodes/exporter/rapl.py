@@ -1,7 +1,7 @@
 """The energy of this machine's CPU packages, from the kernel's RAPL counters, as Prometheus' node_exporter names it.
 
 https://docs.kernel.org/power/powercap/powercap.html describes the files. Each counter starts again at zero after
-`max_energy_range_uj`. Virtual machines have none, and on most systems only root may read them.
+`max_energy_range_uj`. Virtual machines have no such counters, and on most systems only root may read them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pynvml
 from prometheus_client import CollectorRegistry, start_http_server
 
 from raytide.autoscaler.nodes.exporter.directory import ANNOUNCE_EVERY_S, ExporterDirectory
+from raytide.autoscaler.nodes.exporter.kernel import VMSTAT, KernelCollector, oom_kills
 from raytide.autoscaler.nodes.exporter.nvml import GpuCollector
 from raytide.autoscaler.nodes.exporter.rapl import POWERCAP, RaplCollector
 from raytide.autoscaler.ray_gcs import GcsReader
@@ -26,9 +27,12 @@ _RETRY_S = 2.0
 log = logger(__name__)
 
 
-def start_exporter(node_id: str, address: str, gcs_address: str, *, powercap: Path = POWERCAP) -> int:
-    """Serves this machine's page from threads of this process, and returns the port; 0 if the machine has neither an
-    NVIDIA driver nor energy counters."""
+def start_exporter(
+    node_id: str, address: str, gcs_address: str, *, powercap: Path = POWERCAP, vmstat: Path = VMSTAT
+) -> int:
+    """Serves this machine's page from threads of this process, and returns the port. Returns 0 if the machine has
+    nothing to show: no NVIDIA driver, no energy counters, no count of processes ended for lack of memory.
+    """
     registry = CollectorRegistry()
     rapl = RaplCollector(powercap)
     has_gpus = False
@@ -39,7 +43,9 @@ def start_exporter(node_id: str, address: str, gcs_address: str, *, powercap: Pa
         log.info("no GPUs are measured", extra={"reason": str(error)})
     if rapl.has_counters:
         registry.register(rapl)
-    if not (has_gpus or rapl.has_counters):
+    if knows_kills := oom_kills(vmstat) is not None:
+        registry.register(KernelCollector(vmstat))
+    if not (has_gpus or rapl.has_counters or knows_kills):
         return 0
     server, _ = start_http_server(0, addr=address, registry=registry)
     port = int(server.server_port)

@@ -28,7 +28,7 @@ from raytide.core.objects.node import Node, NodeType
 NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
 _POLL_S = 10.0
 _UNLISTED_S = 60.0
-"""The time for which a cloud may not list a new machine."""
+"""The time after a purchase for which a cloud may not list the machine yet."""
 
 log = logger(__name__)
 
@@ -113,7 +113,7 @@ class CloudProvider:
         return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices on the board of machines bought here, and removes the notices of ended machines."""
+        """Returns the notices on the board for machines bought here, and removes those of ended machines."""
         pinned = [notice for notice in self._board.notices() if self._purchases.find(notice.node_id) is not None]
         for notice in pinned:
             if self._purchases.is_over(notice.node_id):
@@ -174,7 +174,7 @@ class CloudProvider:
         return found
 
     def _adopt(self, node_id: str, cloud_id: str, now_s: float) -> None:
-        """Records a machine that a controller bought before it was killed and could record it, and sets the machine up
+        """Records a machine whose purchase was not recorded because the controller was killed, and sets the machine up
         if needed.
         """
         tags = self._cloud.node_tags(cloud_id)

@@ -15,7 +15,7 @@ from raytide.core.objects.node import CapacityType, NodeType
 
 PERIOD_S = 300.0
 STALE_S = 3600.0
-"""Older prices are not used."""
+"""The age from which prices are no longer used."""
 _LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 
 Prices = Mapping[tuple[str, str], int]
@@ -39,7 +39,7 @@ class SpotPrices:
     def now(self) -> Prices:
         """Returns the last prices in micro-dollars an hour by node type and zone; the first call starts the polling.
 
-        ClusterError if they are too old: then the configured prices hold.
+        Raises ClusterError if they are too old: then the configured prices hold.
         """
         if self._types and not self._thread.is_alive() and not self._stop.is_set():
             self._thread.start()
@@ -52,7 +52,7 @@ class SpotPrices:
         )
 
     def last(self) -> Prices:
-        """Returns the last prices, none if they are too old."""
+        """Returns the last prices; none if they are too old."""
         return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:

@@ -1,1 +1,1 @@
-"""Own machines as nodes, reached over ssh."""
+"""The operator's own machines as nodes, reached over ssh."""

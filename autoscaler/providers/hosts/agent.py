@@ -1,9 +1,11 @@
-"""The agent on an own machine, started once for each request: `python -m raytide.autoscaler.providers.hosts.agent`
-reads one JSON object from stdin and answers with one on stdout.
+"""The agent on one of the operator's own machines, started once for each request: it reads one JSON object from stdin
+and answers with one on stdout.
+
+Run as `python -m raytide.autoscaler.providers.hosts.agent`.
 
 `start` starts a node, `list` shows the nodes that were started here, `end` ends one. A node has a folder like a node of
-the local provider. Its process holds the folder's lock and is identified by pid and start time, so that no other
-process of the machine is ever ended and every request can be repeated.
+the local provider. Its process holds the folder's lock and is identified by pid and start time. So no other process is
+ever ended, and every request can be repeated.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
-from raytide.core.config import home
+from raytide.core.config import home, installed_version, raytide_version
 from raytide.core.errors import ConflictError, ProviderError, RaytideError
 from raytide.core.io.private_folder import private_folder
 from raytide.core.io.process import Process, terminate_all
@@ -38,8 +39,8 @@ def versions() -> dict[str, str]:
     Python or Ray.
     """
     return {
-        "raytide": _version("raytide"),
-        "ray": _version("ray"),
+        "raytide": raytide_version(),
+        "ray": installed_version("ray") or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
 
@@ -182,13 +183,6 @@ def _log_tail(folder: NodeFolder) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0+checkout" if package == "raytide" else "none"
 
 
 def main() -> int:

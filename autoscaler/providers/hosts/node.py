@@ -1,4 +1,6 @@
-"""The process of one own machine's node: `python -m raytide.autoscaler.providers.hosts.node FOLDER LOCK_FD`.
+"""The process of the node on one of the operator's own machines.
+
+Run as `python -m raytide.autoscaler.providers.hosts.node FOLDER LOCK_FD`.
 
 With `--dies-with-parent` it ends, and with it the node, as soon as the process that started it has ended.
 """

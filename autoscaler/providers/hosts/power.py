@@ -1,4 +1,4 @@
-"""Switches own machines on and off by the operator's commands, such as those of Wake-on-LAN or IPMI."""
+"""Switches the operator's own machines on and off by configured commands, such as those of Wake-on-LAN or IPMI."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ log = logger(__name__)
 
 
 class PowerSwitch:
-    """Runs the operator's commands on this machine, without a shell. An own machine without commands is assumed to be
-    on.
-    """
+    """Runs the operator's commands on this machine, without a shell. A machine without commands is assumed to be on."""
 
     def __init__(self, hosts: HostsSection) -> None:
         self._hosts = hosts

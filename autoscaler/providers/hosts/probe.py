@@ -1,6 +1,6 @@
 """Prints a description of the machine that it runs on, as one JSON object: `python - PORTS` with this file on stdin.
 
-It needs nothing but Python, so that it also runs where raytide does not, and changes nothing. PORTS is a JSON list of
+It changes nothing, and needs only Python, so that it also runs where raytide is not installed. PORTS is a JSON list of
 `host:port` to connect to.
 """
 
@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import Any
 
 _COMMAND_S = 20
+PODMAN_DRIVER = ["podman", "info", "--format", "{{.Store.GraphDriverName}}"]
 GPU_QUERIES = {
     "gpus": "index,name,driver_version,temperature.gpu",
     "ecc": "index,ecc.errors.uncorrected.volatile.total",
@@ -47,6 +48,9 @@ def describe(ports: list[str]) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "ports": {port: _connect(port) for port in ports},
         "nccl": _nccl(),
+        "podman": (_lines(["podman", "--version"]) or [""])[0],
+        "podman_driver": (_lines(PODMAN_DRIVER) or [""])[0],
+        "is_root": os.geteuid() == 0,
         "xids": _xids(),
     }
     for name, fields in GPU_QUERIES.items():

@@ -1,9 +1,9 @@
-"""Own machines as nodes: a launch takes a free machine and starts a raylet there over ssh; the machine is free again
-when the node ends.
+"""The operator's own machines as nodes: a launch takes a free machine and starts a raylet there over ssh; the machine
+is free again when the node ends.
 
 A node's machine is recorded before anything runs there, so that a new controller finds it again. A machine that fails
-goes into quarantine, and the node gets another one. If a machine cannot be reached, its node ends in the records only;
-processes that still run there are ended before the machine becomes a node again.
+goes into quarantine, and the node gets another one. The node of a machine that cannot be reached ends in the records
+only; its processes are ended before the machine becomes a node again.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class HostCluster:
 
 
 class HostsProvider(Provider):
-    """A provider over own machines. `run_dir` is the cluster's run folder. With `starts_nodes` it continues the starts
-    that an earlier controller left unfinished.
+    """A provider over the operator's own machines. `run_dir` is the cluster's run folder. With `starts_nodes` it
+    continues the starts that an earlier controller left unfinished.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The quarantine keeps own machines out of use: after a failure for a time that grows with each failure, or until an
-operator lifts it.
+"""The quarantine keeps one of the operator's own machines out of use: after a failure for a time that grows with each
+failure, or until an operator lifts it.
 
 Each machine in quarantine has a file in the run folder, so that a new controller knows it and an operator's order needs
 no controller.
@@ -14,7 +14,7 @@ from raytide.core.clock import Clock, utc
 from raytide.core.io.atomic_file import read_json, write_json
 
 FIRST_S, LONGEST_S = 60.0, 3600.0
-"""The wait after the first failure of a machine; it doubles with each further one."""
+"""The wait after the first failure of a machine, which doubles with each further failure, and the longest wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class HostQuarantine:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add(self, host: str, reason: str, *, is_until_lifted: bool = False) -> QuarantinedHost:
-        """Quarantines the machine after a failure; with `is_until_lifted` by an operator's order, until
-        it is lifted.
+        """Quarantines the machine after a failure, for a time that grows with each failure. With `is_until_lifted`,
+        which is an operator's order, it lasts until it is lifted.
         """
         before, now_s = self._read(host), self._clock.now_s()
         failures = 1 + (before.failures if before is not None else 0)

@@ -1,5 +1,5 @@
-"""Requests to own machines through the OpenSSH client. Host keys are always checked, nothing is ever asked at a
-terminal, and all requests to a machine share one connection (ControlMaster), which ends soon after its last use.
+"""Requests to the operator's own machines through the OpenSSH client. Host keys are always checked, and nothing is ever
+asked at a terminal. All requests to a machine share one connection (ControlMaster), which ends soon after its last use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _HINTS = {
 
 
 class HostConnection(Protocol):
-    """Requests to machines. ClusterError means that a machine cannot be reached, ProviderError that it refuses."""
+    """Requests to machines. A call raises ClusterError if the machine cannot be reached, and ProviderError if it
+    refuses.
+    """
 
     def request(self, host: Host, verb: str, content: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Returns the answer of the machine's agent."""
@@ -84,7 +86,7 @@ class SshConnection:
         return answer
 
     def run(self, host: Host, command: str, text: str = "", *, timeout_s: float) -> str:
-        """Returns the output of a shell command on the machine, which gets `text` on stdin."""
+        """Runs a shell command on the machine, with `text` on its stdin, and returns its output."""
         argv = [*self._argv(host), "--", host.address, command]
         self._used[host.name] = host
         try:

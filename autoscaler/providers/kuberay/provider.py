@@ -1,9 +1,9 @@
 """Nodes as pods of a RayCluster: raytide patches the worker groups, KubeRay's operator does the rest.
 
-A node type is a worker group. The patch sets how many pods a group has and which to delete. The operator counts
-terminating pods as long as Kubernetes lists them, and deletes an arbitrary pod when it counts too many; therefore the
-patch names a pod to delete until that pod is gone. Every patch is derived from purchases and listed pods, so the next
-call makes up for a call that was lost.
+A node type is a worker group. The patch sets how many pods a group has and which to delete. The operator also counts
+terminating pods, and deletes an arbitrary pod when it counts too many; therefore the patch names a pod to delete until
+Kubernetes no longer lists it. Every patch is derived from purchases and listed pods, so the next call makes up for a
+call that was lost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class KubeRayProvider(Provider):
         self._lock = threading.Lock()
         self._watcher: PollWatcher | None = None
         self._tainted_s: dict[tuple[str, str], float] = {}
-        """First sight of each (machine, taint)."""
+        """The time at which each (machine, taint) was first seen."""
         self._looked_s = 0.0
 
     def launch(self, node: Node, node_type: NodeType) -> None:

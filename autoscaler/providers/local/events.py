@@ -42,7 +42,7 @@ class Watcher:
         self._thread.start()
 
     def add(self, process: Process) -> None:
-        """Watches a node's process. Its end is an event, also if it has ended already."""
+        """Watches a node's process. Its end is an event, even if it ended before this call."""
         fd = process.open()
         if fd is None:
             poke(self._run_dir)

@@ -1,7 +1,7 @@
 """The folder of one local node, `<run>/nodes/<node-id>/`: its purchase and end, safe against kills at any time.
 
-`machine.json` is written before anything runs, and the node is billed from then; the node's process holds `lock` for
-its whole life; `ended.json` is written once, by the first reader that finds the lock free.
+`machine.json` is written before anything runs, and the node is billed from then on. The node's process holds `lock` for
+its whole life. `ended.json` is written once, by the first reader that finds the lock free.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class NodeFolder:
     def spawn(
         self, module: str, lock: int, environment: Mapping[str, str], options: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """Starts a module as the node's process, in a session of its own, with the lock and the log."""
+        """Starts a module as the node's process, in a session of its own. The process inherits the lock and writes to
+        the log.
+        """
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", module, str(self.path), str(lock), *options],
@@ -93,7 +95,7 @@ class NodeFolder:
         return False
 
     def process(self) -> Process | None:
-        """Returns the node's first process, once it has started."""
+        """Returns the node's first process; None until it has started."""
         return Process.read(self.path / "process.json")
 
     def record_process(self, process: Process) -> None:
@@ -134,7 +136,7 @@ class NodeFolder:
         write_json(self.path / "meter.json", {"address": address})
 
     def notice(self) -> float | None:
-        """Returns the deadline of a notice, if one was given."""
+        """Returns the deadline of the node's notice; None if it got none."""
         record = read_json(self.path / "notice.json")
         return None if record is None else float(record["deadline_s"])
 

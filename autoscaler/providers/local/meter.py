@@ -1,8 +1,9 @@
 """The fake GPU exporter of a local node: it shows Ray's metric of GPU use, and the metrics of NVIDIA's DCGM exporter
 under their own names.
 
-It is needed because Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the use of
-the node's GPUs, which starts at zero, and `set_gpu` their other values; any process may call both.
+It is needed because Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the
+utilization of the node's GPUs, which is zero at first, and `set_gpu` sets their other values. Any process may call
+both.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class GpuSettings(Config):
     remapped_rows: float = 0.0
     """Rows remapped for uncorrectable errors."""
     remap_failed: bool = False
+    nvlinks: float = 12.0
+    """Active NVLinks."""
+    nvlink_recoveries: float = 0.0
+    """Recoveries of the links since the driver was loaded."""
 
 
 def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
@@ -59,7 +64,7 @@ def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
 
 
 def set_gpu(run_dir: Path, node_id: str, settings: GpuSettings) -> None:
-    """Sets the values other than use that each GPU of the node reports, such as a rising count of ECC errors."""
+    """Sets the values that each GPU of the node reports besides its utilization, such as its count of ECC errors."""
     write_json(run_dir / "nodes" / node_id / _SETTINGS, settings.model_dump())
 
 
@@ -98,6 +103,9 @@ class _Gpus:
             dcgm.UNCORRECTABLE_REMAPPED_ROWS: settings.remapped_rows,
             dcgm.ROW_REMAP_FAILURE: float(settings.remap_failed),
             dcgm.ECC_DBE: settings.ecc_errors,
+            dcgm.NVLINKS: settings.nvlinks,
+            dcgm.NVLINK_REPLAY_ERRORS: 0.0,
+            dcgm.NVLINK_RECOVERY_ERRORS: settings.nvlink_recoveries,
         }
         yield from (self._family(metric, value) for metric, value in values.items())
 

@@ -10,7 +10,7 @@ import httpx
 from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService, read
 
 REBALANCE_S = 600.0
-"""A recommendation has no deadline; work gets this long to move."""
+"""The time that work gets to move after a recommendation, which has no deadline."""
 
 _TOKEN_TTL_S = 21_600
 _SPOT = "/latest/meta-data/spot/instance-action"
@@ -35,7 +35,7 @@ class AwsMetadata:
         return None
 
     def _read(self, path: str) -> str | None:
-        """Reads a path with a session token, which is renewed when it has expired."""
+        """Returns the text at a path, None if there is none. Renews the session token when it has expired."""
         if self._token:
             answer = self._service.get(path, {"X-aws-ec2-metadata-token": self._token})
             if answer is None or answer.status_code != httpx.codes.UNAUTHORIZED:

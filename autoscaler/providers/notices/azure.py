@@ -10,11 +10,11 @@ from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataServi
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")
-"""`Freeze` is a pause of seconds."""
+"""The types of events that end the work on a machine. `Freeze` is none of them: it pauses the machine for seconds."""
 
 
 class AzureMetadata:
-    """The service lists the events of all machines of a scale set; only this machine's count."""
+    """Azure's metadata service. It lists the events of all machines of a scale set; only this machine's count."""
 
     def __init__(self, url: str = "") -> None:
         self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})

@@ -18,7 +18,7 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CloudNotice:
-    """The machine ends at `deadline_s` (seconds since the epoch), or should be empty by then."""
+    """A notice that the machine ends at `deadline_s` (seconds since the epoch), or should be empty by then."""
 
     deadline_s: float
     what: str
@@ -29,13 +29,16 @@ class Metadata(Protocol):
     """One cloud's metadata service, as seen from one of its machines."""
 
     def pending_notice(self, now_s: float) -> CloudNotice | None:
-        """Returns the most urgent present notice; ClusterError if the service does not answer."""
+        """Returns the most urgent present notice, None if there is none. Raises ClusterError if the service does not
+        answer.
+        """
 
 
 class MetadataService:
     """Queries the metadata service of a cloud machine.
 
-    Plain HTTP to an address that only the machine itself can reach. A 404 means that there is no notice.
+    The queries are plain HTTP to an address that only the machine itself can reach. A 404 means that there is no
+    notice.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:

@@ -14,7 +14,9 @@ _INSTANCE = "/computeMetadata/v1/instance"
 
 
 class GcpMetadata:
-    """The events have no time; each deadline counts from when this watcher first saw the event."""
+    """GCP's metadata service. Its events have no time, so each deadline counts from when this watcher first saw the
+    event.
+    """
 
     def __init__(self, url: str = "") -> None:
         """If `url` is empty, GCE_METADATA_HOST is used, as in Google's own tools."""

@@ -22,7 +22,7 @@ from raytide.core.logs import log_to, logger
 from raytide.core.ray_internals import GcsClient, gcs_client
 
 CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata, "azure": AzureMetadata}
-"""Keyed by Ray's name of the provider."""
+"""The metadata service of each cloud, by Ray's name of the provider."""
 
 _EVERY_S = 2.0
 

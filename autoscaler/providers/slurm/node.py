@@ -1,8 +1,8 @@
 """The Slurm job of one node: `python -m raytide.autoscaler.providers.slurm.node REQUEST_FILE`.
 
 It starts the node's process and runs until that process ends. Slurm's SIGTERM (a requeue, a cancellation, the time
-limit) does not end it: the controller sees the cause in `squeue`, and work has until the SIGKILL after KillWait to
-move. SIGINT is the controller's own request to leave.
+limit) does not end it. The controller sees the cause in `squeue`, and moves work to other nodes until Slurm sends
+SIGKILL, `KillWait` seconds later. SIGINT is the controller's own request to leave.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Slurm jobs as nodes: a launch submits a job that starts a raylet, Slurm decides when and where it runs.
+"""Slurm jobs as nodes: a launch submits a job that starts a raylet, and Slurm decides when and where it runs.
 
-The comment of a job names its node, so a new controller finds each again, and nothing is submitted twice. A node is
+The comment of a job names its node, so a new controller finds each job again, and nothing is submitted twice. A node is
 billed from the start of its job. Slurm reclaims a job's machine by a requeue, a preemption, a cancellation or the time
-limit. `squeue` shows each of these before the machine is lost, which serves as the node's notice.
+limit. `squeue` shows each of these before the machine is lost; this serves as the node's notice.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class SlurmProvider(Provider):
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._jobs: dict[str, list[SlurmJob]] = {}
-        """The jobs of each node at the last look, oldest first."""
+        """The jobs of each node when the queue was last read, oldest first."""
         self._looked_s: float | None = None
         self._failure: ClusterError | None = None
         self._leaving_s: dict[str, float] = {}
-        """The time of the signal to each node that was given up."""
+        """The time at which each node that was given up got its signal."""
         self._cancelled: set[str] = set()
         self._ending_s: dict[str, float] = {}
         """First sight of the end of each job that Slurm takes back."""
@@ -159,7 +159,7 @@ class SlurmProvider(Provider):
         return (f"{count} node{'s' * (count > 1)} in Slurm's queue: {reasons}.",) if waiting else ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Looks at Slurm's queue every `poll_s`, in a thread of its own, so that ticks do not wait for it."""
+        """Reads Slurm's queue every `poll_s` seconds, in a thread of its own, so that ticks do not wait for it."""
         self._watcher = PollWatcher("slurm", self._section.poll_s, self._look_in_background, on_change)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from raytide.core.objects.hardware.slurm import SlurmSection
 _TIMEOUT_S = 20.0
 _FORMAT = "%i|%T|%S|%e|%N|%r|%k"
 _UNREACHABLE = ("Unable to contact slurm controller", "Connection refused", "timed out", "Zero Bytes were transmitted")
-"""Slurm's words for a controller that does not answer, which says nothing about the job."""
+"""Parts of Slurm's errors if its controller does not answer, which says nothing about the job."""
 _STARTED = frozenset(("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
 _ENDED = frozenset(
     (
@@ -25,7 +25,7 @@ _ENDED = frozenset(
     )
 )
 _KILL_WAIT_S = 30.0
-"""Slurm's default of KillWait."""
+"""Slurm's default of KillWait, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SlurmJob:
 
     job_id: str
     state: str
-    """Slurm's word, such as RUNNING."""
+    """The state as Slurm names it, such as RUNNING."""
     start_s: float | None
     end_s: float | None
     """The time at which Slurm will end the job: its time limit, or the end of a preemption's grace time. None without
@@ -60,7 +60,7 @@ class SlurmJob:
 
 
 class SlurmQueue(Protocol):
-    """The jobs of this user. ClusterError means that Slurm does not answer, ProviderError that it refuses."""
+    """The jobs of this user. A call raises ClusterError if Slurm does not answer, and ProviderError if it refuses."""
 
     def jobs(self) -> list[SlurmJob]:
         """Returns the jobs that Slurm knows, ended ones included for some minutes."""

@@ -31,8 +31,8 @@ def due_alerts(
     """Returns the alerts of the next message to a receiver; an empty list while the message still waits for more
     alerts.
 
-    `told`: the last state of each alert that was sent to the receiver. It gets a message when an episode begins and
-    ends, and repetitions while one lasts.
+    `told` has the last state of each alert that was sent to the receiver. A receiver gets a message when an episode of
+    an alert begins and when it ends, and repetitions in between.
     """
     due: list[Alert] = []
     waited_s = 0.0

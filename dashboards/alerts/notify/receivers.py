@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from raytide.core.bounds import printable
 from raytide.core.errors import ClusterError, ConfigError
@@ -27,6 +27,7 @@ from raytide.dashboards.alerts.states import Alert, AlertState
 _TIMEOUT_S = 20.0
 _COLORS = {"info": "#3a7bd5", "warning": "#d58e00", "critical": "#c62828"}
 _OVER = "#2e7d32"
+S = TypeVar("S")
 
 
 class Receiver(Protocol):
@@ -49,7 +50,7 @@ def receivers_of(config: NotifySection, cluster: str, environment: Mapping[str, 
     if config.pagerduty is not None:
         found.append(_PagerDuty(config.pagerduty, cluster, environment))
     if config.webhook is not None:
-        found.append(_Webhook(config.webhook, environment))
+        found.append(_Webhook(config.webhook, cluster, environment))
     return found
 
 
@@ -84,11 +85,13 @@ def email_of(alerts: Sequence[Alert], config: EmailSection, cluster: str) -> Ema
     return message
 
 
-class _Email:
-    name = "email"
-
-    def __init__(self, config: EmailSection, cluster: str, environment: Mapping[str, str]) -> None:
+class _Configured(Generic[S]):
+    def __init__(self, config: S, cluster: str, environment: Mapping[str, str]) -> None:
         self._config, self._cluster, self._environment = config, cluster, environment
+
+
+class _Email(_Configured[EmailSection]):
+    name = "email"
 
     def send(self, alerts: Sequence[Alert]) -> None:
         config = self._config
@@ -123,11 +126,8 @@ class _Email:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.", hint="Check `password_file`.") from None
 
 
-class _Slack:
+class _Slack(_Configured[UrlFromEnvironment]):
     name = "slack"
-
-    def __init__(self, config: UrlFromEnvironment, cluster: str, environment: Mapping[str, str]) -> None:
-        self._config, self._cluster, self._environment = config, cluster, environment
 
     def send(self, alerts: Sequence[Alert]) -> None:
         attachments = [
@@ -142,11 +142,8 @@ class _Slack:
         post_signed(_secret(self._environment, self._config.url_env), message, "", "", _TIMEOUT_S)
 
 
-class _PagerDuty:
+class _PagerDuty(_Configured[PagerDutySection]):
     name = "pagerduty"
-
-    def __init__(self, config: PagerDutySection, cluster: str, environment: Mapping[str, str]) -> None:
-        self._config, self._cluster, self._environment = config, cluster, environment
 
     def send(self, alerts: Sequence[Alert]) -> None:
         """Sends an event for each alert. A repeated event changes nothing, because its `dedup_key` is the alert's
@@ -176,11 +173,8 @@ class _PagerDuty:
         return event
 
 
-class _Webhook:
+class _Webhook(_Configured[WebhookSection]):
     name = "webhook"
-
-    def __init__(self, config: WebhookSection, environment: Mapping[str, str]) -> None:
-        self._config, self._environment = config, environment
 
     def send(self, alerts: Sequence[Alert]) -> None:
         name = self._config.secret_env

@@ -35,6 +35,10 @@ def _burns(factor: float, long_s: int, short_s: int) -> Expression:
     return SetOperation(Condition(BURN_RATES[long_s], ">", factor), "and", Condition(BURN_RATES[short_s], ">", factor))
 
 
+_BATCH = ("batch", "team")
+_SHADOW = sum_by(OverTime("increase", select(application.SHADOW_ANSWERS), 3600), "endpoint")
+_SHADOW_OTHER = sum_by(OverTime("increase", select(application.SHADOW_ANSWERS, equal="false"), 3600), "endpoint")
+
 _rule = partial(AlertRule, layer="application")
 
 ALERTS = (
@@ -141,6 +145,34 @@ ALERTS = (
         "Replicas of {endpoint} ended {value} times in half an hour without being asked to",
         "Their logs say why: out of memory, a bad revision, or nodes that are lost.",
         "rollback",
+    ),
+    _rule(
+        "CanaryRegression",
+        "warning",
+        Condition(max_by(select(application.CANARY_REGRESSION), "endpoint", "criterion"), ">", 0),
+        0,
+        "The canary of {endpoint} was rolled back: its {criterion} exceed the champion's by {value:percent}",
+        "`raytide endpoint rollout` shows the numbers; compare the revisions' logs before you try again.",
+    ),
+    _rule(
+        "ShadowDivergenceHigh",
+        "info",
+        SetOperation(Condition(ratio(_SHADOW_OTHER, _SHADOW), ">", 0.2), "and", Condition(_SHADOW, ">", 20)),
+        0,
+        "{value:percent} of the shadowed answers of {endpoint} differ from the champion's",
+        "Expected of another model; of the same weights it means other numerics, quantization or a wrong template.",
+    ),
+    _rule(
+        "BatchJobExpiringSoon",
+        "warning",
+        SetOperation(
+            Condition(max_by(select(application.BATCH_LEFT), *_BATCH), "<", 3 * 3600),
+            "and",
+            Condition(max_by(select(application.BATCH_DONE), *_BATCH), "<", 1),
+        ),
+        300,
+        "The batch {batch} of team {team} expires in {value:seconds}, and is not done",
+        "Its rows run behind clients' requests: raise replicas.max of its endpoint until it is done.",
     ),
     _rule(
         "ScaleUpThrashing",

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from raytide.core.telemetry.catalogue import gpu, infrastructure
+from raytide.core.telemetry.catalogue import gpu, infrastructure, ray
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
     Aggregation,
@@ -18,6 +18,17 @@ from raytide.dashboards.rules.expressions import (
 
 _GPU = ("node", "gpu")
 _CLOCK = max_by(select(gpu.SM_CLOCK), *_GPU)
+_NVLINKS = max_by(select(gpu.NVLINKS), *_GPU)
+_SKEW = max_by(select(infrastructure.NODE_CLOCK_SKEW), "node")
+_EVICTED = ("node", "Name")
+_EVICTIONS = select(ray.WORKER_EVICTIONS)
+_EVICTED_NOW = max_by(_EVICTIONS, *_EVICTED)
+_IS_NEW = Condition(
+    sum_by(OverTime("count", _EVICTIONS, 3600), *_EVICTED),
+    "==",
+    sum_by(OverTime("count", _EVICTIONS, 600), *_EVICTED),
+)
+"""All values of a counter are of the last minutes. Ray's begin at their first count, which an increase does not see."""
 
 _rule = partial(AlertRule, layer="infrastructure")
 
@@ -160,5 +171,54 @@ ALERTS = (
         900,
         "{node} has used {value:percent} of its CPUs for half an hour",
         "If GPUs there wait for data, the node type has too few CPUs for them.",
+    ),
+    _rule(
+        "NvlinkDegraded",
+        "warning",
+        SetOperation(
+            Condition(_NVLINKS, "<", max_by(OverTime("max", select(gpu.NVLINKS), 86400), *_GPU)),
+            "or",
+            Condition(max_by(OverTime("increase", select(gpu.NVLINK_RECOVERY_ERRORS), 3600), *_GPU), ">", 0),
+        ),
+        0,
+        "GPU {gpu} of {node} lost an NVLink in the last day, or one had to recover in the last hour",
+        "Collectives there are slow or fail: `nvidia-smi nvlink -s` shows it; reset the GPU, or replace the node.",
+        "replace_node",
+    ),
+    _rule(
+        "HostClockSkew",
+        "warning",
+        SetOperation(Condition(_SKEW, ">", 2), "or", Condition(_SKEW, "<", -2)),
+        300,
+        "The clock of {node} differs from the controller's by {value} seconds",
+        "Start its time service (chrony, systemd-timesyncd): signatures, tokens and deadlines depend on it.",
+    ),
+    _rule(
+        "HostOomKillDetected",
+        "warning",
+        Condition(max_by(OverTime("increase", select(infrastructure.NODE_OOM_KILLS), 1800), "node"), ">", 0),
+        0,
+        "The kernel of {node} ended processes for lack of memory",
+        "`dmesg` there names them: give the job more memory for each member, or fewer workers.",
+    ),
+    _rule(
+        "ObjectStoreSpilling",
+        "info",
+        Condition(max_by(select(ray.SPILLED_BYTES, State="Spilled"), "node"), ">", 5e9),
+        600,
+        "{value:bytes}B of objects of {node} are on disk, because they do not fit into Ray's object store",
+        "Read fewer blocks at once, drop references earlier (`ray memory` lists them), or use larger nodes.",
+    ),
+    _rule(
+        "RayOomKills",
+        "warning",
+        SetOperation(
+            Condition(max_by(OverTime("increase", _EVICTIONS, 600), *_EVICTED), ">", 0),
+            "or",
+            SetOperation(_EVICTED_NOW, "and", _IS_NEW),
+        ),
+        0,
+        "Ray ended workers of {Name} on {node}, whose memory ran out",
+        "Give them more memory (memory of a task, more for each member), or run fewer on a node at once.",
     ),
 )

@@ -62,6 +62,25 @@ ALERTS = (
         "The KV cache is too small for the load: raise replicas.max, or lower the engine's number of sequences.",
     ),
     _rule(
+        "SpecDecodeAcceptanceLow",
+        "info",
+        SetOperation(
+            Condition(
+                ratio(
+                    sum_by(Rate(select(model.ACCEPTED_TOKENS), 1800), "endpoint"),
+                    sum_by(Rate(select(model.DRAFT_TOKENS), 1800), "endpoint"),
+                ),
+                "<",
+                0.2,
+            ),
+            "and",
+            Condition(sum_by(Rate(select(model.DRAFT_TOKENS), 1800), "endpoint"), ">", 1),
+        ),
+        1800,
+        "{endpoint} accepts {value:percent} of the tokens that are guessed ahead",
+        "Its answers repeat little. The engine guesses less by itself; engine.speculation: off saves the rest too.",
+    ),
+    _rule(
         "PrefixHitRateCollapsed",
         "info",
         SetOperation(
@@ -110,5 +129,13 @@ ALERTS = (
         "The perplexity of {endpoint}'s answers is {value} times that of the last day",
         "Prompts changed, or a revision or quantization made the model worse: compare revisions, roll back.",
         "rollback",
+    ),
+    _rule(
+        "LoraLoadFailing",
+        "warning",
+        Condition(max_by(select(model.ADAPTERS, state="failed"), "endpoint"), ">", 0),
+        300,
+        "{value} adapters on the replicas of {endpoint} cannot be loaded",
+        "`raytide endpoint adapters NAME` shows the errors: another base model, a missing file, or max_loras.",
     ),
 )

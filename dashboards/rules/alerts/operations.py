@@ -88,6 +88,22 @@ ALERTS = (
         "The last drill found {value} problems in the backup",
         "`raytide backup drill` names them; docs/runbooks/damaged-repository.md says what to do.",
     ),
+    _infrastructure(
+        "AuditLogGap",
+        "critical",
+        Condition(max_by(select(control.AUDIT_MISSING)), ">", 0),
+        0,
+        "{value} entries of the audit log are missing",
+        "Somebody deleted them in the database: `raytide audit verify` shows where; compare with a backup.",
+    ),
+    _monitoring(
+        "CertExpiringSoon",
+        "warning",
+        Condition(min_by(select(monitoring.CERTIFICATE_LEFT), "address"), "<", 14 * 86400),
+        3600,
+        "The certificate of {address} expires in {value:seconds}",
+        "Renew it, or ask whom it belongs to: calls to this address fail from then on.",
+    ),
     _monitoring(
         "PrometheusTargetMissing",
         "warning",

@@ -95,4 +95,20 @@ ALERTS = (
         "{job} of team {team} has waited {value:seconds} for its nodes",
         "`raytide why JOB` says what it waits for: quota, budget, capacity or its place in the queue.",
     ),
+    _rule(
+        "CheckpointWriteFailing",
+        "critical",
+        Condition(max_by(select(training.JOB_CHECKPOINT_FAILING), *_JOB), ">", 0),
+        0,
+        "The last checkpoint of {job} could not be written",
+        "The run's events have the error: a full disk, permissions, an unreachable store. Older ones are intact.",
+    ),
+    _rule(
+        "StragglerRank",
+        "warning",
+        Condition(max_by(select(training.JOB_STRAGGLER), *_JOB, "rank"), ">", 1.5),
+        600,
+        "Rank {rank} of {job} needs {value} times as long as the others for its own part of a step",
+        "All ranks wait for it: compare its node's clocks, temperature, data and other work; replace the node.",
+    ),
 )

@@ -67,6 +67,7 @@ function Frame({ leave }: { leave: () => void }) {
   const now = useLive();
   const [open, setOpen] = useState<"" | "help" | "find">("");
   const content = useRef<HTMLElement>(null);
+  const pages = useRef<HTMLElement>(null);
   const page = PAGES.find((each) => each.id === at.page) ?? PAGES[0];
   const View = VIEWS[page.id];
 
@@ -83,6 +84,10 @@ function Frame({ leave }: { leave: () => void }) {
     document.title = `${at.rest || page.title} · ${now.status?.name ?? "raytide"}`;
   }, [at.rest, page.title, now.status?.name]);
   useEffect(() => scrollTo(0, 0), [at.page, at.rest]);
+  useEffect(() => {
+    const link = pages.current?.querySelector<HTMLElement>("[aria-current]");
+    if (link) pages.current!.scrollLeft = link.offsetLeft - (pages.current!.clientWidth - link.offsetWidth) / 2;
+  }, [page.id]);
   useEffect(() => {
     let prefix = 0;
     const react = (event: KeyboardEvent) => {
@@ -125,7 +130,7 @@ function Frame({ leave }: { leave: () => void }) {
           <img src="/page/icon.svg" alt="" />
           {now.status?.name ?? "raytide"}
         </a>
-        <nav aria-label="Pages">
+        <nav aria-label="Pages" ref={pages}>
           {PAGES.map((each) => (
             <a key={each.id} href={`#/${each.id}`} aria-current={each.id === page.id ? "page" : undefined}>
               <Icon name={each.id} />

@@ -3,7 +3,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 
-import { num, time } from "./format";
+import { date, num, span, when } from "./format";
 
 export interface Series {
   label: string;
@@ -71,6 +71,20 @@ export function Chart(props: {
   }, [props.x, props.series, props.marks, props.limit, props.from, props.until, shape]);
 
   return <div class="chart" ref={box} role="img" aria-label={describe(props)} style={{ height: `${props.height ?? 200}px` }} />;
+}
+
+/** The colours of a chart's series, and the line that they should stay below. */
+export function Legend({ series, limit }: { series: Pick<Series, "label" | "color">[]; limit?: number | null }) {
+  return (
+    <>
+      {series.map((each) => (
+        <span key={each.label}>
+          <span class="swatch" style={{ background: `var(--${each.color})` }} /> {each.label}
+        </span>
+      ))}
+      {limit != null && <span class="bad-text">– – promised {span(limit)}</span>}
+    </>
+  );
 }
 
 function describe(props: { label: string; series: Series[]; format?: (value: number | null) => string; unit?: string }) {
@@ -150,7 +164,7 @@ function options(latest: { current: Props }, element: HTMLElement): uPlot.Option
 const hour = (at_s: number, step: number) => {
   const at = new Date(at_s * 1000);
   const two = (n: number) => String(n).padStart(2, "0");
-  if (step >= 86_400 || (at.getHours() === 0 && at.getMinutes() === 0 && step >= 3600)) return `${two(at.getDate())}.${two(at.getMonth() + 1)}.`;
+  if (step >= 86_400 || (at.getHours() === 0 && at.getMinutes() === 0 && step >= 3600)) return date(at_s);
   return `${two(at.getHours())}:${two(at.getMinutes())}${step < 60 ? `:${two(at.getSeconds())}` : ""}`;
 };
 
@@ -197,7 +211,7 @@ function tooltip(latest: { current: Props }, format: (value: number | null) => s
         }
         const at = props.x[idx];
         const head = document.createElement("b");
-        head.textContent = props.steps ? `step ${num(at)}` : time(at);
+        head.textContent = props.steps ? `step ${num(at)}` : when(at);
         const rows = (props.stacked ? [...props.series].reverse() : props.series)
           .filter((series) => series.values[idx] != null && (!props.stacked || series.values[idx]))
           .map((series) => {

@@ -22,9 +22,12 @@ export function num(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size < 10_000) return trim(size >= 100 || Number.isInteger(value) ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2));
-  const [unit, prefix] = PREFIXES.find(([least]) => size >= least)!;
-  return `${trim((value / unit).toPrecision(3))}${prefix}`;
+  const [unit, prefix] = PREFIXES.find(([least]) => size >= 0.9995 * least)!;
+  return `${trim(threeDigits(value / unit))}${prefix}`;
 }
+
+/** Not `toPrecision`, which writes 1000 as 1.00e+3. */
+const threeDigits = (value: number) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);
 
 const trim = (text: string) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
 
@@ -35,15 +38,15 @@ export const percent = (share: number | null | undefined, digits = 0) =>
 export function span(seconds: number | null | undefined): string {
   if (seconds == null || !Number.isFinite(seconds)) return "–";
   const size = Math.abs(seconds);
-  if (size < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (size < 0.9995) return `${Math.round(seconds * 1000)} ms`;
   if (size < 10) return `${trim(seconds.toFixed(1))} s`;
   if (size < 90) return `${Math.round(seconds)} s`;
   if (size < 5400) return `${Math.round(seconds / 60)} min`;
-  if (size < 36 * 3600) {
-    const hours = Math.floor(size / 3600);
-    const minutes = Math.round((size % 3600) / 60);
-    return minutes && hours < 10 ? `${hours} h ${minutes} min` : `${hours} h`;
+  if (size < 10 * 3600) {
+    const minutes = Math.round(size / 60);
+    return minutes % 60 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${minutes / 60} h`;
   }
+  if (size < 36 * 3600) return `${Math.round(size / 3600)} h`;
   return `${Math.round(seconds / 86400)} d`;
 }
 
@@ -52,7 +55,11 @@ const sinceText = (seconds: number) => (seconds < 5 ? "just now" : `${span(Math.
 
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const full = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "long" });
+const day = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
 export const time = (at_s: number) => clock.format(at_s * 1000);
+export const date = (at_s: number) => day.format(at_s * 1000);
+/** The time of day, after the date where that is not today. */
+export const when = (at_s: number) => (date(at_s) === date(now()) ? time(at_s) : `${date(at_s)}, ${time(at_s)}`);
 export const moment = (at_s: number | null | undefined) => (at_s == null ? "" : full.format(at_s * 1000));
 
 export const plural = (count: number, noun: string) => `${num(count)} ${noun}${count === 1 ? "" : "s"}`;

@@ -1,6 +1,9 @@
-// A table of any length: only the rows in view exist. Arrow keys move, Enter opens, headers sort.
+// A table of any length: only the rows in view exist. Arrow keys move, Enter opens, headers sort, long ones have a filter.
 import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+
+import { num } from "./format";
+import { Empty } from "./ui";
 
 export interface Column<T> {
   key: string;
@@ -15,6 +18,24 @@ export interface Column<T> {
 
 const ROW = 44;
 const AHEAD = 8;
+/** Up to this many rows are found by eye. */
+const FEW = 15;
+
+/** The rows whose text has every word that was typed, and the field for typing; null while the rows are few. */
+export function useFilter<T>(label: string, rows: T[], search?: (row: T) => string): { rows: T[]; field: ComponentChildren; typed: string } {
+  const [typed, setTyped] = useState("");
+  const found = useMemo(() => {
+    const words = typed.toLowerCase().split(/\s+/).filter(Boolean);
+    return search && words.length ? rows.filter((row) => { const text = search(row).toLowerCase(); return words.every((word) => text.includes(word)); }) : rows;
+  }, [rows, typed]);
+  const field = search && (rows.length > FEW || typed) && (
+    <div class="filter">
+      <input class="field" type="search" placeholder="Filter" aria-label={`Filter ${label.toLowerCase()}`} value={typed} onInput={(event) => setTyped(event.currentTarget.value)} />
+      <span role="status" class="faint">{typed && `${num(found.length)} of ${num(rows.length)}`}</span>
+    </div>
+  );
+  return { rows: found, field: field || null, typed };
+}
 
 export function Table<T>(props: {
   label: string;
@@ -24,8 +45,11 @@ export function Table<T>(props: {
   href?: (row: T) => string;
   height?: number;
   sorted?: [string, 1 | -1];
+  /** The text of a row in which the filter looks; without it, there is no filter. */
+  search?: (row: T) => string;
 }) {
-  const { columns, rows } = props;
+  const { columns } = props;
+  const { rows, field, typed } = useFilter(props.label, props.rows, props.search);
   const [order, setOrder] = useState<[string, 1 | -1] | null>(props.sorted ?? null);
   const [top, setTop] = useState(0);
   const [at, setAt] = useState(0);
@@ -59,6 +83,11 @@ export function Table<T>(props: {
     row.focus({ preventScroll: true });
   }, [at, first]);
 
+  useLayoutEffect(() => {
+    box.current!.scrollTop = 0;
+    setAt(0);
+  }, [typed]);
+
   const move = (event: KeyboardEvent) => {
     const step = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -1e9, End: 1e9 }[event.key];
     if (event.key === "Enter" && props.href && sorted[at] && (event.target as HTMLElement).role === "row") {
@@ -77,6 +106,7 @@ export function Table<T>(props: {
 
   return (
     <div class="table" style={template}>
+      {field}
       <div
         class="view"
         role="table"
@@ -134,6 +164,7 @@ export function Table<T>(props: {
             );
           })}
         </div>
+        {typed && sorted.length === 0 && <Empty title={`Nothing matches “${typed}”`} />}
       </div>
     </div>
   );

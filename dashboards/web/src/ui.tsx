@@ -49,6 +49,8 @@ export function Stat(props: {
   value: ComponentChildren;
   unit?: string;
   note?: ComponentChildren;
+  /** All of the note, where it has only the most important part. */
+  noteTitle?: string;
   tone?: Tone;
   cmd?: string;
   href?: string;
@@ -65,7 +67,9 @@ export function Stat(props: {
         {props.unit && <span class="unit"> {props.unit}</span>}
       </div>
       {props.share != null ? <Meter share={props.share} tone={props.tone} label={`${props.label}: ${Math.round(props.share * 100)} %`} /> : <div class="no-meter" />}
-      <div class="note">{props.note ?? " "}</div>
+      <div class="note" title={props.noteTitle ?? (typeof props.note === "string" ? props.note : undefined)}>
+        {props.note ?? " "}
+      </div>
     </div>
   );
 }

@@ -25,7 +25,7 @@ class EvaluationSets:
 
     @staticmethod
     def read(spec: Decontamination) -> EvaluationSets:
-        """Reads the sets. Raises DataError for a set without a text of n words, which would protect nothing."""
+        """Reads the sets. Raises DataError for a set without a text of n words, because it would protect nothing."""
         found = [np.zeros(0, np.uint64)]
         for url in spec.sets:
             n_grams = _n_grams([text.encode() for text in _texts(url)], spec.n_gram)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BATCH_BYTES = 1 << 16
-"""Text hashed at once: its arrays stay in the processor's cache."""
+"""The bytes of text that are hashed at once: few enough that the arrays stay in the processor's cache."""
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _SHORT = 0xD6E8FEB86659FD93
@@ -28,7 +28,7 @@ class Words:
     lengths: NDArray[np.int64]
     """The number of words of each document."""
     starts: NDArray[np.int64]
-    """The byte of its document's UTF-8 at which each word starts."""
+    """The offset of each word's first byte in its document's UTF-8."""
     ends: NDArray[np.int64]
 
 

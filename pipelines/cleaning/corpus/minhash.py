@@ -1,9 +1,9 @@
 """MinHash signatures of documents, by fast similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv 1704.04370).
 
-One hash puts each n-gram into one of the slots, and a slot keeps the least value in it. A slot that stays empty, as in
-short documents, is filled by a hash function of its own. A slot then orders all n-grams in the same way for every
-document, so two documents of Jaccard similarity J agree in a slot with probability J. That is as with one permutation
-per slot, at the cost of one hash per n-gram.
+One hash assigns each n-gram to a slot, and a slot keeps the least hash value assigned to it. A slot that stays empty,
+as in short documents, is filled by a hash function of its own. Every slot orders all n-grams in the same way for every
+document, so two documents of Jaccard similarity J agree in a slot with probability J. This equals one permutation per
+slot, but costs only one hash per n-gram.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Signatures:
     """The low 16 bits of each slot, by which candidates are verified."""
     bands: NDArray[np.uint64]
     rows: NDArray[np.int64] | None = None
-    """The row in `slots` of each document; None if they are in order. `slots` may be in a file."""
+    """The row of `slots` that belongs to each document; None if the rows are in document order. `slots` may be in a
+    file.
+    """
 
 
 def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicates) -> Signatures:
@@ -52,7 +54,9 @@ def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicat
 
 
 def _least(found: NDArray[np.uint32], keyed: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
-    """Puts into each slot [N, slots] the least low half of its hashes; the high half of a hash chooses the slot."""
+    """Writes into each slot [N, slots] its least value. The high half of a hash selects the slot, the low half is the
+    value.
+    """
     slots = found.shape[1]
     at = ((keyed >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
     at += np.repeat(np.arange(len(counts), dtype=np.uint64) * np.uint64(slots), counts)

@@ -1,5 +1,5 @@
-"""Finds near-duplicates among documents with signatures: bands propose pairs, signatures verify them, and of each
-cluster one document is kept.
+"""Finds near-duplicates among documents with signatures: bands propose pairs, signatures verify them, and one
+document of each cluster is kept.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from raytide.pipelines.cleaning.corpus.minhash import Signatures
 
 MOST_LEADERS = 64
-"""The members of a bucket are compared with at most this many of its documents, in case most of its pairs are false
-candidates.
+"""The most documents of a bucket with which its other members are compared. It limits the cost of a bucket whose pairs
+are mostly false candidates.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """The result for N documents in dataset order."""
+    """The clusters of near-duplicates among N documents in dataset order."""
 
     first: NDArray[np.int64]
-    """The first document of each document's cluster: its own index if it is kept."""
+    """The index of the first document of each document's cluster; a kept document's own index."""
 
     @property
     def keep(self) -> NDArray[np.bool_]:
@@ -34,7 +34,9 @@ class Clusters:
 
 
 class SignatureStore:
-    """Collects signatures: each band takes 8 bytes of memory, and the slots are in a temporary file."""
+    """Collects signatures: the hashes of bands in memory, 8 bytes for each band of a document, and the slots in a
+    temporary file.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -42,7 +44,7 @@ class SignatureStore:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
 
     def add(self, signatures: Signatures) -> int:
-        """Appends the signatures of a part, and returns its number."""
+        """Appends the signatures of a part, and returns the part's number, which `signatures` takes."""
         self._bands.append(signatures.bands)
         self._file.write(np.ascontiguousarray(signatures.slots, np.uint16).tobytes())
         return len(self._bands) - 1
@@ -51,7 +53,7 @@ class SignatureStore:
         self._file.close()
 
     def signatures(self, order: Sequence[int]) -> Signatures:
-        """Returns the signatures of all parts in this order. Slots are read from the file when they are used."""
+        """Returns the signatures of all parts in this order. Their slots are read from the file only when used."""
         self._file.flush()
         bands = [self._bands[part] for part in order]
         sizes = [len(each) for each in self._bands]
@@ -64,14 +66,14 @@ class SignatureStore:
 
 
 def slots_of(signatures: Signatures, documents: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Returns the slots of these documents."""
+    """Returns the MinHash slots of these documents, [documents, slots]."""
     found: NDArray[np.uint16] = signatures.slots[documents if signatures.rows is None else signatures.rows[documents]]
     return found
 
 
 def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
-    """Returns the clusters of all documents of `parts`, in order; earlier datasets come before the dataset that is
-    built.
+    """Returns the clusters of all documents of `parts`, in order. The parts of earlier datasets must precede those of
+    the dataset that is built.
     """
     slots = _Slots(parts)
     least = _least_agreement(min_similarity, slots.count)
@@ -83,8 +85,8 @@ def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
 
 
 def _least_agreement(min_similarity: float, slots: int) -> float:
-    """Returns the least share of equal slots that makes a pair near-duplicates: two standard errors below the
-    similarity, so that few true pairs are lost.
+    """Returns the least share of equal slots that makes a pair near-duplicates: two standard errors below
+    `min_similarity`, so that few true pairs are lost.
     """
     return min_similarity - 2 * math.sqrt(min_similarity * (1 - min_similarity) / max(slots, 1))
 

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from raytide.pipelines.cleaning.corpus.hashing import hash_n_grams, hash_words
 
 Cuts = dict[int, NDArray[np.bool_]]
-"""The words to cut out of a chunk's documents, by their index among those that the rules kept."""
+"""A mask of the words to cut out of each document of a chunk, by the document's index among those that the rules kept.
+"""
 COMPARED = 1 << 16
-"""Windows compared at once."""
+"""The number of windows that are compared at once."""
 
 
 def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_words: int) -> NDArray[np.bool_]:
-    """Returns a mask of the words that lie in a run of at least `min_words` words that occurred before, in an earlier
-    document or earlier in the same one.
+    """Returns a mask of the words in runs of at least `min_words` words that already occurred, in an earlier document
+    or earlier in the same one. `ids` are the words of all documents, `lengths` the number of words in each.
 
-    `ids` are the words of all documents, `lengths` the number of words in each. It needs about 40 bytes of memory a
-    word. A run never crosses a document's end.
+    The function needs about 40 bytes of memory per word. A run never crosses a document's end.
     """
     is_repeat = np.zeros(len(ids), np.bool_)
     is_long = lengths >= min_words

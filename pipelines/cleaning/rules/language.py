@@ -1,4 +1,4 @@
-"""Keeps documents by language with py3langid, whose model lies in its wheel."""
+"""Keeps documents by language with py3langid, whose wheel contains the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Splits text into words and sentences, for rules that were published with a word tokenizer.
 
-The published rules use NLTK's or spaCy's English tokenizer at some 20 documents a second. This one is a regular
-expression: a word is a run of letters, digits and apostrophes, an ellipsis, or any other single character.
+The published rules use NLTK's or spaCy's English tokenizer, which processes some 20 documents a second. Here a regular
+expression finds words: a word is a run of letters, digits and apostrophes, an ellipsis, or any other single character.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SENTENCE_ENDS = frozenset(
 _CONTROL = "".join(map(chr, (*range(9), 11, 12, *range(13, 32), *range(127, 160))))
 _OTHER_SYMBOLS = "—”％１〈、━【「」，】；“《„’∶´．（–？！：～«〉》）。…►»"
 SYMBOLS = frozenset(string.punctuation + _OTHER_SYMBOLS + _CONTROL) | SENTENCE_ENDS
-"""A word of these characters alone is a symbol (CCNet's punctuation, ASCII's and control characters)."""
+"""A word that consists only of these characters is a symbol: CCNet's punctuation, ASCII's, and control characters."""
 
 
 def split_words(text: str) -> list[str]:
@@ -30,8 +30,9 @@ def split_words(text: str) -> list[str]:
 
 
 def count_sentences(text: str) -> int:
-    """Returns the number of sentences: one starts at the first word after a sentence's end, as in spaCy's
-    sentencizer."""
+    """Returns the number of sentences. A sentence starts at the first word after the end of the one before, as in
+    spaCy's sentencizer.
+    """
     sentences, ended = 0, True
     for word in split_words(text):
         if word in SENTENCE_ENDS:

@@ -26,7 +26,8 @@ _ASSIGNED = (
     r"['\"]?\s{0,3}(?:=|:|=>)\s{0,3}['\"]([^'\"\s]{8,200})['\"]"
 )
 MIN_ENTROPY_BITS = 3.0
-"""The least entropy of a character in an assigned secret: `changeme` and `your_key_here` are lower or are named."""
+"""The least entropy per character of an assigned secret. Values such as `changeme` have less or are in `_PLACEHOLDERS`.
+"""
 _PLACEHOLDERS = ("example", "your", "xxx", "changeme", "placeholder", "${", "{{", "<", "none", "null", "test", "...")
 
 
@@ -70,5 +71,5 @@ def _is_random(secret: str) -> bool:
 
 
 def entropy_bits(text: str) -> float:
-    """Returns Shannon's entropy of a character, in bits."""
+    """Returns the Shannon entropy per character, in bits."""
     return -sum(count / len(text) * math.log2(count / len(text)) for count in Counter(text).values())

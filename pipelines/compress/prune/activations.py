@@ -21,7 +21,7 @@ from raytide.core.errors import DataError
 from raytide.pipelines.compress.layer_files import plain_config
 
 _BATCH = 8
-"""The windows whose activations are combined before the mean over tokens."""
+"""The number of windows in a batch, over which the L2 norm is computed before the mean over tokens."""
 
 
 @dataclass(slots=True)
@@ -30,10 +30,10 @@ class Importance:
 
     hidden_D: Tensor
     ffn_LF: list[Tensor]
-    """One by layer; empty for a sparse one."""
+    """The neurons' importance by layer; an empty tensor for a sparse (mixture-of-experts) layer."""
     heads_LH: list[Tensor]
     layers_L: Tensor
-    """1 - cosine of a layer's input and output."""
+    """1 - the cosine similarity of each layer's input and output."""
 
 
 def open_model(source: Path, window: int) -> tuple[Transformer, Architecture, torch.device]:
@@ -48,7 +48,7 @@ def open_model(source: Path, window: int) -> tuple[Transformer, Architecture, to
 def measure_importance(
     source: Path, windows: list[list[int]], on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Importance:
-    """Returns the importance of every neuron, head, width and layer, from forward passes alone."""
+    """Returns the importance of every neuron, head, hidden dimension and layer, from forward passes alone."""
     model, arch, device = open_model(source, max(map(len, windows)))
     found = Importance(
         hidden_D=torch.zeros(arch.hidden_size, device=device),

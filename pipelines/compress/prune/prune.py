@@ -1,7 +1,8 @@
-"""Cuts the least important neurons, widths, heads and layers out of a model and writes the rest as a plain model.
+"""Cuts the least important neurons, hidden dimensions, heads and layers out of a model and writes the rest as a plain
+model.
 
-The kept widths are the same in the whole model; the kept neurons and heads differ between layers. A KV head is cut
-together with all of its query heads. The size of a head never changes, because rotary embeddings need it.
+The kept hidden dimensions are the same in the whole model; the kept neurons and heads differ between layers. A KV head
+is cut together with all of its query heads. The size of a head never changes, because rotary embeddings need it.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ _FIELDS = {
 }
 
 _NO_HEAD_DIM = ("gpt2", "phi3")
-"""Families whose loaders divide the width by the number of heads, whatever the config says."""
+"""Families whose loaders always divide the width by the number of heads, even if the config has a head size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The indices that stay, ascending."""
+    """The indices of the parts that stay, ascending."""
 
     layers: list[int]
     hidden: list[int]
     ffn: list[list[int]]
-    """One by layer of the model before pruning; empty for a sparse one."""
+    """The kept neurons of each layer of the model before pruning; an empty list for a sparse (mixture-of-experts)
+    layer.
+    """
     kv_groups: list[list[int]]
 
 

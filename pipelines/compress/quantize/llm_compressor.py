@@ -20,7 +20,7 @@ from raytide.core.config import environment
 from raytide.core.errors import ConfigError, DataError, ScriptError
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.pipelines.compress.layer_files import plain_config, publish, write_record
-from raytide.pipelines.compress.recipe import BITS, CalibratedStep
+from raytide.pipelines.compress.recipe import CalibratedStep
 from raytide.pipelines.compress.step_task import StepTask, calibration_windows
 
 VERSION = "0.14.0.1"
@@ -73,7 +73,7 @@ def run_llm_compressor(task: StepTask) -> None:
 def _options(method: str, step: CalibratedStep) -> dict[str, object]:
     return {
         "method": method,
-        "bits": BITS[step.scheme],
+        "bits": step.bits,
         "group": None if step.scheme == "w8a8" else step.group_size,
         "symmetric": step.symmetric,
         "activations": step.scheme == "w8a8",

@@ -17,7 +17,7 @@ from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
 from raytide.core.errors import DataError
 from raytide.kernels.device import DTYPES
 from raytide.pipelines.compress.layer_files import LayerFiles, by_layer, plain_config
-from raytide.pipelines.compress.recipe import BITS, RtnStep
+from raytide.pipelines.compress.recipe import RtnStep
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,7 @@ def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -
     if step.scheme in ("w8a8", "fp8"):
         activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
-        "num_bits": BITS[step.scheme],
+        "num_bits": step.bits,
         "type": kind,
         "symmetric": step.symmetric,
         "strategy": "channel" if group is None else "group",
@@ -94,7 +94,7 @@ def _tensors_of(module: str, weight_NK: Tensor, step: RtnStep, dtype: torch.dtyp
     found = {f"{module}.weight_scale": rounded.scale_NG}
     if step.scheme in ("w8a8", "fp8"):
         return {**found, f"{module}.weight": rounded.codes_NK}
-    bits = BITS[step.scheme]
+    bits = step.bits
     found[f"{module}.weight_packed"] = packed(rounded.codes_NK, bits)
     found[f"{module}.weight_shape"] = torch.tensor(weight_NK.shape, dtype=torch.int64)
     if rounded.zero_NG is not None:  # packed along the outputs
@@ -105,7 +105,7 @@ def _tensors_of(module: str, weight_NK: Tensor, step: RtnStep, dtype: torch.dtyp
 def _round(weight_NK: Tensor, step: RtnStep, dtype: torch.dtype) -> RoundedWeight:
     if step.scheme == "fp8":
         return round_fp8(weight_NK, dtype)
-    return round_integers(weight_NK, BITS[step.scheme], step.group_size, dtype, symmetric=step.symmetric)
+    return round_integers(weight_NK, step.bits, step.group_size, dtype, symmetric=step.symmetric)
 
 
 def _kept(weights: Weights, arch: Architecture) -> list[str]:

@@ -1,4 +1,4 @@
-"""up, down, head, status, schema, doctor, demo."""
+"""The commands `up`, `down`, `head`, `status`, `schema`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def head(
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
-    It is the last of cluster.yaml's head_start_ray_commands. Run again, it restarts them with the present file.
-    With --standby it also starts Ray's head, once this machine leads.
+    This command is the last of cluster.yaml's head_start_ray_commands. If controller and API already run, it restarts
+    them with the current file. With --standby it also starts Ray's head, once this machine leads the cluster.
     """
     from raytide.control.bootstrap.head import cloud_head
 

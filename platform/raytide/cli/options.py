@@ -36,6 +36,10 @@ Pip = Annotated[
 RequirementsFile = Annotated[
     Path | None, typer.Option("--requirements", help="A file with such packages, one on each line.")
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(help="A container image in place of raytide's environment: REGISTRY/NAME:TAG or ...@sha256:DIGEST."),
+]
 Priority = Annotated[str, typer.Option(help="A priority class of metadata.raytide.priorities.")]
 Budget = Annotated[
     str | None,
@@ -67,7 +71,7 @@ def resources(
     labels: Sequence[str] | None,
     shapes: Sequence[str] | None = None,
 ) -> GangOptions:
-    """Returns the options that were given, as the SDK takes them."""
+    """Returns the given options for resources as keyword arguments of the SDK."""
     options: GangOptions = {}
     if gpus is not None:
         options["gpus"] = gpus
@@ -92,7 +96,7 @@ def resources(
 
 
 def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h: float | None) -> JobOptions:
-    """Returns the options for the queue that were given, as the SDK takes them."""
+    """Returns the given options for the queue as keyword arguments of the SDK."""
     options: JobOptions = {"priority": priority, "deadline": _with_zone(deadline), "estimate_h": estimate_h}
     if budget is not None:
         options["budget_usd"], options["budget_per"] = parse_limit(budget)
@@ -100,7 +104,9 @@ def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h
 
 
 def parse_limit(text: str) -> tuple[float, BudgetPer]:
-    """Returns the dollars of `500` or `500/month`, and their period. Raises UsageError."""
+    """Returns the dollars and the period that a text such as `500` or `500/month` names. Raises UsageError for other
+    texts.
+    """
     amount, slash, period = text.partition("/")
     wrong, hint = f"{text} is not a budget.", "Write 250 or 250/month."
     if slash and period != "month":
@@ -119,7 +125,8 @@ def finite(text: str, wrong: str, hint: str) -> float:
 
 
 def _with_zone(deadline: str | None) -> str | None:
-    """Returns a date and time with its zone, local by default; any other text unchanged, for the job to check."""
+    """Returns a date and time with its zone, by default the local one; any other text unchanged, for the job to
+    check."""
     try:
         return deadline and datetime.fromisoformat(deadline).astimezone().isoformat()
     except ValueError:

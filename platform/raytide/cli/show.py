@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LEAST_ROOM = 30
-"""The least width of a column of words; a narrower one is printed below its row."""
+"""The least width in characters of a column of words; a narrower column is printed below its row."""
 _BELOW = 6
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster's name; `local` by default.")]
 
@@ -38,7 +38,7 @@ def _plain(value: object) -> object:
 
 
 def as_result(value: Any, text: str, is_json: bool) -> None:
-    """Prints what a command did: the value as JSON, or the text."""
+    """Prints the result of a command: `value` as JSON, or else `text`."""
     if is_json:
         as_json(value)
     else:

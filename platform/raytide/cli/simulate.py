@@ -1,4 +1,6 @@
-"""simulate: runs production decisions forward from the live cluster, or with baselines on recorded traces."""
+"""The commands `simulate`, which run production decisions on recorded traces beside baselines, or forward from the live
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def deadline(
 ) -> None:
     """Run a job with a deadline on recorded spot markets.
 
-    Costs are shares of the job's cost on demand, averaged over the starts.
+    Costs are relative to the job's on-demand cost, averaged over the start times.
     """
     from raytide.simulate.deadline.compare import run
     from raytide.simulate.deadline.policies import policy as named
@@ -207,7 +209,7 @@ def jobs(
 ) -> None:
     """Run recorded training jobs through a queue.
 
-    Only GPUs are counted, a restart takes 60 s, and durations are clipped to between 30 s and 7 days.
+    Only GPUs are counted, a restart takes 60 s, and durations are limited to the range from 30 s to 7 days.
     """
     from raytide.simulate.jobs.compare import Setting, simulate
 

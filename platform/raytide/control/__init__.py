@@ -1,1 +1,1 @@
-"""Floor 4: the control plane of one cluster: supervisor, controller, API."""
+"""The control plane of one cluster: supervisor, controller and API."""

@@ -1,6 +1,7 @@
 """The controller: a loop that loads the records, observes the cluster, decides, persists the intents and applies them.
 
-It may be killed at any point: it starts nothing that is not persisted, and the next controller executes what is.
+It may be killed at any point: it only starts actions whose intent is persisted, and the next controller executes
+persisted intents.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ from raytide.registry.rollout.routes import EndpointRoute, routes
 log = logger(__name__)
 
 GC_THRESHOLDS = (100_000, 20, 20)
-"""A tick on a large cluster makes a million short-lived objects, for which Python's default collects far too often."""
+"""The thresholds of Python's garbage collector. A tick on a large cluster makes a million short-lived objects, for
+which the default thresholds collect far too often.
+"""
 
 _REMOVE_S = 3600.0
 _DAY_S = 86_400.0
@@ -285,7 +288,7 @@ class Controller:
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
     def _record(self, records: ClusterRecords, result: ApplyResult, now_s: float) -> None:
-        """Persists the changes that only the execution could show, and their effect on launch back-off."""
+        """Persists the changes that only applying the plan revealed, and their effect on launch back-off."""
         before = [records.nodes[node_id] for node_id in result.nodes]
         rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)

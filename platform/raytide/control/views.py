@@ -48,7 +48,7 @@ def from_json(cls: type[T], data: object) -> T:
 
 
 class AsJson:
-    """A base of dataclasses that gives users of the SDK a method `json`."""
+    """A base class that gives dataclasses of the SDK a method `json`."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ class TeamUse:
     """Amounts by resource, for resources with a quota."""
     own: Mapping[str, float]
     available: Mapping[str, float]
-    """The amounts that the team may still use, its own and borrowed."""
+    """The amounts that the team may still use, of its own and of borrowed quota."""
     committed_micro_usd: int
     """This month's spending and the reservations of running jobs."""
     recent_gpu_h: float
@@ -90,14 +90,15 @@ class Live:
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
     """Reasons by id of the job or lease, or name of the endpoint."""
     queue: tuple[str, ...] = ()
-    """Waiting jobs in scheduling order."""
+    """The ids of waiting jobs in scheduling order."""
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
-    """Market constraints by id of the deadline job."""
+    """The market constraints of deadline jobs, by job id."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """Texts by id of the job: the cost that moving data to its nodes adds to its price; only for jobs that pay it."""
+    """For jobs that pay for moving data to their nodes: a text with the cost that this adds to their price, by job id.
+    """
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
-    """Loads by endpoint."""
+    """Loads by name of the endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
     """The last measurements of each node."""
     measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Live:
     targets: tuple[Target, ...] = ()
     """The metrics pages of nodes and replicas."""
     errors: tuple[str, ...] = ()
-    """Failed sources and failed actions."""
+    """The errors of sources and actions that failed."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """The kind of each quarantined record; `waiting` has its error."""
     ticks: int = 0
@@ -138,7 +139,9 @@ class JobView(ShownAsHtml):
     month_micro_usd: int | None = None
     """The cost booked this month (UTC), for jobs with a monthly budget."""
     data: str = ""
-    """A text: the cost that moving data to its nodes adds (`metadata.raytide.transfer`); empty if nothing is paid."""
+    """A text with the cost that moving data to the job's nodes adds (`metadata.raytide.transfer`); empty if nothing is
+    paid.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,7 @@ class EndpointStatus(ShownAsHtml):
     cost_micro_usd: int
     waiting: Waiting | None = None
     cold_start_s: float = 0.0
-    """The expected time from requesting a replica until it answers."""
+    """The expected seconds from requesting a replica until it answers."""
     cold_start_is_learned: bool = False
     """True if the time is learned from the endpoint's starts, not configured."""
     paces: Mapping[str, float] = field(default_factory=dict)
@@ -263,11 +266,11 @@ class WhyView(ShownAsHtml):
 
     job: str
     state: JobState | None
-    """None for `unmanaged`."""
+    """The job's state; None for `unmanaged`."""
     position: int | None
     """The position in the queue, from 1."""
     constraint: str
-    """The first unmet constraint; empty if it does not wait."""
+    """The first unmet constraint; empty if the subject does not wait."""
     reason: str
     remedy: str
     wait_s: float | None
@@ -275,7 +278,7 @@ class WhyView(ShownAsHtml):
     stance: MarketConstraint | None = None
     """The markets that a deadline job may use, and why; None for other jobs."""
     data: str = ""
-    """A text: the cost that moving data to the job's nodes adds; empty if nothing is paid."""
+    """A text with the cost that moving data to the job's nodes adds; empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +289,12 @@ class TeamView(ShownAsHtml):
     """This month's spending."""
     use: TeamUse
     given: tuple[str, ...] = ()
-    """The fields that `raytide quota` or `raytide budget` set, which override the configuration."""
+    """The fields set by `raytide quota` or `raytide budget`, which override the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyView:
-    """An API key, with what the keys of its account have spent."""
+    """An API key, with the spending of all keys of its account."""
 
     key: ApiKey
     spending: KeySpending

@@ -1,4 +1,4 @@
-"""Floor 0: the objects, protocols and small tools that every other part of raytide uses.
+"""The objects, protocols and small tools that every other part of raytide uses.
 
 Nothing here imports torch, ray or SQLAlchemy when it is imported.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -87,19 +87,54 @@ def _requirement(text: str) -> str:
     return text.strip()
 
 
+_HOST = r"[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*"
+_PART = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"(?:localhost|{_HOST}(?:\.{_HOST})+|{_HOST}(?=:))(?::[0-9]{{1,5}})?(?:/{_PART})+"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+"""A reference as registries define it, with its registry. Ray passes it to a shell, and podman takes what begins with a
+dash for an option: neither can be written in it."""
+
+
+def _image(text: str) -> str:
+    """Returns the reference of a container image. Raises ValueError for one without its registry, which each node would
+    choose by its own configuration, and for anything else that is no plain reference."""
+    if _IMAGE.fullmatch(text):
+        return text
+    if _IMAGE.fullmatch(text.partition("://")[2]):
+        raise ValueError(f"{text!r} has a transport: leave out {text.partition('://')[0]}://")
+    if _IMAGE.fullmatch(f"docker.io/{text}"):
+        raise ValueError(f"{text!r} names no registry: write docker.io/{text}, or the registry that has it")
+    shown = re.sub(r"[^/@\s]*@(?!sha256:)", "***@", text)
+    raise ValueError(f"{shown!r} is no image such as registry.example.com/team/train:1 or ...@sha256:DIGEST")
+
+
+def check_environment(pip: Sequence[str], image: str | None) -> None:
+    """Raises ValueError for packages beside an image: Ray starts a worker either in a container or with packages."""
+    if pip and image is not None:
+        raise ValueError(
+            "image cannot be combined with pip: install the packages in the image, or leave one of them out"
+        )
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100), AfterValidator(_one_line)]
 """One line of at most 100 characters."""
 Word = Annotated[str, StringConstraints(max_length=256), AfterValidator(_one_line)]
-"""One line of at most 256 characters, or nothing."""
+"""One line of at most 256 characters; may be empty."""
 Location = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_one_line)]
 """A path or URL."""
 Labels = Annotated[dict[Name, Word], Field(max_length=MOST_LABELS)]
-"""Names, each with one line of text."""
+"""A mapping of names to one line of text each."""
 Requirements = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_requirement)], ...],
     Field(max_length=200),
 ]
-"""Such as `peft==0.17`: installed once on each node, by pip as it is configured there."""
+"""Requirements for pip, such as `peft==0.17`, which are installed once on each node with the node's own configuration
+of pip.
+"""
+Image = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_image)]
+"""Such as `registry.example.com/team/train:1`, best with `@sha256:...`: pulled once to each node, by podman."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_DELAY_S)]
 Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 

@@ -16,9 +16,8 @@ class Clock(Protocol):
         """Returns seconds since the epoch."""
 
     def wall_ahead_s(self) -> float:
-        """Returns how far the wall clock is ahead of `now_s`, in seconds: timestamps of other processes are ahead by as
-        much.
-        """
+        """Returns the seconds by which the wall clock, and so the timestamps of other processes, are ahead of
+        `now_s`."""
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -26,15 +25,15 @@ class Clock(Protocol):
 SLEW = 0.25
 """The relative speed at which a SteadyClock catches up with the wall clock."""
 STEP_S = 1.0
-"""Smaller differences are not steps and are adopted at once."""
+"""The least difference to the wall clock that counts as a step; smaller ones are adopted at once."""
 MOST_S = 86_400.0
 
 
 class SteadyClock:
     """Wall time without steps: it never goes back, and durations are right even if the machine's clock is set.
 
-    A step of the wall clock (NTP, suspend, an operator) is caught up gradually: a step of one hour makes this clock run
-    a quarter faster, or slower, for four hours. Until then `wall_ahead_s` is the difference. Thread-safe.
+    After a step of the wall clock (NTP, suspend, an operator) this clock catches up gradually: after a step of one hour
+    it runs a quarter faster, or slower, for four hours. Until then `wall_ahead_s` is the difference. Thread-safe.
     """
 
     def __init__(self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic):
@@ -122,7 +121,7 @@ def ago(seconds: float | None) -> str:
 
 
 Due = datetime | timedelta
-"""A deadline: a point in time, or a time from submission."""
+"""A deadline: a point in time, or the time left from submission."""
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = timedelta(days=36525)
@@ -132,7 +131,9 @@ _HOW = "use 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seco
 
 
 def parse_deadline(value: object) -> Due:
-    """Parses a datetime with a time zone, or a time from now: a timedelta, seconds, or `1d12h`. Raises ValueError."""
+    """Parses a datetime with a time zone, or a time from now: a timedelta, seconds, or `1d12h`. Raises ValueError for
+    other values.
+    """
     try:
         due = _deadline_of(value.strip()) if isinstance(value, str) else value
         if isinstance(due, int | float) and not isinstance(due, bool):
@@ -153,7 +154,7 @@ def parse_deadline(value: object) -> Due:
 
 
 def deadline_text(due: Due) -> str:
-    """Returns a text that `parse_deadline` reads as the same deadline."""
+    """Returns the deadline as a text that `parse_deadline` converts back to the same deadline."""
     return due.isoformat() if isinstance(due, datetime) else f"{due.total_seconds():g}s"
 
 

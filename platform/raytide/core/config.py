@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +18,7 @@ from raytide.core.errors import ConfigError
 class Config(BaseModel):
     """A frozen model. An unknown key is an error that names the closest known key.
 
-    Numbers are finite and texts are bounded, which also makes pydantic reject lone surrogates.
+    Numbers are finite. Texts have a maximum length; because of that limit pydantic also rejects lone surrogates.
     """
 
     model_config = ConfigDict(
@@ -71,6 +72,18 @@ def home() -> Path:
 def environment(name: str) -> str | None:
     """Returns the value of RAYTIDE_<name>; None if it is unset or empty."""
     return os.environ.get(f"RAYTIDE_{name}") or None
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed Python package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def raytide_version() -> str:
+    return installed_version("raytide") or "0+checkout"
 
 
 def _describe(error: ValidationError, cls: type[BaseModel]) -> list[str]:

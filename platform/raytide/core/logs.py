@@ -35,7 +35,7 @@ _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
 def scrubbed(text: str) -> str:
-    """Returns the text without what looks like a secret."""
+    """Returns the text with everything that looks like a secret replaced."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
@@ -57,7 +57,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         self._fields = fields
 
     def bind(self, **fields: object) -> Log:
-        """Returns a logger with more fields, as in `log.bind(job=job.id)`."""
+        """Returns a logger with these fields in addition to its own, as in `log.bind(job=job.id)`."""
         return Log(self.logger, {**self._fields, **fields})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -69,8 +69,11 @@ def logger(name: str, **fields: object) -> Log:
 
 
 class JsonLines(logging.Formatter):
-    """Formats {"at", "level", "logger", "message", then the fields, and "traceback" if there is an exception}, without
-    what looks like a secret."""
+    """Formats a record as JSON: {"at", "level", "logger", "message", the fields, and "traceback" if there is an
+    exception}.
+
+    What looks like a secret is removed.
+    """
 
     def __init__(self, **fields: object) -> None:
         super().__init__()

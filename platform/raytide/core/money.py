@@ -36,7 +36,9 @@ def cumulative(price_micro_usd_h: int, since_us: int, until_us: int) -> int:
 
 
 def interval_cost(price_micro_usd_h: int, origin_us: int, from_us: int, to_us: int) -> int:
-    """Returns the cost of the part [from, to) of a lifetime that began at `origin`; the costs of parts sum exactly."""
+    """Returns the cost of the part [from, to) of a lifetime that began at `origin`. The costs of adjacent parts sum to
+    the cost of the whole exactly.
+    """
     return cumulative(price_micro_usd_h, origin_us, to_us) - cumulative(price_micro_usd_h, origin_us, from_us)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 GcsClient = Any
-"""ray._raylet.GcsClient, which is compiled and has no types."""
+"""The type of `ray._raylet.GcsClient`, which is compiled and has no type hints."""
 
 
 def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
@@ -27,7 +27,9 @@ def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
 
 
 def gcs_address_here() -> str:
-    """Returns this machine's cluster: RAY_ADDRESS, else the address that `ray start` noted; empty if there is none."""
+    """Returns the GCS address of this machine's cluster: RAY_ADDRESS, else the address that `ray start` recorded; empty
+    if there is none.
+    """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
@@ -44,7 +46,7 @@ def dashboard_url(client: GcsClient) -> str:
 
 
 def connected_gcs() -> GcsClient:
-    """Returns the client of this process, after `ray.init`."""
+    """Returns this process's GCS client; available after `ray.init`."""
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
@@ -67,7 +69,8 @@ def agent_address() -> str:
 
 
 def output_files() -> tuple[str, ...]:
-    """Returns the names of the files in Ray's folder of logs that get the standard output and errors of this worker."""
+    """Returns the names of the files in Ray's log folder that receive this worker's standard output and standard
+    error."""
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
@@ -148,8 +151,9 @@ def kill_serve_actor(actor_name: str) -> bool:
 
 
 def replica_node(actor_name: str) -> str:
-    """Returns Ray's id of the node of a starting Serve replica, which Serve reports only later; empty if it has none
-    yet."""
+    """Returns Ray's id of the node of a starting Serve replica, before Serve reports it; empty if the replica has no
+    node yet.
+    """
     import ray
     from ray._private import state
     from ray.serve._private.constants import SERVE_NAMESPACE
@@ -220,7 +224,7 @@ def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
-    """Sets up the head as `ray up` does, on the machines of this NodeProvider."""
+    """Sets up the head as `ray up` does, on the machines of the NodeProvider `cloud`."""
     from ray.autoscaler._private.commands import get_or_create_head_node
 
     get_or_create_head_node(dict(config), "cluster.yaml", False, False, True, None, _provider=cloud)
@@ -234,15 +238,16 @@ def with_environment(command: str, variables: Mapping[str, Any]) -> str:
 
 
 def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
-    """Returns a new NodeProvider for a `provider` section; Ray's cache would hold only one for each type."""
+    """Returns a new NodeProvider for a `provider` section. It bypasses Ray's cache, which holds only one for each
+    type."""
     from ray.autoscaler._private.providers import _get_node_provider
 
     return _get_node_provider(dict(section), cluster_name, use_cache=False)
 
 
 def bootstrapped_config(file: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns cluster.yaml as Ray's bootstrap for its provider completes it, which may create keys, groups and the like
-    in the cloud."""
+    """Returns cluster.yaml as completed by the bootstrap of Ray's provider. The bootstrap may create keys, security
+    groups and the like in the cloud."""
     from ray.autoscaler._private.providers import _get_node_provider_cls
 
     config = prepared_config(file)

@@ -1,1 +1,3 @@
-"""The OpenAI address of a cluster: `model` chooses the endpoint, whose replicas are reached over their own sockets."""
+"""The gateway: the cluster's OpenAI address. `model` in a request names the endpoint, whose replicas are reached over
+their own sockets.
+"""

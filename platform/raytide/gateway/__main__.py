@@ -1,4 +1,6 @@
-"""One gateway process: `python -m raytide.gateway RUN_DIR NUMBER`. Several share the port by SO_REUSEPORT."""
+"""One gateway process: `python -m raytide.gateway RUN_DIR NUMBER`. Several processes share the port through
+SO_REUSEPORT.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to, logger
 from raytide.core.objects.cluster_config import HostedApi, load_cluster
 from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.other_names import with_other_names
 from raytide.core.telemetry.page import MetricsPage, Query
 from raytide.core.telemetry.series_limits import SeriesLimits
 from raytide.core.telemetry.targets import Target, announce
-from raytide.core.telemetry.vllm_names import with_vllm_names
 from raytide.gateway.answers.stored_responses import SharedResponses
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
@@ -39,7 +41,9 @@ log = logger(__name__)
 _BACKLOG = 2048
 _DRAIN_S = 8
 _LISTING_TIMEOUT_S = 30.0
-"""The time within which the GCS must answer at the start. The supervisor starts a gateway again that ended."""
+"""The seconds within which the GCS must answer at the start; otherwise the process ends, and the supervisor restarts
+it.
+"""
 
 
 def serve(
@@ -52,10 +56,11 @@ def serve(
     announce_page: Callable[[str], None] = lambda address: None,
     tracing: RequestTracing | None = None,
 ) -> None:
-    """Serves until SIGTERM, then finishes running requests, for at most a few seconds. `files` is the folder of files
-    and batches. `announce_page` is called with the address of the process's metrics page.
+    """Serves until SIGTERM, then finishes running requests, for at most a few seconds.
 
-    It accepts connections once it knows which endpoints exist; until then the other processes on the port get them.
+    `files` is the folder of files and batches. `announce_page` is called with the address of the process's metrics
+    page. The process accepts connections once it knows which endpoints exist; until then the other processes on the
+    port get them.
     """
     models = EndpointModels(name, HostedApis.from_environment(hosted))
 
@@ -104,8 +109,8 @@ def serve(
     limits = SeriesLimits()
 
     async def page(query: Query) -> Iterable[Sample]:
-        samples = limits.apply([*models.samples(), *tenancy.samples()])
-        return with_vllm_names(samples, query)
+        samples = limits.apply([*models.samples(), *tenancy.samples(), *await batches.samples()])
+        return with_other_names(samples, query)
 
     metrics = MetricsPage(page)
     responses = SharedResponses(files.with_name("responses"))

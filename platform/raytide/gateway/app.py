@@ -27,9 +27,9 @@ from raytide.gateway.tracing import RequestTracing, TracedRequests
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})
-"""Routes without a version and without routes below them, so that endpoints may have the same names."""
+"""Routes without a version prefix and without subroutes, so that endpoints may have the same names."""
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
+"""The origins on the browser's own machine. Pages from other origins must not use a gateway that requires no keys."""
 _CLOSED = ("/v1/", "/v2/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank")
 
 
@@ -76,7 +76,9 @@ def create_app(
 
 
 class EndpointPaths:
-    """Middleware that serves `/NAME/v1/...` as `/v1/...` restricted to the endpoint NAME, and other routes likewise."""
+    """Middleware that serves `/NAME/v1/...` as `/v1/...`, restricted to the endpoint NAME. Other routes, such as
+    `/NAME/health`, work in the same way.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -91,11 +93,11 @@ class EndpointPaths:
 
 
 class Authentication:
-    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and vLLM's routes that compute. It
-    refuses requests without a valid key, in the format of OpenAI or Anthropic.
+    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and vLLM's routes that compute.
 
-    It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, need
-    no key. Neither do requests that have a caller already: rows of batches, which this process sends.
+    It refuses requests without a valid key, in the format of OpenAI or Anthropic. It belongs inside the middleware that
+    takes the endpoint's name from the path. Other paths, such as `/health`, need no key. Neither do requests that have
+    a caller already: rows of batches, sent by this process.
     """
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:

@@ -1,4 +1,4 @@
-"""Sends requests to hosted OpenAI-compatible APIs, and bills them at their own prices.
+"""Sends requests to hosted OpenAI-compatible APIs, and bills them at the prices in their specs.
 
 In the answers, the model's name and the id are replaced, and tokens are counted.
 """
@@ -27,34 +27,34 @@ from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
 
 HOSTED = "hosted"
-"""The value of `x-raytide-replica` for such an answer."""
+"""The value of `x-raytide-replica` in the response to a request that a hosted API answered."""
 _CONNECT_S, _SILENCE_S = 10.0, 120.0
 _MOST_CONNECTIONS = 256
 _MOST_ANSWER_BYTES, _MOST_ERROR_BYTES = 64 << 20, 16 << 10
 _OURS = ("priority", "cache_salt", "timeout")
-"""Fields of raytide's own, which hosted APIs would refuse."""
+"""Fields that only raytide knows, which hosted APIs would refuse."""
 _LIMITS = {
     "chat/completions": "max_completion_tokens",
     "completions": "max_tokens",
     "responses": "max_output_tokens",
 }
-"""The field that bounds an answer, by the path."""
+"""The field that limits the tokens of an answer, by the request's path."""
 _TRANSLATED = ("messages", "messages/count_tokens", "responses/input_tokens", "tokenize", "detokenize")
 """Paths that an OpenAI-compatible API does not have."""
 _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
-"""The begin of an answer's id, by the path."""
+"""The prefix of an answer's id, by the request's path."""
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 _MOST_LINE_BYTES = 8 << 20
 _DATA = b"data:"
 
 
 class UsageReader:
-    """Reads one answer. `usage` has the tokens that the API reported; until it does, one token for each piece of text
-    so far.
+    """Reads one answer. `usage` has the tokens that the API reported; until it does, it counts one token for each piece
+    of text.
     """
 
     def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
-        """`id` replaces the answer's id, so that the client's id is also that of the request in the usage records."""
+        """`id` replaces the answer's id, so that the client and the usage records have the same id for the request."""
         self._model, self._prompt_tokens, self._shows_usage, self._id = model, prompt_tokens, shows_usage, id
         self._reported: TokenUsage | None = None
         self._pieces = 0
@@ -65,11 +65,11 @@ class UsageReader:
         return self._reported or TokenUsage(self._prompt_tokens, self._pieces)
 
     def whole(self, body: bytes) -> bytes:
-        """Returns an answer that is not streamed, under this endpoint's name."""
+        """Returns the body of an answer that is not streamed, with this endpoint's name as its model."""
         return json.dumps(self._read(_parsed(body))).encode()
 
     def events(self, piece: bytes) -> Iterator[bytes]:
-        """Yields the whole lines of a stream, under this endpoint's name, as its bytes arrive."""
+        """Yields the complete lines of a stream as its bytes arrive, with this endpoint's name as their model."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > _MOST_LINE_BYTES:
             raise EngineError("the hosted API sends a line without end.")
@@ -126,7 +126,7 @@ class HostedApis:
     """The hosted APIs that the operator has allowed, with their keys. Use it from one event loop."""
 
     def __init__(self, keys: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`keys`: the key of each API by its base URL; "" if it has none."""
+        """`keys` has the key of each API by its base URL; "" if the API has none."""
         self._keys = dict(keys)
         self._http = httpx.AsyncClient(
             transport=transport,
@@ -137,7 +137,7 @@ class HostedApis:
 
     @classmethod
     def from_environment(cls, allowed: Iterable[HostedApi]) -> HostedApis:
-        """Returns the allowed APIs with their keys, which it removes from this process's environment."""
+        """Returns the allowed APIs with their keys, which are then removed from this process's environment."""
         apis = list(allowed)
         keys = {api.base_url: os.environ.get(api.api_key_env, "") for api in apis}
         for api in apis:
@@ -207,7 +207,7 @@ def _path(request: Request) -> str:
 
 
 def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Returns the body for the API, and the maximum number of tokens of the answer; the body always has a limit."""
+    """Returns the body for the API, and the most tokens of the answer. The body always contains this limit."""
     body = {name: value for name, value in asked.items() if name not in _OURS} | {"model": backend.model}
     most = 0
     if limit := _LIMITS.get(path):
@@ -224,8 +224,8 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
 
 
 class _RelayedStream(StreamingResponse):
-    """The events of a hosted stream. It is billed and closed however it ends, even if the client has left before its
-    start.
+    """The events of a hosted stream. The request is billed and the stream closed however it ends, even if the client
+    left before it started.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class _RelayedStream(StreamingResponse):
 
 
 async def _read(found: httpx.Response, most: int) -> bytes:
-    """Reads an answer of bounded size."""
+    """Reads an answer of at most `most` bytes."""
     whole = bytearray()
     try:
         async for piece in found.aiter_bytes():
@@ -273,7 +273,9 @@ async def _read(found: httpx.Response, most: int) -> bytes:
 
 
 def _error(found: httpx.Response, body: bytes) -> ApiError:
-    """Translates an API's error. A wrong key is the operator's fault, so that error is not shown to the client."""
+    """Returns an API's error as an ApiError. A wrong key is the operator's fault, so that error is not shown to the
+    client.
+    """
     if found.status_code == 429:
         return overloaded(f"The hosted API is full. Retry in {RETRY_AFTER_S} s.")
     if found.status_code not in _REFUSED:

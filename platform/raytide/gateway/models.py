@@ -41,12 +41,13 @@ from raytide.gateway.rollouts.counting import CountedMetrics, RevisionTally
 from raytide.gateway.rollouts.shadow import ShadowTraffic
 
 ENDPOINT = "raytide.endpoint"
-"""The key of an ASGI scope with the endpoint that the path names, if it names one."""
+"""The key in an ASGI scope of the endpoint that the path names, if it names one."""
 _REPORT_S = 1.0
 _MOST_TALLIES = 500
-"""The revisions of rollouts whose counts are kept, those that run and the latest; a report takes 1,000."""
+"""The most revisions of rollouts whose counts are kept: the running ones and the latest ended ones. A report may have
+1,000."""
 _FELL_BACK_S = 5.0
-"""The time for which a request that a hosted API answered counts as one that waits, so that replicas start."""
+"""The seconds for which a request that a hosted API answered counts as a waiting one, so that replicas start."""
 
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class _Application:
     server: Server
     metrics: CountedMetrics
     fell_back_s: float = -math.inf
-    """The time of the last request that a hosted API answered because no replica did."""
+    """The time of the last request that a hosted API answered because no replica could."""
 
     def adapted(self, model: str) -> Server:
         """Returns the server of the endpoint, or of its adapter that `model` names."""
@@ -82,14 +83,14 @@ class EndpointModels:
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
         self._shadows = ShadowTraffic()
         self._unserved = ValueRecorder(REQUESTS)
-        """Counts requests that name no endpoint, since no endpoint counts them."""
+        """Counts the requests that name no endpoint, which no endpoint's metrics include."""
         self._retired: list[ReplicaSet] = []
-        """Replicas of deleted endpoints, which finish their requests."""
+        """The replica sets of deleted endpoints, which finish their running requests."""
         self.listed = asyncio.Event()
         """Set once the endpoints have been read; before that, an unknown model may still exist."""
 
     def update(self, listing: Listing) -> None:
-        """Updates the models to the endpoints and replicas that exist now."""
+        """Updates the models to the endpoints and replicas in `listing`, which exist now."""
         named = [(name, each) for name, entry in listing.items() for each in (entry, entry.challenger) if each]
         created = {each.spec.name: each.created_at_s for _, each in named}
         for name, old in list(self._applications.items()):
@@ -120,15 +121,15 @@ class EndpointModels:
 
     def _prefill_pool(self, spec: ServeSpec) -> PrefillPool | None:
         """Returns the replicas of the other endpoint that computes prompts for this one, if both belong to the same
-        team.
-        """
+        team."""
         entry = self._listing.get(spec.prefill.endpoint) if spec.prefill is not None else None
         if spec.prefill is None or entry is None or entry.spec.team != spec.team:
             return None
         return PrefillPool(self._applications[entry.spec.name].replicas, spec.prefill.min_tokens)
 
     def _join_rollout(self, entry: EndpointEntry) -> None:
-        """Counts the requests of both revisions of a rollout. Nothing waits for a challenger: its champion answers."""
+        """Makes both revisions of a rollout count their requests. No request waits for a replica of the challenger: the
+        champion answers instead."""
         champion, rollout = self._applications[entry.spec.name], entry.rollout
         champion.server.version = served_version(entry.spec.version, entry.revision)
         champion.engine.patience_s = COLD_START_S
@@ -152,8 +153,7 @@ class EndpointModels:
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
         """Returns the response of the revision for this request. When `respond` raises, nothing of a response has been
-        sent yet; so if a challenger fails, the champion answers, and if all replicas refuse, the fallback does.
-        """
+        sent yet; so if a challenger fails, the champion answers, and if all replicas refuse, the fallback does."""
         try:
             return await self._answer(model, request, body, respond)
         except Exception as error:
@@ -190,7 +190,7 @@ class EndpointModels:
         return cast(T, await in_request(request, body, self._hosted.answer(backend, model, request, track)))
 
     def _count_failure(self, model: str, request: Request, error: Exception) -> None:
-        """Counts a failure that came before an engine was asked, since no server has counted it."""
+        """Counts a request that failed before an engine was called, because no server has counted it."""
         failure = to_api_error(error)
         if failure.is_counted:
             return
@@ -239,8 +239,8 @@ class EndpointModels:
     def _with_copy(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> Callable[[Server], Awaitable[T]]:
-        """Returns `respond`; for a share of the requests in a shadow rollout, one that also sends a copy to the
-        challenger.
+        """Returns `respond`. For a share of the requests in a shadow rollout, it returns a function that also sends a
+        copy to the challenger.
         """
         entry = self._listing[endpoint_of_model(model)]
         if entry.rollout is None or entry.challenger is None or not isinstance(body, CompletionRequest | ChatRequest):
@@ -291,8 +291,7 @@ class EndpointModels:
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
         """Returns the metrics of the endpoints that the path names and the caller may use, with the sums of the last
-        reports of their replicas.
-        """
+        reports of their replicas."""
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
             self._serving(name)
@@ -304,9 +303,8 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Reports, until it is cancelled, how many requests wait for a replica; the controller scales by
-        these numbers.
-        """
+        """Reports, until it is cancelled, how many requests wait for a replica; the controller scales by these
+        numbers."""
         reported: set[str] = set()
         while True:
             for name, found in self._applications.items():
@@ -333,8 +331,7 @@ class EndpointModels:
 
     def _challenger(self, entry: EndpointEntry, model: str, request: Request, session: str) -> _Application | None:
         """Returns the challenger if it answers this request, has the request's adapter, and has been reached at least
-        once.
-        """
+        once."""
         if entry.rollout is None or entry.challenger is None or not _has(entry.challenger, model):
             return None
         found = self._applications[entry.challenger.spec.name]
@@ -358,7 +355,7 @@ class EndpointModels:
         metrics = CountedMetrics(name)
         quality = AnswerQuality()
         metrics.served_logprob = lambda: quality.mean_logprob
-        engine = RoutedEngine(replicas, metrics.count_reuse, metrics.count_resumed, quality)
+        engine = RoutedEngine(replicas, metrics.reused.add, metrics.resumed.add, quality)
         server = Server(engine, model=name)
         server.metrics = metrics
         return _Application(entry, replicas, engine, server, metrics)

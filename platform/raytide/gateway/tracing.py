@@ -34,7 +34,7 @@ class RequestTracing:
 
 
 class TracedRequests:
-    """Middleware that traces requests for `/v1/...`. Of a request that is not sampled it reads only the headers.
+    """Middleware that traces requests for `/v1/...`. For a request that is not sampled it reads only the headers.
 
     It belongs inside the middleware that takes the endpoint's name from the path.
     """

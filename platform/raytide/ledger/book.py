@@ -1,11 +1,10 @@
 """Books intervals as entries: each moment of each billed node exactly once, whatever crashes happen.
 
-The amounts of one node telescope from the start of its bill, so its entries sum to the provider's bill, into however
-many intervals its life is cut. The time between two observations is booked with the occupancy of the first one.
-
-The cost of lost work moves from the job to waste, with the cause of the loss. Entries never change: for each entry with
-a part of the loss, a pair is booked over the same span, one that takes the part off the job and one that books it as
-waste. A pair sums to zero, so a node's entries still sum to its bill.
+The amounts of one node telescope from the start of its bill. Its entries therefore sum to the provider's bill, however
+many intervals they split the node's life into. The time between two observations is booked with the occupancy of the
+first one. The cost of lost work moves from the job to waste, with the cause of the loss. Entries never change: for each
+entry with a part of the loss, a pair is booked over the same span, one that takes the part off the job and one that
+books it as waste. A pair sums to zero, so a node's entries still sum to its bill.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from raytide.core.money import interval_cost, split
 from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 
 MAX_OPEN_US = 60_000_000
-"""The longest open interval, so that the booked cost of a running job is never far behind."""
+"""The longest open interval in microseconds, so that the booked cost of a running job is never far behind."""
 
 
 def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupancy: Occupancy) -> OpenInterval:
-    """Opens the first interval of a node whose bill began at `started_us`, maybe before its first observation."""
+    """Returns a node's first open interval. Its bill began at `started_us`, which may be before the node was first
+    observed.
+    """
     return OpenInterval(node_id, price_micro_usd_h, started_us, started_us, occupancy)
 
 
@@ -30,8 +31,10 @@ def book(
     interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False, energy_mj: int = 0
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
     """Books the interval up to now if the occupancy changed, the interval is long, or `at_once` is set; else leaves it
-    open. Returns the entries and the open interval. `energy_mj`: the node's energy since its last entries. The clock
-    may step back.
+    open.
+
+    Returns the entries and the open interval. `energy_mj` is the node's energy since its last entries. The clock may
+    step back.
     """
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
@@ -49,8 +52,8 @@ def close(
 ) -> tuple[Entry, ...]:
     """Returns the last entries of a node whose bill ends at `end_us`.
 
-    The provider may report an end before the booked time. Then `booked`, the node's entries that end after `end_us`,
-    are reversed from `end_us` on. `origins`: the start times of the node's earlier prices.
+    If the provider reports an end before the booked time, `booked`, the node's entries that end after `end_us`, are
+    reversed from `end_us` on. `origins` are the start times of the node's earlier prices.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us, energy_mj)
@@ -68,8 +71,9 @@ def close(
 
 
 def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[Entry, ...]:
-    """Returns the entries of the open interval up to `until_us`, to book them or to show them as accrued. The node's
-    energy is split in the same proportions as its cost.
+    """Returns the entries of the open interval up to `until_us`, either to book them or to show them as accrued.
+
+    The node's energy is split in the same proportions as its cost.
     """
     if until_us <= interval.from_us:
         return ()
@@ -94,7 +98,8 @@ def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[
 
 
 def _reverse(origin_us: int, from_us: int, together: Sequence[Entry]) -> list[Entry]:
-    """Returns the reversals of one span's entries from `from_us` on, in proportion to what each subject was charged.
+    """Returns the reversals of one span's entries from `from_us` on, in proportion to the charges of each subject.
+
     Lost work that was moved to waste is reversed as waste.
     """
     span = together[0]
@@ -114,9 +119,9 @@ def _key(of: Share | Entry) -> str:
 
 
 def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:
-    """Returns the pairs that move the job's charges over the last `lost_us` before `until_us` to waste.
+    """Returns the pairs that move the job's charges in the `lost_us` microseconds before `until_us` to waste.
 
-    `entries`: all entries of the job that end within that time or after it. No entry is moved twice.
+    `entries` are all entries of the job that end within that time or after it. No entry is moved twice.
     """
     spans: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -126,8 +131,9 @@ def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> t
 
 
 def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tuple[Entry, ...]:
-    """Returns the pair that moves the lost part of an entry to waste. `together`: the entry, the reversals that cut it
-    short, and the pair of an earlier loss, if there was one.
+    """Returns the pair that moves the lost part of an entry to waste.
+
+    `together` contains the entry, the reversals that cut it short, and the pair of an earlier loss, if there was one.
     """
     first = next((entry for entry in together if not (entry.is_reversal or entry.cause)), None)
     if first is None or any(entry.cause for entry in together):

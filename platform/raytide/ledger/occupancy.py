@@ -1,11 +1,10 @@
-"""The shares of each node by holder, from one Snapshot.
+"""The shares of each node by holder, computed from one Snapshot.
 
-A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The rest is a
-share of its own (idle, start-up or waste), so weights sum to one. They sum to more if holders dominate different
-resources; then each pays in proportion. A member counts from its assignment, used or not.
-
-Between the end of a lease and the end of its placement group's workers, and while a removed replica answers its last
-requests, Ray reports usage that no record explains. The former holder of the released resources pays for it.
+A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The unused part
+is another share (idle, start-up or waste), so weights sum to one. They sum to more if holders dominate different
+resources; each then pays in proportion. A member counts from its assignment, used or not. Between the end of a lease
+and the end of its placement group's workers, and while a removed replica answers its last requests, Ray reports usage
+that no record explains. The former holder of the released resources pays for it.
 """
 
 from __future__ import annotations
@@ -20,20 +19,25 @@ from raytide.core.objects.plan import UNMANAGED
 from raytide.core.objects.snapshot import NodeView, Snapshot
 
 Holder = tuple[EntryKind, str, str]
-"""Kind, subject, team."""
+"""A holder: the kind of the entry, the subject and the team."""
 Held = Mapping[str, Mapping[Holder, Resources]]
 """Resources by node id and holder."""
 
 _OBJECT_STORE = "object_store_memory"
-"""Objects outlive the work that made them, so the memory they take does not count as use of a node."""
+"""The resource of Ray's object store. It is not counted as use of a node, because objects outlive the work that made
+them.
+"""
 _NOISE = 1e-6
-"""Ray counts in ten-thousandths; smaller remainders are rounding."""
+"""The largest amount that counts as a rounding error; Ray counts in ten-thousandths."""
 GRACE_S = 30.0
-"""Usage that lasts longer after a release belongs to something else."""
+"""The seconds after a release for which unexplained usage counts as the former holder's."""
 
 
 def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occupancy]:
-    """Returns the occupancy of every node by id. `left`: released resources that Ray may still report in use."""
+    """Returns the occupancy of every node by id.
+
+    `left` has released resources that Ray may still report as used.
+    """
     held, left = holders(snapshot), left or {}
     return {
         view.node.id: _occupancy(view, held.get(view.node.id, {}), left.get(view.node.id, {}))
@@ -42,7 +46,7 @@ def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occup
 
 
 def holders(snapshot: Snapshot) -> Held:
-    """Returns what each lease and endpoint holds, in use or not."""
+    """Returns the resources that each lease and endpoint holds, in use or not."""
     held: defaultdict[str, dict[Holder, Resources]] = defaultdict(dict)
     team_of = {job.id: job.spec.team for job in snapshot.jobs}
     for lease in snapshot.leases:
@@ -86,8 +90,9 @@ def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[H
 
 
 def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holder, Resources]:
-    """Returns the part of each former holder's released resources that is still in use. `used`: the usage that present
-    holders do not explain.
+    """Returns the part of each former holder's released resources that is still in use.
+
+    `used` is the usage that present holders do not explain.
     """
     found: dict[Holder, Resources] = {}
     for holder, resources in left.items():
@@ -98,7 +103,7 @@ def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holde
 
 
 def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
-    """Returns the occupancy: the shares, with the rest of the node as one more share, sorted."""
+    """Returns the occupancy: the shares, and the rest of the node as a further share of the kind `rest`, sorted."""
     left = round(1.0 - sum(share.weight for share in shares), 9)
     if left > _NOISE:
         shares = [*shares, Share(rest, "", "", left)]
@@ -119,8 +124,10 @@ class _Released:
 
 @dataclass(frozen=True, slots=True)
 class RecentlyReleased:
-    """The resources that were released but may still be in use. They are kept in memory: a new controller starts
-    without any. Call `observe` at each tick; `held` is an argument of `occupancies`.
+    """The resources that were released but may still be in use. They are only in memory, so a new controller starts
+    without any.
+
+    Call `observe` at each tick; `held` is an argument of `occupancies`.
     """
 
     before: Held = field(default_factory=dict)
@@ -134,8 +141,8 @@ class RecentlyReleased:
         return held
 
     def observe(self, now: Held, now_s: float) -> RecentlyReleased:
-        """Returns this record with the resources that holders have released since the last call, and without outdated
-        ones.
+        """Returns an updated record: adds the resources that holders have released since the last call, and drops those
+        whose time is over.
         """
         left = {key: released for key, released in self.released.items() if now_s < released.until_s}
         for node_id, holders in self.before.items():

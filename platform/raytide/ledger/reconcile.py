@@ -37,7 +37,9 @@ class Difference:
 
 
 def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Difference, ...]:
-    """Returns the differences; none if every ended machine is booked to its end, and every running one without gaps."""
+    """Returns the differences between bill and entries: none if every ended machine is booked to its end, and every
+    running one without gaps.
+    """
     machines = {machine.node_id: machine for machine in bill}
     of_node: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -52,7 +54,7 @@ def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Differe
 
 
 def bill(machine: Billed, end_us: int | None = None) -> int:
-    """Returns the provider's charge for a machine up to a moment, or to its end, at the price of each time."""
+    """Returns the provider's charge for a machine up to `end_us`, or to its end, at the prices valid at each time."""
     if end_us is None:
         assert machine.ended_at_s is not None
         end_us = to_us(machine.ended_at_s)
@@ -78,8 +80,10 @@ def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
 
 
 def _reach(booked: Sequence[Entry], start_us: int) -> int | None:
-    """Returns the time that the entries reach without gap or overlap, cut short by reversals; None if they do not fit
-    together. The pairs that move lost work to waste are left out.
+    """Returns the time up to which the entries, cut short by reversals, have no gap or overlap; None if they do not fit
+    together.
+
+    The pairs that move lost work to waste are left out.
     """
     reach = start_us
     for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not (e.is_reversal or e.cause)}):

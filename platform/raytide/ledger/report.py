@@ -1,5 +1,5 @@
-"""Cost reports: for each grouping, every micro-dollar of the ledger in exactly one row; and the costs up to now, open
-intervals included.
+"""Cost reports: each grouping has every micro-dollar of the ledger in exactly one row; also the costs up to now,
+including open intervals.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from raytide.ledger.book import cost_of
 
 By = Literal["team", "project", "job", "model", "node", "day"]
 Tags = Mapping[str, Mapping[str, str]]
-"""`project` and `model` by job or endpoint."""
+"""The labels `project` and `model` of each job or endpoint."""
 MJ_PER_KWH = 3_600_000_000
 Rates = Mapping[tuple[EntryKind, str, str, str], float]
-"""Present micro-dollars an hour by kind, subject, team and node."""
+"""The present cost rates in micro-dollars an hour, by kind, subject, team and node."""
 
 
 def accrued(intervals: Iterable[OpenInterval], now_us: int) -> tuple[Entry, ...]:
-    """Returns the entries that a cut of all open intervals would book now."""
+    """Returns the entries that would be booked if all open intervals were booked now."""
     return tuple(entry for interval in intervals for entry in cost_of(interval, now_us))
 
 
@@ -64,13 +64,13 @@ class CostRow:
     micro_usd_h: int
     """The present cost rate."""
     forecast_micro_usd: int
-    """The amount at the end of the month (UTC) at the present rate."""
+    """The amount at the end of the month (UTC) if the present rate stays."""
     lost_micro_usd: int = 0
     """The part of the amount for work that was lost."""
     lost_to: tuple[str, ...] = ()
     """The causes of the losses (preempting jobs, lost nodes), the costliest first."""
     energy_mj: int = 0
-    """Millijoules, measured or estimated; booked up to a minute after they were used."""
+    """The energy in millijoules, measured or estimated; it is booked up to a minute after it was used."""
 
     @property
     def kwh(self) -> float:
@@ -80,8 +80,10 @@ class CostRow:
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """Returns the rows, the most expensive first. Idle, start-up and waste have rows of their own, so all rows sum to
-    the whole. `losses`: the parts of `lines` that are lost work, by cause.
+    """Returns the rows, the most expensive first.
+
+    Idle, start-up and waste have separate rows, so that all rows sum to the whole. `losses` are the parts of `lines`
+    that are lost work, by cause.
     """
     amounts: defaultdict[str, int] = defaultdict(int)
     energy: defaultdict[str, int] = defaultdict(int)
@@ -146,7 +148,7 @@ def _key(line: Line, by: By, tags: Tags) -> str:
 
 
 def hours_left_in_month(now_us: int) -> float:
-    """Returns the hours to the end of the month (UTC), when budgets begin anew."""
+    """Returns the hours until the end of the month (UTC), when monthly budgets restart."""
     now = datetime.fromtimestamp(now_us / 1e6, UTC)
     first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     end = (first + timedelta(days=32)).replace(day=1)

@@ -1,1 +1,2 @@
-"""The queue as pure functions from a Snapshot to decisions: admission, preemption, the states of jobs and leases."""
+"""The queue as pure functions from a Snapshot to decisions: admission, preemption, and the states of jobs and
+leases."""

@@ -1,8 +1,8 @@
-"""Budgets of teams and jobs: reserved at admission, settled by what the job costs.
+"""Budgets of teams and jobs: reserved at admission, and settled by the job's cost.
 
-A job reserves the price of its gang for an hour. What is reserved and not spent yet counts as spent, so jobs that are
-admitted together cannot overdraw together. Before a hard limit is reached, preemptible jobs are preempted, early enough
-for their checkpoints.
+A job reserves the price of its gang for an hour. Amounts that are reserved and not spent yet count as spent, so that
+jobs admitted together cannot overdraw. Before a hard limit is reached, preemptible jobs are preempted, early enough for
+their checkpoints.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from raytide.scheduling.diagnosis import Unschedulable
 
 RESERVE_S = 3600.0
 LEAD_S = 180.0
-"""Jobs are preempted this long before a limit is reached: time for checkpoints, and for costs that are not booked
-yet."""
+"""The seconds before a limit is reached at which jobs are preempted: time for checkpoints, and for costs that are not
+booked yet.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Budgets:
     specs: Mapping[str, TeamSpec]
     spent: Mapping[str, int]
-    """Total cost by job."""
+    """The total cost by job."""
     spent_month: Mapping[str, int] = field(default_factory=dict)
-    """Cost this month, by job with a monthly budget."""
+    """This month's cost, for jobs with a monthly budget, by job."""
     has_soft: bool = True
     has_hard: bool = True
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Keyed by team, its children included: spent this month, plus reserved and not spent yet."""
+    """The cost spent this month plus the amount reserved and not spent yet, by team and including the teams below
+    it."""
     version: int = 0
-    """Grows whenever a commitment may change an answer."""
+    """A number that grows whenever a commitment may change an answer."""
 
     @classmethod
     def of(
@@ -58,7 +60,9 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """Returns the job if it is beyond its soft limit, else its nearest team that is beyond one; "" if none is."""
+        """Returns `job` if the job is beyond its soft limit, else the nearest of its team and the team's ancestors that
+        is beyond one; "" if none is.
+        """
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):
             return job.id
@@ -69,7 +73,7 @@ class Budgets:
         return next((f"team {name}" for name in reached), "")
 
     def has_limit(self, job: Job) -> bool:
-        """Returns True if the job may ever be preempted because of a budget."""
+        """Returns True if a budget may ever preempt the job."""
         limited = self.has_hard and any(
             self.specs[name].budget.hard_usd is not None for name in self._ancestors(job.spec.team)
         )
@@ -100,8 +104,8 @@ class Budgets:
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
-        """Returns True if the job's own budget lasts for an hour of all its members. Otherwise growing would get it
-        preempted.
+        """Returns True if the job's own budget lasts for an hour of all its members. Otherwise growing would lead to
+        its preemption.
         """
         if job.spec.budget_usd is None or more_micro_usd_h <= 0:
             return True
@@ -111,15 +115,16 @@ class Budgets:
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
         """Reserves the cost of the job's next hour. Returns the micro-dollars that the job may have cost in total by
-        then.
+        the end of that hour.
         """
         need = self._reservation(job, micro_usd_h)
         self._commit(job.spec.team, need)
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """Returns the jobs that must be preempted now, with the reason. `jobs`: jobs with their prices in micro-dollars
-        an hour.
+        """Returns the jobs that must be preempted now, with the reason.
+
+        `jobs` has each job with its price in micro-dollars an hour.
         """
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)

@@ -28,13 +28,13 @@ class ResourceNode:
     team: str
     resource: str
     subtree_quota: float
-    """The team's own quota, and what the teams below it lend."""
+    """The team's own quota, and the quota that the teams below it lend."""
     local_quota: float
-    """The part of it that is not lent."""
+    """The part of the subtree quota that is not lent."""
     borrow: float | None
-    """The most that it may borrow; None for no limit."""
+    """The most that the team may borrow; None for no limit."""
     is_named: bool
-    """True if the team or an ancestor has a quota; else it uses the root's."""
+    """True if the team or an ancestor has a quota; else the team uses the root's."""
     parent: ResourceNode | None
     """The parent team's node; None at the root."""
 
@@ -47,19 +47,20 @@ class Quotas:
     limited: frozenset[str] = frozenset()
     """The resources that some team names."""
     names: tuple[str, ...] = ()
-    """`limited`, sorted."""
+    """The resources in `limited`, sorted."""
     unassigned: dict[str, float] = field(default_factory=dict)
     """Capacity of the fleet beyond all quotas, by resource."""
     borrowers: dict[str, set[str]] = field(default_factory=dict)
-    """Keyed by limited resource: the teams above their subtree quota."""
+    """The teams that use more than their subtree quota, by limited resource."""
     _nodes: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
-    """Keyed by limited resource and team."""
+    """The nodes by limited resource and team."""
     _used: list[float] = field(default_factory=list)
-    """Usage of the team, and its children's beyond their local quota; by node number."""
+    """The usage of each team and of its children beyond their local quota, by node number."""
     _nonpreemptible: list[float] = field(default_factory=list)
-    """Usage of jobs that cannot be preempted, by node number; at the root for teams without a quota."""
+    """The usage of jobs that cannot be preempted, by node number. For teams without a quota it is counted at the
+    root."""
     _borrowing: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
-    """Results of `borrowing` since the borrowers last changed."""
+    """The results of `borrowing` since the borrowers last changed."""
 
     @classmethod
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
@@ -98,7 +99,7 @@ class Quotas:
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
-        """Returns the amount that the team may still reserve, borrowing included."""
+        """Returns the amount that the team may still reserve, including borrowed quota."""
         return self._available(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
@@ -117,8 +118,9 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """Returns the amount that jobs which cannot be preempted may still reserve: the rest of the team's own quota,
-        or for a team without quota the rest of the unassigned capacity.
+        """Returns the amount that jobs which cannot be preempted may still reserve.
+
+        It is the rest of the team's own quota, or for a team without a quota the rest of the unassigned capacity.
         """
         if name not in self.limited:
             return math.inf
@@ -127,8 +129,9 @@ class Quotas:
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
-        """Returns the amount that the team may reserve without borrowing; infinite where neither it nor an ancestor has
-        a quota."""
+        """Returns the amount that the team may reserve without borrowing; infinite if neither the team nor an ancestor
+        has a quota.
+        """
         if name not in self.limited or not (node := self._node(team, name)).is_named:
             return math.inf
         return node.subtree_quota - self._used[node.number]

@@ -13,7 +13,7 @@ from raytide.core.io.storage import open_url
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
-"""Files that are read at once: hashing and reading release the interpreter."""
+"""The number of files that are read at once. Hashing and reading release the GIL."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,13 @@ from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 
 _REPORTED = {"loss": "train_loss", "step": "steps"}
-"""Metrics of a version by the name in the job's progress."""
+"""The names of a version's metrics, by their names in the job's progress."""
 Version = ModelVersion | DatasetVersion
 
 
 def exported_model(job: Job) -> str:
-    """Returns the directory of the model that a training job exported. Raises ConflictError if the job
-    exported none.
-    """
+    """Returns the directory of the model that a training job exported. Raises ConflictError if the job exported
+    none."""
     if job.spec.kind is not JobKind.TRAIN:
         raise ConflictError(
             f"{job.id} is no training job, so its model is not known.", hint="Name the directory, and the job with it."
@@ -74,13 +73,14 @@ def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpe
 @dataclass(frozen=True, slots=True)
 class FieldChange:
     field: str
-    """`lineage.config.optim.lr`"""
+    """The path of the field, such as `lineage.config.optim.lr`."""
     before: object
     after: object
 
 
 def differences(before: Version, after: Version) -> tuple[FieldChange, ...]:
-    """Returns the fields whose values differ, by name; a missing value is None. Team, user and time do not count."""
+    """Returns the fields whose values differ, by name; a missing value is None. Team, user and time are not
+    compared."""
     a, b = (dict(_leaves(each.spec.model_dump(mode="json", exclude={"team"}))) for each in (before, after))
     changed = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
     return tuple(FieldChange(field, a.get(field), b.get(field)) for field in changed)

@@ -1,1 +1,3 @@
-"""The placement simulation that the queue and the planner share: what fits where, at what cost, and why not."""
+"""The placement simulation that the queue and the planner share: where shapes fit, at what cost, and why they do not
+fit.
+"""

@@ -18,11 +18,11 @@ from raytide.scheduling.offerings import Offerings
 
 @dataclass(frozen=True, slots=True)
 class Unschedulable:
-    """The reason why something cannot be placed, with the kind of the constraint.
+    """The reason why something cannot be placed, with the kind of the unmet constraint.
 
-    `impossible`: no fleet of these node types could hold it; `capacity`: others hold the nodes; `stock`: its pools back
-    off; `budget` and `rate`: nodes could be bought, but not within the limits; `deadline`: the job has the time to wait
-    for spot.
+    `impossible`: no fleet of these node types could hold it. `capacity`: others hold the nodes. `stock`: its pools back
+    off. `budget` and `rate`: nodes could be bought, but not within the limits. `deadline`: the job still has time to
+    wait for spot.
     """
 
     constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
@@ -150,8 +150,9 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
 def why_not(
     offerings: Offerings, holders: Holders, shape: Shape, count: int, existing: int, subject: str
 ) -> Unschedulable:
-    """Returns why members that could be placed in principle cannot be placed now. `existing`: the number of members
-    that fit on existing and starting nodes.
+    """Returns why members that could be placed in principle cannot be placed now.
+
+    `existing` is the number of members that fit on existing and starting nodes.
     """
     holding = offerings.offerings_for(shape)
     types = {offering.node_type.name: (offering.node_type, fit) for offering, fit in holding}

@@ -1,8 +1,9 @@
-"""The demand that is still to be placed in this decision, and the value of a new node's remaining room for it.
+"""The demand that is still to be placed in this decision, and the value that a new node's free resources have for it.
 
-Shapes are placed one after another. A node that costs a little more for the first shape may cost less for all of them,
-if its remaining room holds shapes that would need nodes of their own. That room is held for those shapes until they are
-placed: otherwise shapes that are placed before them would take it, and they would need new nodes after all.
+Shapes are placed one after another. A node that costs a little more for the first shape may cost less for all shapes
+together, if its remaining resources hold shapes that would otherwise need nodes of their own. These resources are held
+for those shapes until they are placed: otherwise shapes placed in between would take them, and new nodes would be
+needed after all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST = 16
 _EPS = 1e-9
 
 Hold = tuple[tuple[int, ...], int]
-"""Rows of the node table, and the members for which each has room."""
+"""The rows of nodes in the node table, and for each of them the number of members held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class PendingShape:
 
 
 class PendingDemand:
-    """Shapes in the order of their placement; `advance` is called before each of them is placed.
+    """The shapes that are still to be placed, in order; call `advance` before each of them is placed.
 
     A shallow copy can be changed without affecting the original.
     """
@@ -55,21 +56,21 @@ class PendingDemand:
         self._turn = 0
 
     def advance(self, node_table: NodeTable) -> bool:
-        """Goes on to the next shape, and frees the room that is held for it. Returns whether there was any."""
+        """Advances to the next shape, and frees the resources that are held for it. Returns whether there were any."""
         self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1
         return self._free(self._turn - 1, node_table)
 
     def hold(self, node_table: NodeTable, rows: Sequence[int], fits: Floats) -> None:
-        """Holds room on each of these nodes: for each shape, as many members as `fits` says."""
+        """Holds resources on each of these nodes: for each shape, those of the number of members in `fits`."""
         for at in np.flatnonzero(fits).tolist():
             members = int(fits[at])
             node_table.reserve_each(rows, self._resources[at], [members] * len(rows))
             self._held = {**self._held, at: (*self._held.get(at, ()), (tuple(rows), members))}
 
     def free_all(self, node_table: NodeTable) -> bool:
-        """Frees the room that is held for any shape. Returns whether there was any."""
+        """Frees the resources that are held for any shape. Returns whether there were any."""
         are_freed = [self._free(at, node_table) for at in self._held]
         return any(are_freed)
 
@@ -81,9 +82,11 @@ class PendingDemand:
         return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """Returns what the remaining room of a node with `members` of this need is worth to the pending shapes, and how
-        many members of each shape it would hold; both for each of these offerings. `left`: the members of each shape
-        still to be placed.
+        """Returns the value of a node's remaining resources to the pending shapes, and the number of members of each
+        shape that they would hold.
+
+        Both are returned for each offering in `rows`, whose node holds `members` members with the resources `need`.
+        `left` has the number of members of each shape that are still to be placed.
         """
         need_R = self._table.vector(round_up_gpu_share(need))
         free_PR = self._table.totals_PR[rows] - members[:, None] * need_R
@@ -98,13 +101,13 @@ class PendingDemand:
         return value, fits
 
     def _standalone_price(self, shape: Shape) -> float:
-        """Returns the lowest price of a member of this shape on nodes of its own."""
+        """Returns the lowest price of a member of this shape on separate nodes."""
         members = self._table.members(shape)
         holding = members > 0
         return float((self._table.cost[holding] / members[holding]).min()) if holding.any() else 0.0
 
     def _is_known(self, shape: Shape) -> bool:
-        """Returns True if the shape needs something, and only resources that a node type has. Others would seem to fit
-        anywhere.
+        """Returns True if the shape needs any resource, and only resources that a node type has. Other shapes would
+        seem to fit anywhere.
         """
         return any(shape.resources.values()) and shape.resources.keys() <= self._table.columns.keys()

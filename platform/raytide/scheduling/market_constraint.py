@@ -23,7 +23,7 @@ def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> t
 
 
 def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
-    """Returns True if there is a wanted market and the shape's labels allow it."""
+    """Returns True if the constraint has a wanted market and the shape's labels allow it."""
     return constraint.wanted is not None and _allows(shape, constraint.wanted)
 
 

@@ -18,25 +18,24 @@ from raytide.core.objects.node import Resources, labels_match, round_up_gpu_shar
 
 GPU = "GPU"
 SHORTLIST = 256
-"""Only this many of the tightest nodes are compared by fragmentation."""
+"""The number of tightest nodes that are compared by fragmentation."""
 
 _EPS = 1e-9
 _RANK = 1000.0
-"""More than the sum of what can be left over on a node, in units of `scale`."""
+"""A bound above the sum of what can be left over on a node, in units of `scale`."""
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Need = tuple[tuple[int, float], ...]
-"""Columns of the table, with amounts."""
+"""The needed amounts, each with its column in the table."""
 
 
 class NodeTable:
     """The free resources and labels of nodes as arrays, one row for each node.
 
-    `scale`: the most of each resource on one node, to compare a free GPU with a free CPU.
-
-    `usual`: the usual resources of a member, with their frequency.
+    `scale` has the most of each resource on one node, by which a free GPU is compared with a free CPU. `usual` has the
+    usual resources of a member, with their frequency.
     """
 
     def __init__(self, scale: Resources, usual: Sequence[tuple[Resources, float]] = ()) -> None:
@@ -93,8 +92,10 @@ class NodeTable:
             self._free_RN[column, row] += amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Returns the rows with room, the best first, and the number of members that each would hold. Stops once
+        """Returns the rows in which members fit, the best first, and the number of members that fit in each. Stops once
         `enough` members fit.
+
+        The row `but` is left out.
         """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
@@ -115,13 +116,13 @@ class NodeTable:
         return rows[first], copies
 
     def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
-        """Returns the rows with room, in order, and the number of members that each would hold."""
+        """Returns the rows in which a member fits, in order, and the number of members that fit in each."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
 
     def _able(self, need: Resources, selector: Mapping[str, str]) -> Rows:
-        """Returns the rows with room for one member; none if `need` is empty."""
+        """Returns the rows in which one member fits; none if `need` is empty."""
         if not need or not need.keys() <= self._column.keys():
             return np.zeros(0, dtype=np.int64)
         count = len(self)
@@ -136,7 +137,7 @@ class NodeTable:
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def columns(self, need: Resources) -> Need:
-        """Returns the columns of `need`; empty if no node has one of its resources."""
+        """Returns the amounts of `need` with their columns; empty if no node has one of its resources."""
         asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():
             return ()
@@ -163,7 +164,7 @@ class NodeTable:
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
     def checkpoint(self) -> Callable[[], None]:
-        """Returns a function that restores the free resources to what they are now."""
+        """Returns a function that restores the present free resources."""
         before = self._free_RN.copy()
 
         def restore() -> None:
@@ -188,7 +189,7 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """Returns, for each row, whether the row's own entry of `amounts` is free."""
+        """Returns, for each row, whether its entry of `amounts` is free there."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]

@@ -18,7 +18,7 @@ from raytide.core.objects.node import CapacityType, NodeType, Resources, labels_
 from raytide.core.objects.snapshot import Limits, Pool, Snapshot
 
 RESTART_S = 600.0
-"""Seconds of a node's time that its loss costs: a restart, and work done again."""
+"""The seconds of a node's time that its loss costs: for a restart, and for repeated work."""
 RATE_WINDOW_S = 60.0
 
 Refusal = tuple[Literal["stock", "capacity", "budget", "rate"], str]
@@ -37,7 +37,7 @@ _Key = tuple[tuple[tuple[str, float], ...], _Labels]
 
 @dataclass(frozen=True, slots=True)
 class Offering:
-    """A pool that nodes can be bought from: one node type in one zone."""
+    """A pool from which nodes can be bought: one node type in one zone."""
 
     row: int
     node_type: NodeType
@@ -45,7 +45,7 @@ class Offering:
     price_micro_usd_h: int
     reclaims_per_h: float
     cost_micro_usd_h: float
-    """The price of an hour of use, expected losses by reclaims included."""
+    """The price of an hour of use, including the expected losses through reclaims."""
     labels: Mapping[str, str]
 
     @property
@@ -81,7 +81,9 @@ class OfferingTable:
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> OfferingTable:
-        """Returns the offerings of a snapshot. All steps of a decision copy the snapshot, and get the same table."""
+        """Returns the table of a snapshot's offerings. All steps of a decision, which copy the snapshot, get the same
+        table.
+        """
         made_of = (snapshot.node_types, snapshot.quotes, snapshot.transfer)
         for at_s, known, table in _latest:
             if at_s == snapshot.at_s and all(a is b for a, b in zip(known, made_of, strict=True)):
@@ -91,8 +93,8 @@ class OfferingTable:
         return table
 
     def members(self, shape: Shape) -> Ints:
-        """Returns, for each offering, how many members of this shape one of its nodes would hold; 0 where labels do not
-        match.
+        """Returns, for each offering, the number of members of this shape that fit on one of its nodes; 0 where labels
+        do not match.
         """
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
@@ -106,12 +108,12 @@ class OfferingTable:
         return found
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """Returns the offerings whose nodes would hold members of this shape, with the number on one node."""
+        """Returns the offerings on whose nodes members of this shape fit, with the number that fit on one node."""
         members = self.members(shape)
         return [(self.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def data_cost(self, shapes: Iterable[Shape]) -> Floats:
-        """Returns, for each offering, the micro-dollars that getting data there adds to an hour, for one member of each
+        """Returns, for each offering, the micro-dollars that moving data there adds to an hour, for one member of each
         shape.
         """
         total = np.zeros(len(self.offerings))
@@ -119,6 +121,13 @@ class OfferingTable:
             if shape.inputs and self.transfer is not None:
                 total += self._data_cost_of(shape.inputs, self.transfer)
         return total
+
+    def member_price(self, offering: Offering, fit: int, shape: Shape) -> float:
+        """Returns the micro-dollars of an hour of one member of this shape on a node that holds `fit` members: its
+        share of the node's price, and what its data add.
+        """
+        price = offering.price_micro_usd_h / fit
+        return price + float(self.data_cost((shape,))[offering.row]) if shape.inputs else price
 
     def _data_cost_of(self, inputs: tuple[DataInput, ...], transfer: TransferSection) -> Floats:
         if (found := self._data_cost.get(inputs)) is None:
@@ -159,7 +168,7 @@ class OfferingTable:
 
 
 _latest: list[tuple[float, tuple[object, ...], OfferingTable]] = []
-"""The last table, the time of its snapshot, and what it was made of."""
+"""The last table, with the time of its snapshot and the inputs from which it was made."""
 
 
 @dataclass(slots=True)
@@ -188,11 +197,11 @@ class Offerings:
     burn_micro_usd_h: int
     """The price of all nodes that are not gone."""
     left: Ints
-    """Nodes of each type that max_nodes still allows. A node counts until the provider has ended it."""
+    """The number of nodes of each type that `max_nodes` still allows. A node counts until the provider has ended it."""
     launches_left: int | None
-    """Launches left in this minute; None without a limit."""
+    """The number of launches that are left in this minute; None without a limit."""
     backed_off: Mask
-    """Indexed by offering."""
+    """True for offerings whose pool backs off."""
     caps: Ints | None
     """The fleet price up to which each offering may be bought; None without limits."""
 
@@ -237,7 +246,7 @@ class Offerings:
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """Returns, for each offering, how many nodes can be bought in addition to this purchase."""
+        """Returns, for each offering, the number of nodes that can be bought in addition to this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -251,7 +260,7 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """Returns how many members of this shape all purchasable nodes would hold, each type in its best zone."""
+        """Returns the number of members of this shape that fit on all purchasable nodes, each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())

@@ -1,4 +1,7 @@
-"""The search for a placement: existing nodes first, then the cheapest that can be bought. It reserves nothing."""
+"""The search for a placement: existing nodes first, then the cheapest that can be bought. It reserves nothing.
+
+The compared costs are those of `offerings.py`, with the risk of losing spot nodes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,15 @@ from raytide.scheduling.replicas import published_members, replica_shape
 from raytide.scheduling.throughput import cost_per_work
 
 USUAL = 4
-"""The number of shapes that stand for the usual demand."""
+"""The number of shapes that represent the usual demand."""
 SPREAD_EXTRA = 0.2
-"""The extra cost that a replica in another zone may have, while one zone holds half of its endpoint or more."""
+"""The extra cost that is accepted for a replica in another zone, as a share, while one zone has at least half of the
+endpoint's replicas.
+"""
 COUNTS = 8
-"""The numbers of members on a node that are considered, evenly spaced: a node holds thousands of small tasks."""
+"""The number of different member counts that are considered for a node, evenly spaced, because a node may hold
+thousands of small tasks.
+"""
 
 Option = tuple[float, float, int]
 """The cost of an offering per member and in total, and its row."""
@@ -40,7 +47,7 @@ class PlacementRequest:
     spread_from: Counter[str] | None = None
     paces: Throughputs = field(default_factory=dict)
     apart: frozenset[str] | None = None
-    """Each member needs a node of its own, and none of these; None if members may share nodes."""
+    """The nodes that the members may not use, each member needing a separate node; None if members may share nodes."""
 
 
 class Slot(NamedTuple):
@@ -60,9 +67,9 @@ class NewNodes(NamedTuple):
     members: int
     """The number of members on all of these nodes."""
     shared: Floats | None
-    """For each pending shape, the members for which each of these nodes still has room; None without lookahead."""
+    """For each pending shape, the number of members that still fit on each of these nodes; None without lookahead."""
     data_micro_usd_h: float = 0.0
-    """The hourly cost of getting the data of all members there."""
+    """The hourly cost of moving the data of all members to these nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +80,11 @@ class Tenant:
     allowed_types: frozenset[str] | None
     """The node types that may be bought for it; None for all."""
     zone: str = ""
-    """The zone that it must stay in, so that its endpoint is spread; "" for any."""
+    """The zone in which it must stay, so that its endpoint stays spread; "" for any."""
     types: str = ""
-    """A label selector's value for the node types on which its work is no slower; "" for all."""
+    """The value of a label selector for the node types on which its work is no slower; "" for all."""
     is_apart: bool = False
-    """It needs a node without other members of its group."""
+    """True if it needs a node without other members of its group."""
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -98,11 +105,11 @@ class Candidate:
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
     remaining: Floats | None = None
-    """For each pending shape, the number of members that are not yet expected to fill the nodes of this placement."""
+    """For each pending shape, the number of members that are not yet expected to fit on the nodes of this placement."""
 
     @property
     def rating(self) -> tuple[int, float]:
-        """The sort key of candidates, the best first: most members, then lowest cost."""
+        """The sort key of candidates, by which the best comes first: most members, then lowest cost."""
         costs = (
             (new.offering.cost_micro_usd_h * new.nodes + new.data_micro_usd_h, new.offering.node_type.name)
             for new in self.new
@@ -110,7 +117,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if fewer than `needed` members would be placed if only `pace` of the new nodes were launched."""
+        """Returns True if launching only `pace` of the new nodes would place fewer than `needed` members."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -124,9 +131,10 @@ def best_candidate(
     request: PlacementRequest,
     needed: int,
 ) -> Candidate:
-    """Returns the placement of as many of the requested members as possible. `slots`: by row of the node table.
+    """Returns the placement of as many of the requested members as possible.
 
-    It launches no more nodes than may be launched now, unless that would split the `needed` members of a gang.
+    `slots` has the nodes by row of the node table. It launches no more nodes than may be launched now, unless that
+    would split the `needed` members of a gang.
     """
     candidate = _most_members(offerings, node_table, slots, pending, request)
     left = offerings.launches_left
@@ -175,8 +183,10 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option. If its zone already holds more than half of the endpoint, returns an option that
-    costs little more, in the zone that holds the fewest.
+    """Returns the cheapest option, or one in another zone for the sake of spread.
+
+    If the cheapest option's zone already has more than half of the endpoint, it returns an option that costs little
+    more, in the zone with the fewest members.
     """
     best = min(options)
     if by_zone[zone(best[2])] * 2 <= by_zone.total():
@@ -192,11 +202,11 @@ def _cheapest(
     candidate: Candidate,
     zones: Counter[str] | None,
 ) -> NewNodes | None:
-    """Returns the nodes to take next: those that cost least for what they would hold, pending demand included. `zones`:
-    the number of members by zone, if members are to be spread.
+    """Returns the nodes to take next: those that cost least for what they would hold, including pending demand.
 
-    A pending member counts as the number of members of this shape that could be bought for its price on a node of its
-    own. A node with fewer members of this shape may hold more pending ones, so several numbers are compared.
+    `zones` has the number of members by zone, if members are to be spread. A pending member counts as the number of
+    members of this shape that could be bought for its price on a separate node. A node with fewer members of this shape
+    may hold more pending ones, so several numbers are compared.
     """
     table, lacking = offerings.table, request.count - candidate.count
     fits, purchasable = table.members(request.shape), offerings.purchasable(candidate.purchase)
@@ -236,7 +246,7 @@ def _cheapest(
 
 
 def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
-    """Returns each row as often as there are numbers of members to consider, from `members` down, and these numbers."""
+    """Returns each row once for every number of members to consider, from `members` down, and these numbers."""
     counts = np.minimum(members, COUNTS)
     step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     rows, members, counts = (np.repeat(each, counts) for each in (rows, members, counts))
@@ -244,8 +254,8 @@ def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
-    """Returns the most of each resource on one node. It is infinite for resources that no node type has, so that
-    leftovers of them do not count.
+    """Returns the most of each resource on one node. It is infinite for resources that no node type has, so that their
+    leftovers do not count.
     """
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}

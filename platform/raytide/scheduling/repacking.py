@@ -1,7 +1,7 @@
-"""Corrects a greedy plan: gives up nodes whose tenants fit elsewhere after all, and swaps nodes for cheaper ones.
+"""Corrects a greedy plan: drops new nodes whose tenants fit elsewhere, and swaps nodes for cheaper ones.
 
-Shapes are placed one after another, each in its own best way. Nothing has been bought yet, so a correction costs
-nothing. Tenants that were spread over zones stay in their zones.
+Shapes are placed one after another, each in the way that is best for it alone. Nothing has been bought yet, so a
+correction costs nothing. Tenants that were spread over zones stay in their zones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from raytide.scheduling.state import SchedulingState
 
 FULL = 0.999
 MOST_TENANTS = 64
-"""A node with more tenants is not emptied: it is nearly full, and slow to try."""
+"""The number of tenants above which a node is not emptied, because it is nearly full and slow to try."""
 
 
 @dataclass(slots=True)
 class Repacking:
     moved: dict[str, list[Slot]] = field(default_factory=dict)
-    """Keyed by node that is not bought after all: the new slots of its tenants, in their order."""
+    """The new slots of the tenants of each dropped node, in their order, by node id."""
     swapped: dict[str, Slot] = field(default_factory=dict)
-    """Keyed by node that is bought as another type: its new slot."""
+    """The new slot of each node that is bought as another type, by node id."""
 
     def final_slot(self, slot: Slot) -> Slot:
-        """Returns the tenant's final slot. Must be called for the tenants of a node in the order of their placement."""
+        """Returns the tenant's final slot. It must be called for the tenants of a node in the order of their
+        placement."""
         if elsewhere := self.moved.get(slot.node_id):
             slot = elsewhere.pop(0)
         return self.swapped.get(slot.node_id, slot)
@@ -77,7 +78,7 @@ def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> 
 
 
 def _cheaper_offering(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
-    """Returns the cheapest offering that holds all of these tenants and costs less than this one; None if there is
+    """Returns the cheapest offering that holds all of these tenants and costs less than `offering`; None if there is
     none.
     """
     offerings, table = room.offerings, room.offerings.table
@@ -100,7 +101,7 @@ def _swap(room: SchedulingState, node_id: str, offering: Offering, tenants: list
 
 
 def _remove(room: SchedulingState, node_id: str) -> None:
-    """Removes a node that is not bought after all."""
+    """Removes a node that will not be bought."""
     room.offerings.cancel(room.bought.pop(node_id))
     del room.tenants[node_id]
     room.node_table.set_free(room.rows.pop(node_id), {}, {})

@@ -1,4 +1,4 @@
-"""Replicas of endpoints: their shapes, their loads, and how many still need a node."""
+"""The replicas of endpoints: their shapes, their loads, and the number that still need a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from raytide.core.objects.node import FRESH_S, NodeState
 from raytide.core.objects.snapshot import Demand, EndpointView, Snapshot, Throughputs
 
 REPLICA_LABEL = "raytide.io/replica-of"
-"""Negated in a replica's label selector, so that every node matches it and Ray's queue shows the endpoint."""
+"""The label key that each replica's label selector negates. Every node matches the selector, and Ray's queue shows the
+endpoint in it.
+"""
 
 SERVING_STATES = frozenset({EndpointState.DEPLOYING, EndpointState.RUNNING})
 
@@ -19,7 +21,7 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 
 def silent_replicas(load: EndpointLoad, now_s: float) -> int:
-    """Returns the number of ready replicas without a recent report of their own."""
+    """Returns the number of ready replicas without a recent report."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 
@@ -46,21 +48,21 @@ def published_members(view: EndpointView) -> int:
 
 
 def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns the Ray ids of the nodes that all replicas leave."""
+    """Returns Ray's ids of the nodes that replicas of all endpoints leave."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
 def released_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns the Ray ids of the nodes that endpoints release in this decision; replicas leave those too."""
+    """Returns Ray's ids of the nodes that endpoints release in this decision. Their replicas leave these nodes too."""
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Returns the number of members of published replicas that need a node. Members on draining nodes are included,
-    because Serve moves them, and it moves a replica with all its members.
+    """Returns the number of members of published replicas that need a node.
 
+    Members on draining nodes are included, because Serve moves them, and it moves a replica with all its members.
     Without a fresh report, only replicas that Ray itself cannot place count, so that a restarted controller does not
     buy nodes for running replicas.
     """
@@ -74,7 +76,7 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
 
 
 def is_overloaded(view: EndpointView, now_s: float) -> bool:
-    """Returns True if the load is above what the ready replicas are meant to carry."""
+    """Returns True if the load is above the target of the ready replicas."""
     load, spec = view.load, view.endpoint.spec.replicas
     if load is None or not is_fresh(load, now_s):
         return False

@@ -1,7 +1,7 @@
 """Reserves nodes for replicas that do not fit, so that smaller jobs cannot starve them by taking each slot as it frees
 up.
 
-The nodes that lack the least take no new work, so the room that is lacking there only shrinks. Replicas of other
+The nodes that lack the fewest resources take no new work, so that they come to lack ever fewer. Replicas of other
 endpoints that fit there may still use them.
 """
 
@@ -22,7 +22,7 @@ from raytide.scheduling.replicas import replica_shape
 from raytide.scheduling.state import SchedulingState
 
 Reservation = tuple[tuple[str, Resources], ...]
-"""Nodes, each with the resources reserved on it: those that are free there and that the replica needs."""
+"""The reserved nodes, each with its reserved resources: those that are free there and that the replica needs."""
 
 _EPS = 1e-6
 
@@ -50,8 +50,8 @@ def missing_members(room: SchedulingState, view: EndpointView) -> int:
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """Returns how many of the `lacking` members to place together, as one replica: first those that complete a broken
-    replica.
+    """Returns how many of the `lacking` members to place together as one replica: first those that complete an
+    incomplete replica.
     """
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
@@ -68,11 +68,11 @@ class _Fleet:
     ids: Sequence[str]
     node_table: NodeTable
     rows: Rows
-    """Rows of the node table."""
+    """The rows of the nodes in the node table."""
     free: Mapping[str, Floats]
-    """Keyed by resource: free amounts by node."""
+    """The free amounts by node, for each resource."""
     most: Mapping[str, Floats]
-    """Keyed by resource: free amounts by node once all jobs have ended; replicas do not end."""
+    """The amounts by node, for each resource, that are free once all jobs have ended; replicas do not end."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:
@@ -89,8 +89,9 @@ class _Fleet:
         return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
     def reserve(self, shape: Shape, count: int, to_buy: int) -> Reservation:
-        """Reserves the nodes that lack the least room for `count` members, `to_buy` of which fit on new nodes. Returns
-        an empty reservation if they could never all fit.
+        """Reserves the nodes that lack the fewest resources for `count` members, `to_buy` of which fit on new nodes.
+
+        Returns an empty reservation if the members could never all fit.
         """
         need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
         if not need:
@@ -110,8 +111,10 @@ class _Fleet:
         return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
 
     def _take(self, row: int, number: int, need: Resources) -> Resources:
-        """Takes the needs of `number` members from a node: from its free resources as far as they are free, from its
-        future ones in full. Returns what it took from the free ones.
+        """Takes the resources of `number` members from a node: from its free resources as far as possible, from its
+        future ones in full.
+
+        Returns the resources taken from the free ones.
         """
         some = {name: min(float(self.free[name][row]), number * amount) for name, amount in need.items()}
         for name, amount in some.items():
@@ -125,7 +128,7 @@ def _need(view: EndpointView) -> Resources:
 
 
 def _used_by_replicas(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
-    """Returns the resources of each node that replicas use or are about to use."""
+    """Returns the resources of each node that replicas use or will soon use."""
     used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
     for view in snapshot.endpoints:

@@ -1,4 +1,4 @@
-"""The resources that the fleet can still provide: shared by the queue (may it start?) and the planner (where?)."""
+"""The resources that the fleet can still provide, by which the queue starts jobs and the planner places them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from raytide.scheduling.throughput import at_least_as_fast_as
 from raytide.scheduling.unattributed import UnattributedUsage
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
-"""States of nodes that members may be placed on, the soonest usable first."""
+"""The states of nodes on which members may be placed, those usable soonest first."""
 _NEW = len(_RANK)
 
 Placements = tuple[Slot, ...]
@@ -64,8 +64,8 @@ _PlacementKey = tuple[
 class SchedulingState:
     """Free resources on existing and starting nodes, and the nodes that can be bought.
 
-    What is promised is reserved from the start: members with a node, and published replicas without one. `place`
-    reserves what it returns, so no room is promised twice within a decision.
+    Resources that are already promised are reserved from the start: those of members with a node, and of published
+    replicas without one. `place` reserves what it returns, so nothing is promised twice within a decision.
     """
 
     snapshot: Snapshot
@@ -73,21 +73,21 @@ class SchedulingState:
     next_node: int
     node_table: NodeTable
     slots: list[Slot] = field(default_factory=list)
-    """Indexed by row of the node table."""
+    """The slots by row of the node table."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Keyed by node id."""
+    """The rows by node id."""
     bought: dict[str, Offering] = field(default_factory=dict)
     tenants: dict[str, list[Tenant]] = field(default_factory=dict)
-    """Keyed by new node, in the order of placement."""
+    """The tenants of each new node, in the order of placement, by node id."""
     pending: PendingDemand | None = None
-    """The demand that will be placed later in this decision, if known."""
+    """The demand that will be placed later in this decision; None if unknown."""
     missing: dict[str, int] = field(default_factory=dict)
-    """Keyed by endpoint: members of published replicas without a node."""
+    """The number of members of published replicas without a node, by endpoint."""
     replicas: dict[str, Placements] = field(default_factory=dict)
-    """Keyed by endpoint: the slots reserved for these, as far as there is room."""
+    """The slots reserved for these members, as far as they fit, by endpoint."""
     _holders: Holders | None = None
     full: set[_PlacementKey] = field(default_factory=set)
-    """Shapes for which there was no slot at all: valid until something is released or bought."""
+    """The placements for which there was no slot at all; valid until something is released or bought."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> SchedulingState:
@@ -143,9 +143,9 @@ class SchedulingState:
         """Reserves slots for `count` members, or for as many as fit; none if fewer than `at_least` fit (default: all).
 
         Existing nodes come first, the tightest fit first, then new nodes of the pool that is cheapest per member: of
-        the types in `menu` (default: all), and `max_new` at most. `spread_from`: members by zone, if they should not
-        all be in one. `paces`: relative throughput by node type, to compare costs per work. `apart`: each member needs
-        a node of its own, and none of these.
+        the types in `menu` (default: all), and at most `max_new`. `spread_from` has the members by zone, if they should
+        not all be in one zone. `paces` has the relative throughput by node type, to compare costs per work. With
+        `apart`, each member needs a separate node, and none of the nodes in `apart`.
         """
         if count <= 0:
             return ()
@@ -175,7 +175,7 @@ class SchedulingState:
         spread_from: Counter[str] | None = None,
         paces: Throughputs | None = None,
     ) -> Placements:
-        """Returns `place` for as many of `count` members as fit."""
+        """Reserves slots, as `place` does, for as many of `count` members as fit, and returns them."""
         slots = self.place(
             shape, count, subject="", at_least=0, menu=menu, max_new=max_new, spread_from=spread_from, paces=paces
         )
@@ -222,12 +222,12 @@ class SchedulingState:
         )
 
     def advance(self) -> None:
-        """Goes on to the next shape of the pending demand."""
+        """Advances to the next shape of the pending demand."""
         if self.pending is not None and self.pending.advance(self.node_table):
             self.full.clear()
 
     def forget_pending(self) -> None:
-        """Frees the room that is held for pending demand, and makes later placements ignore that demand."""
+        """Frees the resources that are held for pending demand, and makes later placements ignore that demand."""
         self._free_held()
         self.pending = None
 
@@ -246,7 +246,8 @@ class SchedulingState:
             self.node_table.reserve(row, resources)
 
     def _slots_for(self, view: EndpointView, missing: int, zone_counts: Counter[str]) -> Placements:
-        """Reserves slots for replicas: in free room, then on nodes that their policy chose to buy, or the cheapest."""
+        """Reserves slots for replicas: in free resources, then on nodes that their policy chose to buy, or else on the
+        cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
             return self._place_whole(shape, missing, members, name)
@@ -259,8 +260,8 @@ class SchedulingState:
         return slots
 
     def _place_whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
-        """Reserves slots for replicas of several members, each whole or not at all; first what a broken replica
-        lacks."""
+        """Reserves slots for replicas of several members, each whole or not at all; first the missing members of
+        incomplete replicas."""
         slots: Placements = ()
         while missing > 0:
             count = missing % members or members
@@ -272,7 +273,8 @@ class SchedulingState:
     def _search(
         self, request: PlacementRequest, needed: int, pending: PendingDemand | None
     ) -> tuple[Candidate | None, int]:
-        """Returns the best placement of at least `needed` members, and the most members that any domain would hold."""
+        """Returns the best placement of at least `needed` members or None, and the most members that fit in a
+        domain."""
         best: Candidate | None = None
         most = 0
         for bound in self._per_domain(request.shape):
@@ -285,8 +287,7 @@ class SchedulingState:
 
     def _per_domain(self, shape: Shape) -> list[Shape]:
         """Returns the shape once for each value of the label that its members share; the shape itself if they share
-        none.
-        """
+        none."""
         if not shape.together:
             return [shape]
         rows, _ = self.node_table.rows_with_room(shape.resources, shape.labels)
@@ -346,7 +347,7 @@ def _takes_work(node: Node) -> bool:
 
 
 def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
-    """Returns False for ready nodes while Ray does not answer: nothing new is placed there."""
+    """Returns False for ready nodes while Ray does not answer, because nothing new is placed there then."""
     return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
@@ -362,8 +363,7 @@ def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, 
 
 def _taken_by_usable(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     """Returns the resources of usable members by node. Ray shows them a second or two after their placement groups are
-    ready.
-    """
+    ready."""
     found: dict[str, dict[str, float]] = {}
     for lease in leases:
         need = lease.shape.resources.items()
@@ -379,9 +379,9 @@ def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Mem
     """Returns the free resources of a node: at most what usable members leave (`taken`), and without those of members
     whose placement group Ray does not count yet (`uncounted`).
 
-    ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are
-    subtracted as long as the free resources cover them: at worst their room is hidden for a second until they are
-    READY, and no room is promised twice. If the free resources do not cover them, Ray must have counted them.
+    ASSIGNED members have no group and are subtracted. FORMING members have a group that Ray may count or not. They are
+    subtracted as long as the free resources cover them: at worst this hides free resources for a second until they are
+    READY, but nothing is promised twice. If the free resources do not cover them, Ray must have counted them.
     """
     free = view.available
     if taken and not fits(taken, minus(view.total, free)):

@@ -11,7 +11,7 @@ from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources
 from raytide.core.objects.snapshot import Throughputs
 
 MOST_PACE = 100.0
-"""The largest ratio between accelerator classes: speeds may also be declared by users."""
+"""The largest ratio of throughputs between accelerator classes, because users may also declare speeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,9 @@ class AcceleratorClasses:
 
     @classmethod
     def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
-        """Returns the classes of these node types. `need`: a member's resources. The `speed` of a type with GPUs
-        applies to work on GPUs only.
+        """Returns the classes of these node types.
+
+        `need` is a member's resources. The `speed` of a type with GPUs applies only to work on GPUs.
         """
         by_class: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
@@ -40,8 +41,10 @@ class AcceleratorClasses:
         )
 
     def relative(self, measured: Mapping[str, float]) -> Throughputs:
-        """Returns the throughput on each node type relative to the slowest. `measured`: throughput on node types, in
-        any unit."""
+        """Returns the throughput on each node type relative to the slowest.
+
+        `measured` is the throughput by node type, in any unit.
+        """
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
             if (class_ := self.types.get(name)) is not None:
@@ -55,12 +58,13 @@ class AcceleratorClasses:
 
 
 def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
-    """Returns the cost of a unit of work on this type, given the cost of an hour."""
+    """Returns the cost of a unit of work on this node type; `cost` is the cost of an hour."""
     return cost / paces.get(node_type, 1.0)
 
 
 def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
-    """Returns a label selector's value for the node types that are at least as fast as this one; empty for all."""
+    """Returns the value of a label selector for the node types that are at least as fast as `node_type`; empty for
+    all."""
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""
 

@@ -1,4 +1,6 @@
-"""Usage that Ray reports but no known member or replica explains: slots just left, replicas just placed."""
+"""Usage that Ray reports but no known member or replica explains: of slots that were just vacated, or replicas that
+were just placed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from raytide.scheduling.diagnosis import copies_that_fit
 from raytide.scheduling.replicas import is_replica_of
 
 LAG_S = 3.0
-"""The time after a member left in which Ray may still count it, and Serve may not know which replica took its slot."""
+"""The seconds after a member left in which Ray may still count it, and Serve may not know which replica took its
+slot."""
 
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 
@@ -25,8 +28,10 @@ class UnattributedUsage:
         self._snapshot = snapshot
 
     def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
-        """Returns the node ids and resources of the slots that members yield, or have just left, to the endpoint's
-        replicas. Slots that starting replicas may have taken are left out.
+        """Returns the node ids and resources of the slots that members yield, or have just yielded, to the endpoint's
+        replicas.
+
+        Slots that the `starting` replicas may have taken are left out.
         """
         need, found = endpoint_view.endpoint.spec.resources, []
         taken: Resources = {}
@@ -39,7 +44,9 @@ class UnattributedUsage:
 
     @cached_property
     def _yielded(self) -> dict[str, list[tuple[str, Resources, bool]]]:
-        """The yielded slots by endpoint: node id, resources, whether the member has left but still counts in Ray."""
+        """The yielded slots by endpoint: the node id, the resources, and whether the member has left but still counts
+        in Ray.
+        """
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         remaining: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}
@@ -59,8 +66,10 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """Returns the number of replicas that have room although their node is not known: their process is starting,
-        and reports no node before it runs. A replica that Ray still queues has no room.
+        """Returns the number of `missing` replicas that already seem to hold resources on a node.
+
+        While the process of a replica starts, Ray counts its resources, but does not report its node. Replicas that Ray
+        still queues are not included.
         """
         spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
@@ -95,7 +104,7 @@ class UnattributedUsage:
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def amount(self, view: NodeView) -> Resources:
-        """Returns the used resources beyond those accounted for; negative where Ray does not show known usage yet."""
+        """Returns the used resources beyond the accounted ones; negative where Ray does not show known usage yet."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property

@@ -72,7 +72,9 @@ class Client:
         return self.client.cost()
 
     def costs(self, by: By = "team", *, since_s: float = 0.0) -> CostTable:
-        """Returns the cost by team, project, job, model, node or day since a time, with the cost of lost work."""
+        """Returns the cost by team, project, job, model, node or day, with the cost of lost work, since the time
+        `since_s` in seconds since the epoch.
+        """
         return self.client.costs(by, since_s=since_s)
 
     def teams(self) -> list[TeamView]:
@@ -105,13 +107,19 @@ class Client:
         return Run(self.client, self._submit(JobKind.DATA, data.gang, data.model_dump(mode="json"), named))
 
     def train(
-        self, spec: TrainSpec | SpecSource, *, pip: Sequence[str] = (), **options: Unpack[GangOptions]
+        self,
+        spec: TrainSpec | SpecSource,
+        *,
+        pip: Sequence[str] = (),
+        image: str | None = None,
+        **options: Unpack[GangOptions],
     ) -> TrainRun:
         """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`, and `pip`
-        replaces its packages."""
+        or `image` its packages and its image."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
-        if pip:
-            train = TrainSpec.parse({**train.model_dump(mode="json"), "pip": list(pip)}, where="train")
+        if pip or image is not None:
+            fields = {**train.model_dump(mode="json"), "pip": list(pip), "image": image}
+            train = TrainSpec.parse(fields, where="train")
         job, gang = job_and_gang(options)
         if gang is not None:
             auto = tuple(name for name in train.auto if name != "gang")
@@ -127,6 +135,7 @@ class Client:
         exclude: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         pip: Sequence[str] = (),
+        image: str | None = None,
         nproc_per_node: int | str = 1,
         retries: int = 0,
         **options: Unpack[GangOptions],
@@ -134,13 +143,15 @@ class Client:
         """Submits a script that runs on every node of a gang, with torchrun's RANK, WORLD_SIZE and MASTER_ADDR.
 
         The working directory is uploaded, without files that match `exclude`. After a failure the script is restarted,
-        at most `retries` times. `pip` names packages that it needs beside raytide's.
+        at most `retries` times. `pip` names packages that the script needs in addition to raytide's. `image` is a
+        container image that replaces raytide's own environment.
         """
         folder = Path(working_dir)
         fields = {
             "command": command_of(str(script), args, folder),
             "env": dict(env or {}),
             "pip": tuple(pip),
+            "image": image,
             "nproc_per_node": nproc_per_node,
             "retries": retries,
         }
@@ -157,7 +168,7 @@ class Client:
         params: Mapping[str, Value] | None = None,
         working_dir: str | Path | None = None,
     ) -> FlowRun:
-        """Submits a workflow: a file of stages, whose driver runs on the cluster until all of them are done.
+        """Submits a workflow: a file of stages. Its driver runs on the cluster until all stages are done.
 
         `params` replace those of the file. The working directory, by default the file's folder, is uploaded for script
         stages.
@@ -202,12 +213,11 @@ class Client:
     ) -> EndpointHandle:
         """Serves a Hugging Face directory, or a registered model, over the OpenAI API and returns the endpoint.
 
-        With `replicas=(1, 8)` their number follows the load. With `slo_target` too, it is the cheapest number at which
-        this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options.
-
-        With `canary`, `shadow` or `ab` (percents) the model becomes a challenger beside what the endpoint serves:
-        `EndpointHandle.rollout` shows how it does. `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the
-        means of a metric of yours in place of thumbs.
+        With `replicas=(1, 8)` their number follows the load. If `slo_target` is given too, it is the cheapest number at
+        which this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options. With `canary`,
+        `shadow` or `ab` (percents) the model becomes a challenger beside the model that the endpoint serves;
+        `EndpointHandle.rollout` shows the progress. `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the
+        means of your own metric instead of users' thumbs.
         """
         rollout = rollout_of(canary, shadow, ab)
         if isinstance(model, ServeSpec):

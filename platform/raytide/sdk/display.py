@@ -22,7 +22,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 60
 _BAR_WIDTH = 40
 _EVERY_S = 0.5
-"""The least time between two glances."""
+"""The least time between two glances, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Glance:
     """The value of `done` at the end; 0 if it is not known."""
     facts: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The values so far by name, for a terminal."""
+    """The values of each curve so far, by the curve's name, for a terminal."""
     picture: Callable[[], str] | None = None
-    """Draws the same values for a notebook."""
+    """Returns a picture of the same curves, for a notebook."""
 
     def as_html(self) -> str:
         share = f" {self.done / self.total:.0%}" if self.total else ""

@@ -1,6 +1,6 @@
 """The keyword arguments that jobs and endpoints take, typed, so that editors complete them and mypy checks them.
 
-The words for resources (gpus, cpus, memory, nodes, spot, labels) are explained in
+The keywords for resources (gpus, cpus, memory, nodes, spot, labels) are explained in
 `raytide.core.objects.hardware.resources`.
 """
 
@@ -28,7 +28,7 @@ class JobOptions(TypedDict, total=False):
     deadline: datetime | timedelta | str | float | None
     """A time with a zone, a duration such as "8h", or seconds from now."""
     estimate_h: float | None
-    """Hours of work on the whole gang; used until the job reports its progress."""
+    """The estimated hours of work on the whole gang, used until the job reports its progress."""
     budget_usd: float | None
     soft_budget_usd: float | None
     """A limit beyond which the job gets spot nodes only, and borrows no quota."""
@@ -104,5 +104,7 @@ def job_and_gang(
 
 
 def gang_of(fields: dict[str, object] | None, *, where: str) -> GangSpec:
-    """Returns the gang of these fields; without fields, one node with one CPU. Raises ConfigError."""
+    """Returns the gang of these fields; without fields, one node with one CPU. Raises ConfigError, which names `where`,
+    if they are invalid.
+    """
     return GangSpec.parse(fields or {"cpus": 1}, where=where)

@@ -52,7 +52,7 @@ class PlanReport:
 
     @property
     def miss(self) -> str:
-        """The reason why the plan that comes nearest does not fit; empty if a plan fits."""
+        """The reason why the plan that comes nearest does not fit."""
         if self.search.plans or not self.search.misses:
             return "" if self.search.plans else "no node type has GPUs that the planner knows."
         found = self._misfit()
@@ -135,8 +135,9 @@ def plan(
     """Returns ranked plans of a training over the node types of a cluster.yaml. No cluster is needed, and no torch.
 
     `source` is a TrainSpec or its YAML file, a model directory or its `config.json`, or the name of a known model, such
-    as `llama-3-8b`. Of a model alone, `tokens` are trained: by default as many as its size makes optimal.
-    `corrections` are what a cluster's runs measured, `ApiClient.corrections()`.
+    as `llama-3-8b`. `tokens` is the number of tokens to train such a model on; by default the compute-optimal number
+    for its size. `corrections` are the corrections measured on a cluster's runs, as `ApiClient.corrections()` returns
+    them.
     """
     config = load_cluster(cluster_file)
     workload, memory = _workload(source, tokens, seq_len, global_batch, precision)
@@ -147,7 +148,7 @@ def plan(
 
 
 def plan_workload(spec: TrainSpec) -> tuple[TrainWorkload, MemorySpec]:
-    """Returns the workload of a spec, which includes the sizes of its model, and the spec's memory options."""
+    """Returns the workload of a spec, including its model's sizes, and the spec's memory options."""
     return TrainWorkload.from_spec(spec, _model_of(spec)), spec.memory
 
 

@@ -75,6 +75,7 @@ def run(
     exclude: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     pip: Sequence[str] = (),
+    image: str | None = None,
     nproc_per_node: int | str = 1,
     retries: int = 0,
     **options: Unpack[GangOptions],
@@ -87,6 +88,7 @@ def run(
         exclude=exclude,
         env=env,
         pip=pip,
+        image=image,
         nproc_per_node=nproc_per_node,
         retries=retries,
         **options,
@@ -132,7 +134,9 @@ def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unp
 def task(
     *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
 ) -> Callable[[Callable[P, T]], Task[P, T]]:
-    """Returns a decorator like `Client.task`. The cluster is looked up at each call of the decorated function."""
+    """Returns a decorator like the one that `Client.task` returns. The cluster is looked up at each call of the
+    decorated function.
+    """
     return lambda work: client_task(lambda: connect(cluster), work, timeout_s, retries, options)
 
 

@@ -1,1 +1,2 @@
-"""Runs production decisions on recorded traces and a virtual clock, with baselines and lower bounds for comparison."""
+"""Runs production decisions on recorded traces and a virtual clock, and compares them with baselines and lower
+bounds."""

@@ -23,7 +23,8 @@ class Columns:
 
 
 def read(path: Path, numbers: Sequence[str], words: Sequence[str] = ()) -> Columns:
-    """Returns the columns. Raises DataError that names the line if a row lacks a column or a number is not finite."""
+    """Returns the columns. Raises DataError, which names the line, if a row lacks a column or a number is not
+    finite."""
     hint = f"It needs the columns {', '.join((*numbers, *words))}, separated by commas."
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -18,7 +18,7 @@ from raytide.core.errors import DataError
 
 _MOST_NODES = 1_000_000
 USUAL = ("v100", 1)
-"""The default GPU and GPUs per node where traces of several match."""
+"""The default GPU and number of GPUs per node, if traces of several match."""
 
 
 class _Recorded(BaseModel):
@@ -48,7 +48,7 @@ class SpotTrace:
     gpus_per_node: int
     gap_s: float
     nodes: NDArray[np.int64]
-    """Available nodes at each tick of `gap_s`."""
+    """The number of available nodes at each tick of `gap_s` seconds."""
 
 
 def read(path: Path) -> tuple[SpotTrace, ...]:
@@ -76,7 +76,7 @@ def select(
     """Returns the traces whose key contains `collection`, one per zone and all with the same seconds per tick, in the
     order of `zones` if given.
 
-    Raises DataError for a missing zone or collection, and if the choice is ambiguous.
+    Raises DataError for a missing zone or collection, and for an ambiguous choice.
     """
     found = [
         trace

@@ -13,7 +13,7 @@ from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST, _MOST = 0.2, 20.0
-"""Bounds of plausible corrections; with one beyond them, the run measured something else."""
+"""The bounds of plausible corrections. A correction beyond them means that the run measured something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class MeasuredRun:
     devices_per_node: int
     step_s: float
     peak_bytes: float | None = None
-    """Allocated on one device; None if it was not measured."""
+    """The bytes allocated on one device at the peak; None if they were not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """The learned factors by the device's name."""
+    """The learned factors, by the device's name."""
 
     pace: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Corrections:
 def learn(runs: Iterable[MeasuredRun]) -> Corrections:
     """Returns, for each kind of device, the median of the corrections of its runs.
 
-    The pace is the factor on compute with which the predicted step time equals the measured one; collectives and other
-    parts that do not depend on it stay unchanged. Runs with an implausible correction are left out.
+    The pace is the factor on compute time with which the predicted step time equals the measured one. Collectives and
+    other parts that do not depend on the pace stay unchanged. Runs with an implausible correction are left out.
     """
     paces: dict[str, list[float]] = defaultdict(list)
     scales: dict[str, list[float]] = defaultdict(list)
@@ -65,9 +65,8 @@ def learn(runs: Iterable[MeasuredRun]) -> Corrections:
 
 
 def solve_pace(run: MeasuredRun) -> float | None:
-    """Returns the pace at which the predicted step time equals the measured one; None if no pace between 0.2 and 20
-    gives it.
-    """
+    """Returns the pace with which the predicted step time equals the measured one; None if no pace from 0.2 to 20
+    does."""
 
     def predicted(pace: float) -> float:
         device = replace(run.device, pace=pace)

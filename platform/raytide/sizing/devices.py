@@ -11,7 +11,7 @@ from raytide.core.specs.train import Precision
 
 GB = 1e9
 CPU_CORE_FLOPS = 40e9
-"""fp32 FLOP/s of a core of a server in matrix products, until `raytide bench node` has measured it."""
+"""The fp32 FLOP/s that a server's core reaches in matrix products, until `raytide bench node` has measured it."""
 CPU_BANDWIDTH = 20e9
 CPU_NETWORK = 1.25e9
 
@@ -22,37 +22,38 @@ class Accelerator:
 
     name: str
     memory_gb: float
-    """10^9 bytes that are usable; 0 if unknown."""
+    """The usable memory in 10^9 bytes; 0 if unknown."""
     bf16_tflops: float
     fp32_tflops: float
     bandwidth: float
     """Bytes a second of its memory."""
     link: float
-    """Bytes a second and direction between devices of a node."""
+    """The bytes a second between devices of a node, in each direction."""
     network: float
-    """Bytes a second and direction of one device's share of the network between nodes."""
+    """The bytes a second, in each direction, of one device's share of the network between nodes."""
     watts: float
     fp8_factor: float = 1.0
-    """FP8 peak over bf16's; 1 without FP8."""
+    """The FP8 peak divided by the bf16 peak; 1 without FP8."""
     matmul_efficiency: float = 0.82
     """The share of the peak that large matrix products reach (798 of 989 TFLOP/s on an H100)."""
     narrow_width: float = 400.0
-    """A product whose shorter side has this many elements reaches half of `matmul_efficiency`; tensor parallelism makes
+    """The length of a product's shorter side at which it reaches half of `matmul_efficiency`; tensor parallelism makes
     products narrow. Fitted to Megatron's runs of 22e9 to 1e12 parameters (arXiv 2205.05198, table 5).
     """
     attention_efficiency: float = 0.4
     """The share of the peak that FlashAttention reaches, forward and backward."""
     overlap: float = 0.7
-    """The share of computation behind which sharded data parallelism hides its collectives."""
+    """The share of computation time behind which sharded data parallelism can hide its collectives."""
     launch_s: float = 6e-6
-    """Seconds for each operation that is launched."""
+    """The seconds that launching one operation takes."""
     link_latency_s: float = 5e-6
     network_latency_s: float = 20e-6
     pace: float = 1.93
-    """Measured over predicted compute time; learned from runs. The default is that of torchtitan's Llama 3 8B on
-    H100 (5,762 tokens/s a GPU, eager, selective checkpointing)."""
+    """The measured divided by the predicted compute time; learned from runs. The default is that of torchtitan's Llama
+    3 8B on H100 (5,762 tokens/s a GPU, eager, selective checkpointing).
+    """
     memory_scale: float = 1.0
-    """Measured over predicted activations; learned from runs."""
+    """The measured divided by the predicted bytes of activations; learned from runs."""
     is_cpu: bool = False
 
     def product_flops(self, precision: Precision, width: float) -> float:
@@ -105,13 +106,14 @@ DEVICES: dict[str, Accelerator] = {
         _gpu("MI250X", 128, 383.0, 47.9, 3277, 100, 25, 560),
     )
 }
-"""Keyed by the part of an accelerator's name that identifies it; of several that match, the longest counts. Figures are
-of vendors' data sheets, networks those of the usual cloud machine."""
+"""The known devices, by the identifying part of an accelerator's name; of several that match, the longest counts.
+Figures are from vendors' data sheets; networks are those of the usual cloud machine.
+"""
 
 
 def find_device(accelerator: str) -> Accelerator | None:
-    """Returns the device whose name occurs, as whole words, in `accelerator`: a label or the driver's
-    name of the GPU.
+    """Returns the device whose name occurs, as whole words, in `accelerator`, which is a label or the driver's name of
+    the GPU; None if there is none.
     """
     matches = [name for name in DEVICES if _pattern(name).search(accelerator)]
     return DEVICES[max(matches, key=len)] if matches else None
@@ -175,7 +177,9 @@ def cpu_device(cores: float, memory_bytes: float = 0.0) -> Accelerator:
 
 def with_figures(device: Accelerator, figures: Mapping[str, float]) -> Accelerator:
     """Returns the device with the measurements of `raytide bench node`: matrix products, memory and the all-reduce
-    between members. Measured products are the rate that is really reached, so their efficiency is set to 1.
+    between members.
+
+    Measured products are the rate that is really reached, so their efficiency is set to 1.
     """
     changes: dict[str, float] = {}
     if fp32 := figures.get("gemm_float32_flops"):

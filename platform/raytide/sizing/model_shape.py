@@ -1,4 +1,4 @@
-"""The sizes of a decoder: its weights, one by one, and the compute of a token."""
+"""The sizes of a decoder model: its weights, one by one, and the compute per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Side = Literal["rows", "columns", "whole"]
-"""The part of a weight that tensor parallelism divides: its outputs, its inputs, or none."""
+"""The side of a weight that tensor parallelism divides: its outputs, its inputs, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ModelShape:
     gated: bool = True
     tied: bool = False
     layer_norms: bool = False
-    """Norms with a bias, which are LayerNorm; RMSNorm otherwise."""
+    """True for LayerNorm, whose norms have a bias; False for RMSNorm."""
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
     head_norms: bool = False
     post_norms: bool = False
     positions: int = 0
-    """Learned positions; 0 for rotary ones."""
+    """The number of learned positions; 0 for rotary ones."""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -93,16 +93,16 @@ class ModelShape:
         return self.parameters - unused
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> float:
-        """Returns the FLOPs per token of the forward and the backward pass, 6 N' + 12 L a d s (PaLM, appendix B), with
-        full attention.
+        """Returns the FLOPs per token of the forward and the backward pass with full attention, 6 N' + 12 L a d s
+        (PaLM, appendix B).
 
-        With adapters the frozen weights have no gradients, so they count 4 N'.
+        `frozen` is for training adapters: frozen weights have no gradients, so they count 4 N'.
         """
         attention = 12.0 * self.layers * self.attention_width * seq_len
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
-        """Returns the bytes of a token in the KV cache, which has 2 L k d elements."""
+        """Returns the bytes of a token in the KV cache, which has 2 L k d elements of `bytes_each` bytes."""
         return 2 * self.layers * self.kv_width * bytes_each
 
     def weights(self, layers: range, *, first: bool = True, last: bool = True) -> Iterator[WeightTensor]:
@@ -142,8 +142,8 @@ class ModelShape:
         yield from self._linear("down_proj", self.width, self.ffn, "columns", bias=self.ffn_bias)
 
     def layer_kinds(self, layers: range) -> list[tuple[bool, int]]:
-        """Returns pairs (sparse, count) for layers with and without experts; a kind of which there are none is left
-        out.
+        """Returns (False, number of layers without experts) and (True, number of layers with experts). A pair whose
+        number is 0 is left out.
         """
         sparse = sum(index in self.sparse_layers for index in layers)
         return [(kind, count) for kind, count in ((True, sparse), (False, len(layers) - sparse)) if count]
@@ -181,4 +181,4 @@ MODELS: dict[str, ModelShape] = {
         _llama("llama-3-405b", 126, 16_384, 128, 8, 53_248),
     )
 }
-"""Shapes from the models' own config files."""
+"""The shapes of known models, from their own config files."""

@@ -20,25 +20,27 @@ from raytide.sizing.devices import GB, Accelerator, gpu_memory_gb
 from raytide.sizing.model_shape import ModelShape
 
 UTILIZATION = 0.9
-"""The share of a GPU's memory that an engine takes."""
+"""The share of a GPU's memory that an engine uses."""
 COMPUTE_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.85
 _HOST_S = 0.001
-"""Seconds of scheduling and sampling around a decode step."""
+"""The seconds of scheduling and sampling around a decode step."""
 _OTHER_BYTES = 2e9
-"""CUDA context, graphs and collectives of one GPU."""
+"""The bytes of one GPU's CUDA context, graphs and collectives."""
 _ACTIVATION_FACTORS = {1: 10, 2: 6, 4: 5, 8: 5}
-"""Activations of a step are 2 * tokens * h * factor, by tensor ranks (AIConfigurator); at least 70 MiB."""
+"""The factor in the bytes of a step's activations, 2 * tokens * h * factor, by the number of tensor ranks
+(AIConfigurator); at least 70 MiB.
+"""
 _LEAST_ACTIVATIONS = 70 << 20
 _MOST_LOAD = 0.8
-"""The utilization above which queues grow faster than an SLO can bear."""
+"""The utilization above which queues grow too fast for an SLO."""
 KV_MEMORY_GB = 1.0
 """The engines' default of `kv_memory_gb`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLoad:
-    """The requests of an endpoint, and the latencies that they may have."""
+    """The requests of an endpoint, and the SLO on their latencies."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -46,7 +48,9 @@ class ServingLoad:
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     kv_dtype: Literal["auto", "int8"] = "auto"
-    """The KV caches' numbers, as the engine's option of this name: 16 bits, or 8 and a scale of 32 for each head."""
+    """The numbers in the KV caches, as in the engine's option of this name: 16 bits, or 8 bits with a 32-bit scale for
+    each head.
+    """
 
     def kv_bytes_each(self, head_dim: int) -> float:
         """Returns the bytes of one element of the KV cache."""
@@ -55,30 +59,30 @@ class ServingLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One replica on some GPUs of a kind, and the number of them that a load needs."""
+    """One replica on some GPUs of one kind, and the number of replicas that a load needs."""
 
     device: Accelerator
     gpus: int
-    """GPUs of one replica, which divide the model by tensor parallelism."""
+    """The number of GPUs of one replica, which divide the model by tensor parallelism."""
     slots: int
     """The number of sequences that a replica decodes at once."""
     kv_bytes_per_token: float
     kv_bytes: float
-    """Room for KV caches on all GPUs of the replica."""
+    """The bytes available for KV caches on all GPUs of the replica."""
     ttft_s: float
-    """Seconds of a prompt on an idle replica."""
+    """The seconds of a prompt's prefill on an idle replica."""
     tpot_s: float
-    """Seconds between tokens while all slots are taken."""
+    """The seconds between tokens while all slots are used."""
     prefill_tps: float
     requests_per_s: float
-    """The rate that one replica serves."""
+    """The requests per second that one replica serves."""
     replicas: int
     binding: str
     usd_per_h: float
 
     @property
     def speed(self) -> Speed:
-        """The speed in the form of `replicas.speed` in a ServeSpec, which the autoscaler uses too."""
+        """The speed in the form of a ServeSpec's `replicas.speed`, as the autoscaler uses it."""
         return Speed(prefill_tps=self.prefill_tps, slots=self.slots, tpot_ms=max(1e-3, self.tpot_s * 1e3))
 
     def json(self) -> dict[str, object]:
@@ -146,11 +150,10 @@ def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int
 def plan_replicas(
     model: ModelShape, load: ServingLoad, device: Accelerator, gpus: int, usd_per_gpu_h: float = 0.0
 ) -> ReplicaPlan | None:
-    """Returns how many replicas of `gpus` GPUs the load needs; None if the model does not fit on them or an idle
-    replica already misses the SLO.
+    """Returns the replicas of `gpus` GPUs that the load needs.
 
-    A replica does not decode while it prefills, so a request costs the seconds of its prompt plus its share of the
-    slots.
+    Returns None if the model does not fit on them, or if an idle replica already misses the SLO. A replica does not
+    decode while it prefills, so a request costs the seconds of its prompt plus its share of the slots.
     """
     room = kv_room(model, device, gpus)
     context = load.prompt_tokens + load.output_tokens
@@ -202,8 +205,8 @@ def _most_slots(
     slo_tpot_s: float,
     kv_bytes_each: float,
 ) -> int:
-    """Returns the largest number of sequences with which a decode step stays within the SLO; the step's time grows with
-    their number.
+    """Returns the largest number of sequences, at most `most`, with which a decode step stays within the SLO; its time
+    grows with their number.
     """
     low, high = 0, most
     while low < high:
@@ -214,10 +217,9 @@ def _most_slots(
 
 
 def check_memory(spec: ServeSpec, weight_bytes: int, node_types: Sequence[NodeType]) -> ServeSpec:
-    """Returns the spec; if some of its node types have GPUs that cannot hold a replica, restricted to the other node
-    types.
+    """Returns the spec, restricted to node types whose GPUs can hold a replica.
 
-    `weight_bytes`: the bytes of the model's files. GPUs of unknown memory are assumed to hold a replica, and replicas
+    `weight_bytes` is the bytes of the model's files. GPUs of unknown memory are assumed to hold a replica, and replicas
     without GPUs and `memory` are not checked. Raises CapacityError if no node type can hold a replica.
     """
     if (kept_gb := _number(spec.engine.get("weights_memory_gb"))) > 0:  # the others stay in the files
@@ -266,7 +268,7 @@ def _kv_bytes(engine: Mapping[str, Any]) -> int:
 
 
 def _number(value: object) -> float:
-    """Returns an engine's option as a number; 0.0 for a value that the engine will refuse."""
+    """Returns an engine's option as a number; 0.0 for a value that the engine rejects."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e18 else 0.0
 
 

@@ -1,8 +1,8 @@
 """Predicts the time of a training step, split by cause: the model's own arithmetic, and each additional cost.
 
-Compute follows a roofline: matrix products and attention at a share of the device's peak, everything else at the
-bandwidth of its memory. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring
-algorithms; the part that overlaps with compute is not counted.
+Compute follows a roofline: matrix products and attention run at a share of the device's peak, everything else at its
+memory bandwidth. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring algorithms;
+the part that overlaps with compute is not counted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, ran
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
 
 _FORWARD_PASSES, _BACKWARD_PASSES = 2.0, 3.0
-"""The number of times that each saved activation passes memory: written and read; then read, its gradient written and
-read."""
+"""The number of times that each saved activation is transferred from or to memory: in the forward pass written and
+read; in the backward pass read, and its gradient written and read.
+"""
 _LOSS_PASSES = 3.0
 _LAYER_OPERATIONS = 110
-"""Operations that one layer launches forward and backward in eager mode; compiled layers launch about a fifth."""
+"""The number of operations that one layer launches forward and backward in eager mode; compiled layers launch about a
+fifth.
+"""
 _COMPILED = 0.2
 _UPDATE_OPERATIONS = 12
 _PCIE = 20e9
-"""Bytes a second between a GPU and the node's memory, for what is offloaded."""
+"""The bytes a second between a GPU and the node's memory, for offloading."""
 _DISK = 2e9
 
 
@@ -37,7 +40,7 @@ class Link:
 
     ranks: int
     bandwidth: float
-    """Bytes a second that each rank sends and receives."""
+    """The bytes a second that each rank sends and receives."""
     latency_s: float
 
     def all_gather(self, whole_bytes: float) -> float:
@@ -58,11 +61,11 @@ class Link:
 
 
 def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict[str, Link]:
-    """Returns the link of each mesh axis. Ranks are numbered with the tensor axis innermost, so an axis whose ranks are
-    all on one node uses the node's own links.
+    """Returns the link of each mesh axis.
 
-    An axis that spans nodes is as fast as its share of a node's network: the ranks of a group on one node use the
-    network together, and share it with the groups of the node's other ranks.
+    Ranks are numbered with the tensor axis innermost, so an axis whose ranks are all on one node uses the node's own
+    links. An axis that spans nodes gets a share of each node's network, because all groups with ranks on the node share
+    that network.
     """
     links, inside = dict[str, Link](), 1
     for axis in reversed(AXES):
@@ -84,32 +87,32 @@ def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, in parts that add up to `total`."""
+    """The seconds of one step, in parts that add up to `total`."""
 
     arithmetic: float
-    """The model's FLOPs at the device's peak: what MFU counts as useful."""
+    """The time of the model's FLOPs at the device's peak, which MFU counts as useful."""
     below_peak: float
     """The additional time of matrix products, because no kernel reaches the peak."""
     memory_bound: float
-    """Norms, activations and the loss, at the bandwidth of memory."""
+    """The time of norms, activations and the loss, at the memory bandwidth."""
     launches: float
     recompute: float
     optimizer: float
     offload: float
     tensor: float
-    """Exposed collectives of each axis."""
+    """The exposed collectives of the tensor axis; the next fields are those of the other axes."""
     context: float
     shard: float
     replicate: float
     pipeline: float
     bubble: float
     padding: float
-    """Sequences that fill up micro-batches."""
+    """The time of sequences that only fill up micro-batches."""
     tokens: int
     flops: float
-    """Model FLOPs of the whole step."""
+    """The model FLOPs of the whole step."""
     peak_flops: float
-    """FLOP/s of all devices together."""
+    """The peak FLOP/s of all devices together."""
 
     @cached_property
     def parts(self) -> Mapping[str, float]:
@@ -136,7 +139,9 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilization: the model's FLOPs divided by the devices' peak FLOPs in the time of the step."""
+        """The model FLOPs utilization: the model's FLOPs divided by the FLOPs that the devices' peak allows in the time
+        of the step.
+        """
         return self.flops / (self.peak_flops * self.total)
 
     @property
@@ -218,7 +223,7 @@ def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, 
 
 @dataclass(frozen=True, slots=True)
 class _PassCost:
-    """Seconds of one micro-batch on one pipeline rank, forward and backward."""
+    """The seconds of one micro-batch on one pipeline rank, forward and backward."""
 
     products: float
     memory_bound: float
@@ -261,7 +266,7 @@ def _pass_cost(workload: TrainWorkload, strategy: Strategy, device: Accelerator,
 
 
 _COMPILED_PASSES = 0.5
-"""Fused kernels move about half of the bytes."""
+"""The factor of memory traffic in compiled layers: fused kernels move about half of the bytes."""
 
 
 def _update_seconds(
@@ -283,8 +288,8 @@ def _offload_seconds(
     """Returns the seconds of copies that computation does not hide.
 
     During the update no computation hides copies: optimizer state, weights and gradients are read and written. In the
-    passes of micro-batches, copies overlap with computation: of activations, of the weights that each pass reads, and
-    of the gradients to which it adds.
+    passes of micro-batches, copies overlap with computation: those of activations, of the weights that each pass reads,
+    and of the gradients to which it adds.
     """
     rate = {"none": 0.0, "cpu": 1 / _PCIE, "disk": 1 / _DISK}
     memory = strategy.memory
@@ -299,8 +304,9 @@ def _offload_seconds(
 
 
 def _bubble_factor(schedule: Schedule) -> float:
-    """Returns the share of 1F1B's bubble that remains in a schedule: a third if it splits the backward pass, none if it
-    is V-shaped (Qi et al. 2024, arXiv 2401.10241).
+    """Returns the share of 1F1B's bubble that remains in a schedule (Qi et al. 2024, arXiv 2401.10241).
+
+    It is a third if the schedule splits the backward pass, and zero if it is V-shaped.
     """
     if schedule in V_SHAPED:
         return 0.0

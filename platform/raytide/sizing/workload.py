@@ -1,4 +1,4 @@
-"""The training work and the strategy for it: the two halves of a TrainSpec that decide memory and time."""
+"""The training work and the strategy for it: the two parts of a TrainSpec that determine memory and time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from raytide.core.specs.train import MemorySpec, Precision, TrainSpec
 from raytide.sizing.model_shape import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of a value in computation; fp8 keeps bf16 around its products."""
+"""The bytes of a value in computation; fp8 keeps bf16 around its products."""
 STATE_BYTES = 4
-"""Weights, gradient sums and moments are fp32 at every precision."""
+"""The bytes of each element of weights, gradient sums and moments, which are fp32 at every precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TrainWorkload:
     model: ModelShape
     seq_len: int
     global_batch: int
-    """Sequences of a step."""
+    """The number of sequences in a step."""
     steps: int = 1
     precision: Precision = "bf16"
     optimizer: OptimSpec = field(default_factory=OptimSpec)
@@ -69,9 +69,8 @@ class Strategy:
         return self.sizes.world
 
     def rows(self, workload: TrainWorkload) -> int:
-        """Returns the number of sequences that each data rank computes in a step; those of the last rank
-        may be padded.
-        """
+        """Returns the number of sequences that each data rank computes in a step; those of the last rank may be
+        padded."""
         return -(-workload.global_batch // self.sizes.data)
 
     def microbatches(self, workload: TrainWorkload) -> tuple[int, int]:

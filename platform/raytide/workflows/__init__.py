@@ -1,3 +1,3 @@
-"""Workflows: one file describes stages from text to an endpoint. `spec` defines the file, `planner` decides, `executor`
+"""Workflows: a file describes stages from text to an endpoint. `spec` defines the file, `planner` decides, `executor`
 acts.
 """

@@ -1,8 +1,8 @@
 """The keys by which the results of finished stages are found again, and the records of these results.
 
-The key of a stage covers its kind and spec, the digests of the results that it refers to, its code, and the files that
-it reads from outside the flow; it does not cover the gang or the team. The folder of the results is named by the key.
-So results never overwrite others, and an attempt that continues an earlier one finds its checkpoints.
+The key of a stage covers its kind and spec, the digests of the results to which it refers, its code, and the files that
+it reads from outside the flow. It does not cover the gang or the team. The key names the folder of the results, so
+results never overwrite others, and an attempt that continues an earlier one finds its checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raytide.workflows.state import FlowState
 _FORMAT = 1
 _KEY_CHARS = 16
 _WITHOUT_EFFECT = frozenset({"name", "team", "gang", "workers", "stall_timeout_s", "spares", "collective_timeout_s"})
-"""Fields of DataSpec and TrainSpec that change no result."""
+"""Fields of DataSpec and TrainSpec that do not affect the result."""
 _READ = {
     "train": ("dataset", "init_from"),
     "compress": ("model",),
@@ -95,8 +95,10 @@ def save_record(flow: FlowSpec, key: str, record: StageRecord) -> None:
 
 
 def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
-    """Returns the digest of a result. For a dataset it is that of the shards and the tokenizer, so that stages that
-    need the dataset do not run again if it was rebuilt with the same bytes. For any other result it is the stage's key.
+    """Returns the digest of a result.
+
+    For a dataset it is the digest of the shards and the tokenizer, so that stages which use the dataset do not run
+    again if it was rebuilt with the same bytes. For any other result it is the stage's key.
     """
     if kind != "data":
         return key
@@ -118,7 +120,7 @@ def digest_of_code(package: bytes, patterns: Iterable[str]) -> str:
 def fingerprint_of_inputs(flow: FlowSpec) -> str:
     """Returns a digest of the names, sizes and versions of all files that data stages read from outside the flow.
 
-    An input that does not exist yet counts as no file.
+    An input that does not exist yet counts as an empty set of files.
     """
     found = []
     for name, stage in flow.stages.items():
@@ -158,7 +160,7 @@ def _listing(url: str) -> list[Any]:
 
 
 def _is_there(record: StageRecord) -> bool:
-    """Returns whether the files of a result still exist: for a model its config, else the folder."""
+    """Returns whether the files of a result still exist: for a model its config, otherwise the folder."""
     out, model = record.outputs.get("out"), record.outputs.get("model")
     if model is not None and not exists(join(model, "config.json")):
         return False

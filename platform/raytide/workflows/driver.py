@@ -1,9 +1,8 @@
-"""The driver of a flow: `python -m raytide.workflows.driver`, a process on a leased node.
+"""The driver of a flow: `python -m raytide.workflows.driver`, a process on a leased node. It runs the flow's executor,
+stores the flow's state and reports it. A scheduled flow waits between its cycles.
 
-It steps the flow's executor, stores its state and reports it. A scheduled flow waits between its cycles.
-
-It has the rights of the flow's job. If it is killed, the job's driver starts it again, on another node if its own was
-lost, and it continues from the stored state.
+The driver has the rights of the flow's job. If it is killed, it is started again, on another node if its own was lost,
+and continues from the stored state.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from raytide.workflows.state import FlowState
 from raytide.workflows.view import as_progress
 
 FAILED = 79
-"""The exit code of a flow in which a stage failed: it is not started again."""
+"""The exit code of a flow in which a stage failed; the driver is not started again."""
 STOPPED = 128 + signal.SIGTERM
-"""The exit code after SIGTERM, which is not the end of the flow: unless its job is stopped, it is started again."""
+"""The exit code after SIGTERM, which does not end the flow: unless the flow's job is stopped, the driver is started
+again.
+"""
 POLL_S = 0.5
 _AWAY_S = 2.0
 
@@ -49,7 +50,7 @@ class StateFile:
         return join(self.flow.out, "runs", f"{self.run}.json")
 
     def load(self) -> FlowState | None:
-        """Returns the state; None before the first one is stored."""
+        """Returns the state; None if none has been stored yet."""
         try:
             text = read_bytes(self.url)
         except DataError:
@@ -66,7 +67,7 @@ def _to_log(line: str) -> None:
 
 
 class FlowDriver:
-    """Runs the cycles of a flow until the flow is over; with a schedule, for ever."""
+    """Runs the cycles of a flow until the flow is over, or for ever with a schedule."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class FlowDriver:
         self._executor = self._executor_of(self._first_state(run))
 
     def run(self) -> int:
-        """Ticks until the flow is over, and returns the exit code."""
+        """Calls `tick` until the flow is over, and returns the exit code."""
         while not self._stopped.is_set():
             try:
                 code = self.tick()
@@ -118,12 +119,12 @@ class FlowDriver:
         return FAILED if state.failed else 0
 
     def stop(self) -> None:
-        """Lets `run` return after the present tick."""
+        """Makes `run` return after the present tick."""
         self._stopped.set()
 
     def _leave(self) -> int:
-        """Stops the stages if the flow's job was asked to stop. Otherwise the driver is only moved to another node, and
-        the stages keep running.
+        """Stops the stages if the flow's job was asked to stop; returns the exit code. Otherwise the driver is only
+        moved to another node, and the stages keep running.
         """
         try:
             if self._client.job(self._job).job.stop_requested:
@@ -209,10 +210,10 @@ def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
 
 
 def begins_because(schedule: ScheduleSpec, next_at_s: float | None, now_s: float, before: str, inputs: str) -> str:
-    """Returns why the next cycle begins now; empty if it does not begin.
+    """Returns why the next cycle begins now; empty if it does not.
 
-    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. Scheduled times that passed
-    while no driver ran start only one cycle.
+    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. However many scheduled times
+    passed while no driver ran, only one cycle starts.
     """
     if next_at_s is not None and now_s >= next_at_s:
         return f"the schedule {schedule.cron}"

@@ -1,4 +1,4 @@
-"""Applies the plan of a flow: a thin loop around `planner.plan`, which may be killed after any step.
+"""Executes the plan of a flow: a thin loop around `planner.plan`. It may be killed after any step.
 
 The state is stored before each submission and after each event. A submission has a key made of the run, the cycle, the
 stage and the attempt, so that a repeated submission gives the same job.
@@ -21,10 +21,10 @@ from raytide.workflows.sweep.halving import reached, smoothed
 from raytide.workflows.sweep.sampler import suggest
 
 _PASSES = (ClusterError, OverloadedError, QuotaError)
-"""Errors that pass: the submission is tried again in the next step."""
+"""Temporary errors, after which the submission is tried again in the next step."""
 _MOST_REASON = 500
 NEVER_CACHED = frozenset({"register", "serve"})
-"""Kinds whose result is a change elsewhere, which someone may have changed back."""
+"""Kinds of stages whose result is a change outside the flow, which someone may have undone."""
 
 
 class Executor:
@@ -45,7 +45,8 @@ class Executor:
         self._saved: FlowState | None = None
 
     def step(self) -> bool:
-        """Looks at all running stages and takes all actions that are possible now. Returns whether the cycle is over.
+        """Reads the state of all running stages and takes all actions that are possible now. Returns whether the cycle
+        is over.
 
         Raises ClusterError if the API does not answer; completed actions are stored, and the next step continues from
         them.
@@ -63,7 +64,7 @@ class Executor:
         return self.state.is_over
 
     def stop(self) -> None:
-        """Asks all running stages and trials to end."""
+        """Requests that all running stages and trials end."""
         for name, stage in self.state.stages.items():
             if stage.status == "running" and stage.job:
                 self._runner.stop(self._task(name), stage.job)
@@ -164,7 +165,9 @@ class Executor:
             self._submit(name)
 
     def _is_known(self, name: str, key: str) -> bool:
-        """Returns whether the result of the stage exists already; if so, it is taken as the stage's result."""
+        """Returns whether the result of the stage exists already; if so, the stage is recorded as done with that
+        result.
+        """
         stage, now_s = self.flow.stages[name], self._now_s()
         if stage.kind == "serve":
             if not stage.cache or self.state.applied.get(name) != key or self.state.cycle == 1:
@@ -260,8 +263,8 @@ class Executor:
         return spec
 
     def _steps(self, name: str) -> int:
-        """Returns the number of steps of a whole trial, from which the rungs are computed; 0 if the spec does not give
-        it.
+        """Returns the number of steps of a whole trial, from which the rungs are computed; 0 if the spec does not
+        contain it.
         """
         steps = self._spec(name).get("steps")
         return steps if isinstance(steps, int) else 0

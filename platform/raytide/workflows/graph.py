@@ -1,4 +1,4 @@
-"""The order of stages by their dependencies, with errors for circles and for names that do not exist."""
+"""The order of stages by their dependencies. It raises errors for cycles and for names that do not exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "serve": ("name", "url"),
     "script": ("out", "job"),
 }
-"""The outputs of each kind, besides `metrics.NAME`."""
+"""The outputs of each kind of stage, besides `metrics.NAME`."""
 
 
 def needs_of(stage: StageSpec) -> tuple[str, ...]:
@@ -30,10 +30,10 @@ def needs_of(stage: StageSpec) -> tuple[str, ...]:
 
 
 def order_of(flow: FlowSpec) -> tuple[str, ...]:
-    """Returns the stages in an order in which each comes after those that it needs; otherwise they keep the order of
-    the file.
+    """Returns the stages in an order in which each comes after the stages that it needs; otherwise they keep the order
+    of the file.
 
-    Raises ConfigError for a circle, which it names, and for a reference to something that does not exist.
+    Raises ConfigError for a cycle, which it names, and for a reference to something that does not exist.
     """
     for name, stage in flow.stages.items():
         _check_references(flow, name, stage)

@@ -1,4 +1,5 @@
-"""Decides what a flow does next: `plan(flow, state, now_s) -> actions`, a pure function. The executor applies them.
+"""Decides what a flow does next: `plan(flow, state, now_s) -> actions`, a pure function. The executor applies the
+actions.
 
 Every decision follows from the stored state alone, so a driver that was killed continues where it was: a running stage
 without a known job is submitted again under the same key, which gives the same job.
@@ -23,7 +24,7 @@ class StageAction:
 
     `begin`: count a new attempt, store it, and submit it unless its result is cached. `submit`: submit the stored
     attempt again. `skip` and `fail`: end the stage, for `reason`. `conclude`: end a sweep with its best trial, `trial`;
-    the sweep has failed if that is None.
+    if that is None, the sweep has failed.
     """
 
     kind: Literal["begin", "submit", "skip", "fail", "conclude"]
@@ -69,7 +70,7 @@ def plan(flow: FlowSpec, state: FlowState, now_s: float) -> tuple[FlowAction, ..
 
 
 def _of_waiting(flow: FlowSpec, state: FlowState, name: str, now_s: float) -> StageAction | None:
-    """Returns the action on a waiting stage; None while it must keep waiting."""
+    """Returns the action on a waiting stage; None if it must keep waiting."""
     stage, needs = flow.stages[name], needs_of(flow.stages[name])
     for needed in needs:
         before = state.stages[needed]
@@ -88,7 +89,7 @@ def _of_waiting(flow: FlowSpec, state: FlowState, name: str, now_s: float) -> St
 
 
 def root_reason(state: FlowState, name: str) -> str:
-    """Returns why a stage failed or was skipped, without the names of the stages in between."""
+    """Returns the original reason why a stage failed or was skipped, without the names of the stages in between."""
     reason = state.stages[name].reason
     first, _, rest = reason.partition(": ")
     word = first.split(" ")
@@ -150,8 +151,8 @@ def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> S
 
 
 def past_trials(trials: tuple[TrialState, ...]) -> tuple[PastTrial, ...]:
-    """Returns the trials from which the sampler learns: those that ended, complete or early, in the order of their
-    numbers.
+    """Returns the trials from which the sampler learns, in the order of their numbers: those that ended, at their last
+    step or early.
     """
     past = []
     for trial in trials:

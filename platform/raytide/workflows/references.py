@@ -1,4 +1,4 @@
-"""The texts by which stages refer to each other: `${train.model}` in specs, `eval.loss < 4` in conditions."""
+"""The references between stages: `${train.model}` in specs, `eval.loss < 4` in conditions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MetricCondition(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the condition in a text. Raises ValueError."""
+        """Returns the condition that a text gives. Raises ValueError for other texts."""
         found = _CONDITION.fullmatch(text)
         if found is None:
             raise ValueError(
@@ -68,9 +68,9 @@ class MetricCondition(NamedTuple):
         return (self.metric[0],) if self.other is None else (self.metric[0], self.other[0])
 
     def broken_by(self, metrics: Callable[[str, str], float]) -> str:
-        """Returns why the condition does not hold; empty if it holds. `metrics(stage, name)` returns a metric's value.
+        """Returns why the condition does not hold; empty if it holds.
 
-        A NaN fulfils no condition.
+        `metrics(stage, name)` returns a metric's value. With NaN no condition holds.
         """
         value = metrics(*self.metric)
         limit = self.number if self.other is None else self.number * metrics(*self.other)

@@ -1,6 +1,6 @@
 """The file of a workflow: named stages, their dependencies, and the schedule.
 
-`raytide.workflows.graph` checks what concerns several stages: references and circles.
+`raytide.workflows.graph` checks the rules between stages: references and cycles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.workflows.sweep.spec import SweepSpec, Value
 
 MOST_STAGES = 64
 MOST_FLOW_BYTES = 60 << 10
-"""The size of a workflow as JSON: it is one variable of its driver's environment."""
+"""The most bytes of a workflow as JSON, because it is passed in one environment variable of its driver."""
 
 StageKind = Literal["data", "train", "compress", "eval", "register", "serve", "script"]
 StageName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]{0,39}$")]
@@ -32,29 +32,34 @@ class StageSpec(Config):
 
     kind: StageKind
     spec: dict[str, object]
-    """The kind's own spec. `${STAGE.OUTPUT}` and `${params.NAME}` in it are replaced; `out` is the flow's choice."""
+    """The spec of the stage's kind, in which `${STAGE.OUTPUT}` and `${params.NAME}` are replaced. The flow chooses
+    `out`.
+    """
     needs: tuple[StageName, ...] = Field(default=(), max_length=MOST_STAGES)
-    """Stages that must be done before, although nothing refers to them."""
+    """Stages that must be done before this one, although it does not refer to them."""
     when: tuple[str, ...] = Field(default=(), max_length=32)
     """Conditions on metrics of earlier stages: `eval.loss < 4.2`, `eval.loss <= 0.98 * old.loss`. If one does not hold,
-    the stage and all that need it are skipped."""
+    this stage and all stages that need it are skipped.
+    """
     rule: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """For `serve`: conditions on the metrics of the registered version, beside the one that the endpoint serves."""
+    """For `serve`: conditions on the metrics of the new registered version in comparison with the version that the
+    endpoint serves.
+    """
     sweep: SweepSpec | None = None
-    """For `train` and `script`: many variants of the stage, of which the best counts."""
+    """For `train` and `script`: variants of the stage, whose best result is the stage's result."""
     gang: GangSpec | None = None
-    """The nodes: `{cpus: 2}`, `{gpus: "H100:8", nodes: [1, 4]}`. By default those of the spec, or one CPU."""
+    """The nodes: `{cpus: 2}`, `{gpus: "H100:8", nodes: [1, 4]}`. By default the spec's gang, or one CPU."""
     retries: int = Field(default=0, ge=0, le=100)
-    """The number of times that it is tried again after a failure."""
+    """The number of further attempts after failures."""
     backoff_s: bounds.Seconds = 10.0
-    """The wait before the first retry; each further one waits twice as long, at most an hour."""
+    """The seconds before the first retry; each further wait is twice as long, at most an hour."""
     cache: bool = True
-    """A stage that finished with the same spec, inputs and code is not run again."""
+    """True if the stage does not run again once it has finished with the same spec, inputs and code."""
     code: tuple[str, ...] = Field(default=("*",), min_length=1, max_length=64)
-    """For `script`: patterns of the files in the working directory whose change makes it run again."""
+    """For `script`: patterns of files in the working directory. The stage runs again if one of these files changes."""
     priority: bounds.Name = "normal"
     budget_usd: bounds.Dollars | None = None
-    """The most that its job may cost; of a sweep, each trial's."""
+    """The most dollars that its job may cost; in a sweep, the most for each trial."""
 
     @field_validator("when", mode="before")
     @classmethod
@@ -95,14 +100,14 @@ class StageSpec(Config):
 
 
 class ScheduleSpec(Config):
-    """Runs the workflow again and again, until it is stopped."""
+    """The schedule by which a workflow runs repeatedly until it is stopped."""
 
     cron: Annotated[str, Field(max_length=200)] = ""
-    """Five fields (minute, hour, day, month, weekday) in UTC: `0 3 * * *`."""
+    """A cron expression of five fields (minute, hour, day, month, weekday) in UTC: `0 3 * * *`."""
     new_data_every_s: bounds.Seconds | None = Field(default=None, ge=1.0)
-    """Looks this often for changes in the inputs of data stages, and runs the workflow when there are some."""
+    """The seconds between two checks of the data stages' inputs; the workflow runs when the inputs have changed."""
     at_once: bool = True
-    """Also run when it is submitted; false waits for the first time."""
+    """True to run the workflow also when it is submitted; False to wait for the first scheduled time."""
 
     @model_validator(mode="after")
     def _says_when(self) -> ScheduleSpec:
@@ -128,10 +133,12 @@ class FlowSpec(Config):
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
     out: bounds.Location = Field(min_length=1)
-    """A folder that every node reaches, or the URL of one: results, and the state from which a flow goes on. What a
-    stage made is kept there by the digest of all that it was made of, also for other runs of the flow."""
+    """A folder that every node can access, or its URL, for results and the state from which a flow continues.
+
+    Results are stored under the digest of all their inputs, and are also found by other runs of the flow.
+    """
     team: bounds.Name | None = None
-    """The team of all jobs; the token's own by default."""
+    """The team of all jobs; by default the token's own team."""
     params: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w{0,63}$")], Value] = Field(
         default_factory=dict, max_length=100
     )
@@ -139,9 +146,9 @@ class FlowSpec(Config):
     stages: dict[StageName, StageSpec] = Field(min_length=1, max_length=MOST_STAGES)
     schedule: ScheduleSpec | None = None
     at_once: int = Field(default=16, ge=1, le=bounds.LIVE_JOBS)
-    """The stages that run at the same time."""
+    """The most stages that run at the same time."""
     driver: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 0.1}),))
-    """The place of the flow's own driver, which is a job too."""
+    """The resources of the flow's own driver, which is also a job."""
 
     @model_validator(mode="after")
     def _fits(self) -> FlowSpec:

@@ -1,9 +1,9 @@
-"""The state of a run of a flow, and its changes by each event, as pure functions: the executor stores the states that
-they return.
+"""The state of a run of a flow, and its changes by each event, as pure functions; the executor stores the returned
+states.
 
 A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. After a failure it waits again if it has
-retries left. An attempt's number occurs once in a cycle, and is stored before its job is submitted under a key that
-contains it. So if a process is killed in between, the same attempt is submitted again and gives the same job.
+retries left. The number of an attempt is unique in a cycle, and stored before its job is submitted under a key that
+contains the number. If a process is killed in between, the same attempt is thus submitted again and gives the same job.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class TrialState(Config):
     attempt: int = 1
     failures: int = 0
     retry_at_s: float | None = None
-    """The time of its next attempt, after a failure."""
+    """The time of its next attempt after a failure; None without one."""
     job: str = ""
     """The job of the present attempt; empty until it is submitted."""
     steps: int = 0
-    """The step that it has reached."""
+    """The last step that it has reported."""
     rungs: dict[int, float | None] = Field(default_factory=dict)
-    """Its metric at each rung that it reached; None for one that was no finite number."""
+    """Its metric at each rung that it reached; None for a value that was not finite."""
     value: float | None = None
-    """Its metric at its end, if that is finite."""
+    """Its metric at its end; None if it is not finite."""
     outputs: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
     reason: str = ""
@@ -57,11 +57,11 @@ class StageState(Config):
     job: str = ""
     """The job, endpoint or version of the present attempt; empty until it is known."""
     key: str = ""
-    """The digest of all that decides the result; see `raytide.workflows.cache`."""
+    """The digest of everything that determines the result; see `raytide.workflows.cache`."""
     outputs: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
-    """The digest of the result, by which stages that use it are cached."""
+    """The digest of the result, which is a part of the keys of stages that use it."""
     is_cached: bool = False
     reason: str = ""
     started_at_s: float | None = None
@@ -76,16 +76,16 @@ class FlowState(Config):
 
     run: str
     driver: str = ""
-    """The job that wrote it last."""
+    """The id of the driver's job that wrote the state last."""
     cycle: int = 1
     because: str = ""
     stages: dict[str, StageState]
     applied: dict[str, str] = Field(default_factory=dict)
-    """The key with which each `serve` stage was last applied, in whatever cycle."""
+    """The key with which each `serve` stage was last applied, in any cycle."""
     inputs: str = ""
     """The fingerprint of the data stages' inputs in this cycle."""
     next_at_s: float | None = None
-    """The time of the next cycle, while none runs."""
+    """The time of the next cycle; None while a cycle runs."""
 
     @property
     def is_over(self) -> bool:
@@ -111,13 +111,13 @@ def fresh(flow: FlowSpec, run: str, driver: str = "") -> FlowState:
 
 
 def postponed(state: FlowState) -> FlowState:
-    """Returns the state of a flow that first runs when its schedule says so: in cycle 0 nothing is done."""
+    """Returns the state of a flow whose first run is scheduled for later: its cycle 0 contains no work."""
     stages = {name: StageState(status="skipped", reason="its first cycle has not begun") for name in state.stages}
     return state.model_copy(update={"cycle": 0, "stages": stages})
 
 
 def next_cycle(state: FlowState, because: str, inputs: str) -> FlowState:
-    """Returns the state for the next cycle, in which all stages wait again."""
+    """Returns the state for the next cycle, in which all stages wait again. `because` is the reason for the cycle."""
     stages = {name: StageState() for name in state.stages}
     changes = {"cycle": state.cycle + 1, "because": because, "stages": stages, "inputs": inputs, "next_at_s": None}
     return state.model_copy(update=changes)
@@ -138,7 +138,7 @@ def resumed(state: FlowState, driver: str) -> FlowState:
 
 
 def begun(state: FlowState, name: str, key: str, now_s: float) -> FlowState:
-    """Returns the state with one more attempt of a stage; this state is stored before the attempt is submitted."""
+    """Returns the state with one more attempt of a stage. This state is stored before the attempt is submitted."""
     before = state.stages[name]
     changes = {"status": "running", "attempt": before.attempt + 1, "key": key, "job": "", "retry_at_s": None}
     if before.started_at_s is None:
@@ -168,7 +168,7 @@ def failed(
 ) -> FlowState:
     """Returns the state after a failed attempt: the stage waits for its retry, or has failed.
 
-    `is_final`: another attempt would fail in the same way, as with a wrong spec.
+    With `is_final`, another attempt would fail in the same way, as with a wrong spec.
     """
     failures = state.stages[name].failures + 1
     if is_final or failures > stage.retries:
@@ -188,8 +188,8 @@ def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, rea
 
 
 def metric_of(state: FlowState) -> Callable[[str, str], float]:
-    """Returns a function from a stage and a metric's name to the value. The function raises KeyError, with a text, for
-    an unknown metric.
+    """Returns a function that returns a metric's value by stage and name. It raises KeyError, with a text, for an
+    unknown metric.
     """
 
     def find(stage: str, name: str) -> float:

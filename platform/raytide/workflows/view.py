@@ -9,13 +9,14 @@ from html import escape
 
 from raytide.core.bounds import shortened
 from raytide.core.clock import ago
+from raytide.core.io.html import ShownAsHtml
 from raytide.workflows.graph import needs_of, order_of
 from raytide.workflows.spec import FlowSpec
 from raytide.workflows.state import FlowState, StageState, TrialState
 
 _PREFIX = "flow/"
 _MOST_CHARS = 6400
-"""The length of all results and reasons together."""
+"""The most characters of all results and reasons together."""
 _MOST_JOB = 80
 _UNREPORTED = '["waiting","",null,null,0,"",""]'
 _SHOWN_METRICS = 4
@@ -25,8 +26,8 @@ _COLOURS = {"done": "#16a34a", "running": "#3b82f6", "failed": "#dc2626", "skipp
 
 
 @dataclass(frozen=True, slots=True)
-class StageView:
-    """A stage of a run, as it was reported last."""
+class StageView(ShownAsHtml):
+    """A stage of a run as it was last reported."""
 
     name: str
     kind: str
@@ -37,7 +38,7 @@ class StageView:
     """The time from its first attempt to its end, or to the report."""
     is_cached: bool = False
     result: str = ""
-    """Its first metrics, or what is known of its trials."""
+    """Its first metrics, or a summary of its trials."""
     why: str = ""
 
     def row(self) -> tuple[object, ...]:
@@ -50,7 +51,7 @@ def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
     """Returns the progress that a driver reports: `stage` for tables of jobs, and a text for each stage, which
     `views_of` reads.
 
-    The more stages there are, the shorter are their texts, because a job's progress has 16 KiB.
+    The texts are shorter if there are more stages, because a job's progress is limited to 16 KiB.
     """
     most = _MOST_CHARS // len(flow.stages)
     found = {"stage": headline(state)}
@@ -63,9 +64,7 @@ def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
 
 
 def _fitting(text: str, most: int) -> str:
-    """Returns the text, truncated so that it has at most this many characters when it is encoded as JSON
-    within JSON.
-    """
+    """Returns the text, truncated so that it has at most `most` characters when it is encoded as JSON within JSON."""
     while len(json.dumps(json.dumps(text))) > most + 6:  # six quotation marks and their escapes
         text = shortened(text, max(1, len(text) * 4 // 5))
         if len(text) == 1:
@@ -87,7 +86,7 @@ def headline(state: FlowState) -> str:
 
 
 def views_of(flow: FlowSpec, progress: Mapping[str, float | int | str], now_s: float) -> list[StageView]:
-    """Returns the stages in their order, as a flow's job reported them."""
+    """Returns the stages in the flow's order, as the flow's job reported them."""
     views = []
     for name in order_of(flow):
         stage = flow.stages[name]
@@ -100,7 +99,7 @@ def views_of(flow: FlowSpec, progress: Mapping[str, float | int | str], now_s: f
 
 @dataclass(frozen=True, slots=True)
 class FlowGraph:
-    """The graph of a flow: an SVG that notebooks show."""
+    """The graph of a flow as SVG, which notebooks show."""
 
     views: tuple[StageView, ...] = field(default=())
 

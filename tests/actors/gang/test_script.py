@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from raytide.actors.gang import script_attempt, script_runner
+from raytide.actors.gang import member_processes, script_attempt, script_runner
+from raytide.actors.gang.images import ImagePullError
 from raytide.actors.gang.member_actor import pass_on
 from raytide.actors.gang.member_processes import MemberProcesses, ProcessExit, ProcessReport
 from raytide.actors.gang.script_runner import ScriptRunner
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, ScriptError
+from raytide.core.errors import ClusterError, ConfigError, LeaseLostError, RaytideError, ScriptError
+from raytide.core.io.process import free_port
 from raytide.core.io.working_dir import pack
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.specs.script import ScriptSpec
@@ -64,6 +68,8 @@ class Platform:
 
 class Host:
     """A member whose node can die: its processes end, and nobody answers."""
+
+    image = ""
 
     def __init__(self, member: Member, shape: Shape) -> None:
         self.member, self.is_dead = member, False
@@ -212,6 +218,37 @@ else:
     run = start(code)
     run.result.result(60)
     assert run.said == ["[0] met"]
+
+
+LISTEN = """
+import os, socket
+if os.environ["RANK"] == "0":
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_server(at).close()
+    except OSError:
+        raise SystemExit(f"the server socket has failed to listen. port: {at[1]}, name: EADDRINUSE")
+    print("listens")
+"""
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+def test_an_attempt_whose_port_was_opened_by_another_process_is_repeated_with_another_port(
+    start: Start, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        taken = foreign.getsockname()[1]
+        chosen = itertools.chain([taken] * times, iter(free_port, None))
+        monkeypatch.setattr(member_processes, "free_port", lambda: next(chosen))
+        run = start(LISTEN, ONE)
+        error = run.result.exception(60)
+    repeated = f"raytide: another process has opened port {taken} of node-0-0; it is started again with another"
+    assert run.said.count(repeated) == min(times, script_runner.MOST_TAKEN_PORTS)
+    if times == 2:
+        assert error is None and run.said[-1] == "listens"
+        assert run.platform.progress["failures"] == 0
+    else:
+        assert isinstance(error, ScriptError) and f"port {taken} of node-0-0" in str(error)
 
 
 def test_one_process_alone_prints_as_it_is(start: Start) -> None:
@@ -376,6 +413,8 @@ def test_a_lease_that_is_over_ends_the_processes(start: Start) -> None:
 class Told:
     """A member that answers each call with the next of what it was given."""
 
+    image = ""
+
     def __init__(self, **answers: list[object]) -> None:
         self.answers = answers
 
@@ -390,6 +429,42 @@ class Told:
 
     def kill(self) -> None:
         pass
+
+
+IMAGE = "registry.example.com/train@sha256:12"
+
+
+def test_the_record_of_a_script_has_the_digest_of_its_image(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "image", IMAGE)
+    run = start("print('in it')", TWO)
+    run.result.result(60)
+    assert run.platform.progress["image"] == IMAGE
+    assert run.platform.progress["stage"] == "attempt 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "retries", "starts"),
+    [
+        (ConfigError("the image a.b/c cannot be used on n: manifest unknown."), 3, 1),
+        (ImagePullError("the image a.b/c cannot be used on n: connection refused."), 0, 1),
+        (ImagePullError("the image a.b/c cannot be used on n: connection refused."), 2, 3),
+    ],
+)
+def test_an_image_that_does_not_exist_leaves_no_retry_and_a_registry_that_is_down_does(
+    error: RaytideError, retries: int, starts: int
+) -> None:
+    """Neither counts as a lost node, for whose report the runner would wait."""
+    spec = ScriptSpec.parse({"command": ["x"], "image": "registry.example.com/c", "retries": retries}, where="x")
+    started: list[Told] = []
+
+    def start(member: Member, shape: Shape) -> Told:
+        started.append(Told(free_port=[error], stop=[None]))
+        return started[-1]
+
+    runner = ScriptRunner(spec, None, Platform(ONE), "job-1", start=start, say=lambda line: None)
+    with pytest.raises(ScriptError, match=r"could not be started on node-0-0: the image a\.b/c cannot be used on n"):
+        runner.run()
+    assert len(started) == starts
 
 
 def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> None:

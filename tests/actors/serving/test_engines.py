@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytide.actors.serving import engines
-from raytide.actors.serving.engines import build_engine, check_members, choose_engine
+from raytide.actors.serving.engines import build_engine, check_members, choose_engine, vllm_config, vllm_sizes
 from raytide.core.errors import ConfigError, DeniedError
 from raytide.core.io.private_paths import ROOTS
 from raytide.core.objects.endpoint import ServeSpec
@@ -47,8 +47,6 @@ def test_a_gpu_without_vllm_is_an_error_that_says_what_to_install(monkeypatch: p
 def test_an_engine_that_does_not_exist_and_one_that_spans_no_members_are_refused() -> None:
     with pytest.raises(ConfigError, match="asks for engine 'vlm'"):
         choose_engine(spec(engine={"kind": "vlm"}))
-    with pytest.raises(ConfigError, match="engine vllm computes on one"):
-        choose_engine(spec(members=2, engine={"kind": "vllm"}))
 
 
 def test_members_of_the_native_engine_have_equally_many_processes_that_divide_the_heads(tmp_path: Path) -> None:
@@ -98,6 +96,38 @@ def test_an_engine_opens_nothing_outside_of_the_data_roots(
         build_engine(spec(model=fields["model"].format(tmp_path), engine=engine))
     with pytest.raises(DeniedError, match="data roots"):
         build_engine(spec(model=f"{tmp_path}/data", engine={**engine, "model_dir": fields["model"].format(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own", "sizes"),
+    [
+        (None, {}, (2, 1)),
+        (8, {}, (8, 2)),
+        (8, {"tensor_parallel_size": 16}, (16, 1)),
+        (8, {"pipeline_parallel_size": 4}, (4, 4)),
+        (1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, (2, 3)),
+    ],
+)
+def test_vllm_shares_layers_within_a_member_and_gives_each_member_its_layers(
+    gpus: float | None, own: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    chosen = spec(gpus=gpus, members=2, engine={"kind": "vllm", "vllm": own})
+    assert vllm_sizes(chosen) == sizes
+    assert f"with {sizes[0] * sizes[1]} processes on 2 members" in choose_engine(chosen).why
+    config = vllm_config(chosen, "elsewhere", {"vllm": own}).vllm
+    assert (config["tensor_parallel_size"], config["pipeline_parallel_size"]) == sizes
+
+
+@pytest.mark.parametrize("size", [0, 3, "two"])
+def test_processes_of_vllm_that_the_members_do_not_divide_are_refused(size: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_engine(spec(members=2, gpus=1, engine={"kind": "vllm", "vllm": {"tensor_parallel_size": size}}))
+    assert "whose product the members divide" in refused.value.hint
+
+
+def test_a_pipeline_of_vllm_on_cpus_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2 on CPUs"):
+        choose_engine(spec(members=2, engine={"kind": "vllm", "vllm": {"pipeline_parallel_size": 2}}))
 
 
 @pytest.mark.parametrize(

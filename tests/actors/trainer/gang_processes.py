@@ -46,6 +46,8 @@ class GoneError(Exception):
 class ForkedWorker:
     """`Remote` over a pipe."""
 
+    image = ""
+
     def __init__(self, spec: TrainSpec, member: Member, shape: Shape, prank: Prank | None = None) -> None:
         multiprocessing.set_forkserver_preload(PRELOAD)
         context = multiprocessing.get_context("forkserver")

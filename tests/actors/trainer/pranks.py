@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from raytide.actors.trainer.data.token_dataset import TokenData
-from raytide.actors.trainer.model.transformer import Transformer
+from raytide.actors.trainer.model.transformer import Transformer, TransformerBlock
 from raytide.actors.trainer.trainer import Trainer
 
 _now = {"step": 0}
@@ -30,6 +30,23 @@ class SleepsInStep:
             return forward(self_, *args, **options)
 
         Transformer.forward = sleeps_here  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class SlowInSteps:
+    seconds: float
+    at: Literal["forward", "data"]
+
+    def __call__(self) -> None:
+        owner: Any = TransformerBlock if self.at == "forward" else TokenData
+        name = "forward" if self.at == "forward" else "batch"
+        work = getattr(owner, name)
+
+        def is_slow(self_: Any, *args: Any, **options: Any) -> Any:
+            time.sleep(self.seconds)
+            return work(self_, *args, **options)
+
+        setattr(owner, name, is_slow)
 
 
 @dataclass(frozen=True)

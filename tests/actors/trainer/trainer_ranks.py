@@ -1,7 +1,8 @@
 """Ranks as processes for the trainer's tests, and what they do. A module by name, since the processes import it.
 
-They are forked by Python's forkserver, which has imported torch and nothing else: a fork of the test's own process
-would inherit Ray's threads without their state and hang, and a spawned one takes 5 s to import torch.
+They are forked by Python's forkserver, which has imported torch, the trainer and this module, none of which starts a
+thread of its own: a fork of the test's own process would inherit Ray's threads without their state and hang, and a
+spawned one takes 5 s to import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import StepResult
 from raytide.core.specs.train import TrainSpec
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
+PRELOAD = [
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"),
+    *("raytide.actors.trainer.trainer", "raytide.actors.trainer.elastic.worker", "tests.actors.trainer.trainer_ranks"),
+]
 
 
 def run(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from email.utils import formatdate
+
 import httpx
 import pytest
 from tests.autoscaler.nodes.test_utilization import Agents, machine
 
 from raytide.autoscaler.nodes.energy import EnergyMeter
-from raytide.autoscaler.nodes.node_page import read_page, reading_of
+from raytide.autoscaler.nodes.node_page import clock_skew_s, read_page, reading_of, with_exporter
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.node import NodeReading, Signal
@@ -73,3 +75,31 @@ def test_power_counts_until_the_next_reading_but_not_for_ever_and_a_reset_counte
     ):
         meter.add("n", reading)
     assert meter.joules() == {"n": {"nvml": 6027.0, "estimate": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("machine_s", "skew_s"), [(1000.0, 0.0), (1000.9, 0.0), (1005.5, 4.8), (990.0, -9.2), (999.9, -0.2)]
+)
+def test_a_machine_s_clock_is_compared_by_the_date_of_its_answers(machine_s: float, skew_s: float) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        date = formatdate(int(machine_s), usegmt=True)
+        return httpx.Response(200, text=AGENT, headers={"date": date} if request.url.host == "node-1" else {})
+
+    agents, clock = Agents({"node-1": AGENT, "node-2": AGENT}), VirtualClock(1000.2)
+    made = MeterReader(agents, clock, httpx.MockTransport(handle))  # type: ignore[arg-type]
+    made._machines = (machine("node-1"), machine("node-2"))
+    made.read_all()
+    found = made.measured()
+    assert found["node-1"].reading.clock_skew_s == pytest.approx(skew_s, abs=1e-6)
+    assert found["node-2"].reading.clock_skew_s is None, "it says no time"
+
+
+@pytest.mark.parametrize("date", ["", "yesterday", "Mon, 99 Foo 2026 00:00:00 GMT", "Mon, 01 Jan 99999 00:00:00 GMT"])
+def test_an_invalid_date_tells_nothing(date: str) -> None:
+    assert clock_skew_s(date, 5.0, 6.0) is None
+
+
+def test_without_nvidia_s_driver_the_agent_s_power_stays() -> None:
+    agent, exporter = reading_of(read_page(AGENT, 5.0), 5.0), reading_of(read_page("node_vmstat_oom_kill 3", 6.0), 6.0)
+    both = with_exporter(exporter, agent)
+    assert (both.gpu_power_w, both.oom_kills, both.at_s) == (400.0, 3.0, 6.0)

@@ -25,7 +25,7 @@ def test_it_says_what_it_was_told_for_each_gpu_and_is_silent_when_told_so(tmp_pa
         return httpx.get(f"http://{address}/metrics").raise_for_status().text
 
     assert page().count("GpuIndex=") == 8
-    assert dcgm_names(page()) == {metric.name for metric in declared_in(dcgm)}
+    assert shown_names(page()) == {metric.name for metric in declared_in(dcgm)}
     assert meters_of(read_page(page(), 3.0)) == {"gpu": Signal(0.0, 3.0)}
     set_use(tmp_path, "node-1", gpu=0.97)
     assert meters_of(read_page(page(), 4.0)) == {"gpu": Signal(0.97, 4.0)}
@@ -68,5 +68,5 @@ def test_it_has_dcgm_s_names_labels_and_faults(tmp_path: Path) -> None:
     assert values() == {}
 
 
-def dcgm_names(page: str) -> set[str]:
-    return {line.split("{")[0] for line in page.splitlines() if line.startswith("DCGM_")}
+def shown_names(page: str) -> set[str]:
+    return {line.split("{")[0] for line in page.splitlines() if line.startswith(("DCGM_", "raytide_"))}

@@ -129,12 +129,14 @@ def test_a_provider_that_is_silent_from_the_start_is_refused_new_nodes_and_asked
         tries.append(1)
         raise ConnectionError("no route")
 
-    source = ProviderSource("cloud", connect, FakeProvider(VirtualClock(100.0)))
+    clock = VirtualClock(100.0)
+    source = ProviderSource("cloud", connect, FakeProvider(clock), monotonic_s=clock.now_s)
     mixed = MixedProvider([source], {"cpu": "cloud"}, began_s=100.0)
     assert listed(mixed) == []
     with pytest.raises(ProviderError, match="provider cloud: no route"):
         mixed.launch(node("new", 100.0), TYPE)
     assert (mixed.problems(), len(tries)) == (("provider cloud: no route",), 1)
+    clock.advance(1.0)
     with pytest.raises(ConnectionError):  # the process before this one may have bought it
         mixed.launch(node("earlier", 99.0), TYPE)
     assert len(tries) == 2
@@ -149,7 +151,27 @@ def test_a_launcher_that_exits_is_an_error_and_the_next_call_connects_again() ->
             raise SystemExit("no credentials")
         return FakeProvider(VirtualClock(1.0))
 
-    source = ProviderSource("cloud", connect)
+    clock = VirtualClock(0.0)
+    source = ProviderSource("cloud", connect, monotonic_s=clock.now_s)
     with pytest.raises(ClusterError, match="could not list its machines: no credentials"):
         source.machines()
+    clock.advance(1.0)
     assert source.machines() == ()
+
+
+def test_ticks_connect_to_a_provider_that_refuses_ever_less_often_and_log_each_error_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, tries = VirtualClock(0.0), list[float]()
+
+    def connect() -> FakeProvider:
+        tries.append(clock.now_s())
+        raise ConnectionError("no route")
+
+    sources = [ProviderSource("cloud", connect, FakeProvider(clock), monotonic_s=clock.now_s)]
+    mixed = MixedProvider(sources, {"cpu": "cloud"})
+    for _ in range(400):  # ticks
+        assert (listed(mixed), mixed.problems()) == ([], ("provider cloud: no route",))
+        clock.advance(0.5)
+    assert tries == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 123.0, 183.0]
+    assert [record.message for record in caplog.records] == ["source failed"]

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
+from tests.autoscaler.endpoints.test_slo_policy import SOLID, SPOT, bought, node, snapshot, worth
 from tests.autoscaler.world import Cluster
 
+from raytide.autoscaler.deadlines.jobs import with_market_constraints
+from raytide.autoscaler.endpoints.slo_policy import prices
 from raytide.autoscaler.explain import lines
 from raytide.control.reconcile.decide import data_costs, decide
 from raytide.control.views import JobView
 from raytide.core.objects.endpoint import Replicas, ServeSpec
-from raytide.core.objects.gang import Shape
+from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.hardware.transfer import DataInput, TransferSection
-from raytide.core.objects.node import NodeType
+from raytide.core.objects.job import Job, JobSpec, JobState
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Launch
-from raytide.scheduling.offerings import Offering, OfferingTable
+from raytide.core.objects.snapshot import Snapshot
+from raytide.scheduling.offerings import Offering, Offerings, OfferingTable
 from raytide.sdk.jobs.job_run import explain
 
 NEAR = NodeType(
@@ -177,3 +183,57 @@ def test_a_snapshot_carries_the_prices() -> None:
     cluster = WithData()
     cluster.tick()
     assert cluster.seen.transfer == TRANSFER
+
+
+def with_inputs(seen: Snapshot, gb: float) -> Snapshot:
+    """Returns the snapshot with an endpoint whose weights lie in us-1, and with the prices between places."""
+    lies = {"data": {"s3://weights": ["us-1"]}, "other_usd_per_gb": 0.02, "stay_h": 4}
+    (view,) = seen.endpoints
+    spec = view.endpoint.spec.model_copy(update={"inputs": (DataInput(url="s3://weights/m", gb=gb),)})
+    views = (replace(view, endpoint=replace(view.endpoint, spec=spec)),)
+    return replace(seen, endpoints=views, transfer=TransferSection.model_validate(lies))
+
+
+@pytest.mark.parametrize(
+    ("gb", "zones"),
+    [
+        (1, {"us-1a", "us-1b", "eu-1a"}),
+        (300, {"us-1a", "us-1b"}),  # $1.50/h of 4 h, and more after each loss, are more than the spread is worth
+    ],
+)
+def test_the_replica_count_policy_buys_spot_where_the_weights_are_if_they_are_large(gb: float, zones: set[str]) -> None:
+    plan = decide(with_inputs(snapshot(worth(5, 3), node(1, SPOT, "us-1a")), gb))
+    assert {zone for _, zone in bought(plan.actions)} | {"us-1a"} == zones
+    assert sum(bought(plan.actions).values()) == 4
+
+
+def test_the_values_of_replicas_come_from_prices_with_their_data() -> None:
+    seen = snapshot(None, types=(SOLID, SPOT.model_copy(update={"zones": ("us-1a", "eu-1a")})))
+    quotes = tuple(replace(quote, deaths_per_h=0.0) for quote in seen.quotes)
+    seen = with_inputs(replace(seen, quotes=quotes), 100)
+    ondemand_usd_h, spot_usd_h = prices(seen.endpoints[0], Offerings.from_snapshot(seen))
+    assert (ondemand_usd_h, spot_usd_h) == (3.0, {"gpu.spot/us-1a": 1.0, "gpu.spot/eu-1a": 1.5})
+
+
+def test_a_replica_that_has_its_weights_is_not_moved_to_cheaper_spot_that_would_read_them_again() -> None:
+    far = SPOT.model_copy(update={"zones": ("eu-1a",)})
+    seen = snapshot(worth(1, 0), node(1, SOLID, "us-1a"), types=(SOLID, far))
+    assert bought(decide(with_inputs(seen, 1)).actions) == {("gpu.spot", "eu-1a"): 1}
+    assert decide(with_inputs(seen, 1000)).actions == ()
+
+
+@pytest.mark.parametrize(
+    ("gb", "reason"), [(50, "on spot"), (5000, "spot is no cheaper, the transfer of its data included")]
+)
+def test_the_deadline_policy_leaves_spot_far_from_large_data(gb: float, reason: str) -> None:
+    spot = FAR.model_copy(update={"market": CapacityType.SPOT, "price_micro_usd_h": 1_000_000})
+    now_s = 1_790_000_000.0
+    deadline = datetime.fromtimestamp(now_s + 12 * 3600, UTC)
+    fields = {"kind": "train", "name": "j", "gang": GangSpec(shapes=(shape(gb),)), "deadline": deadline}
+    jobs = tuple(
+        Job(name, JobSpec.parse({**fields, "estimate_h": 3, **more}, where="job"), "ada", JobState.QUEUED, now_s)
+        for name, more in (("with", {}), ("without", {"gang": GangSpec(shapes=(Shape(resources={"GPU": 2}),))}))
+    )
+    stances = with_market_constraints(Snapshot(now_s, (NEAR, spot), (), jobs, transfer=TRANSFER)).stances
+    assert reason in stances["with"].reason
+    assert stances["without"].reason.startswith("on spot"), "another job's data are not counted"

@@ -248,6 +248,13 @@ def test_trainings_and_scripts_take_packages_in_the_same_words_and_builds_none(s
     assert runner.invoke(app, ["train", "train.yaml", "--no-wait"]).exit_code == 0
     assert desk.specs[-1].config["pip"] == ["einops"]
     assert runner.invoke(app, ["data", "build", "train.yaml", "--pip", "trl"]).exit_code == 2
+    assert desk.specs[-1].config["image"] is None
+    image = ["--image", "registry.example.com/train:1", "--no-wait"]
+    for command in (["run", *image, "train.py"], ["train", "train.yaml", *image]):
+        assert runner.invoke(app, command).exit_code == 0
+        assert (desk.specs[-1].config["image"], desk.specs[-1].config["pip"]) == (image[1], [])
+    both = runner.invoke(app, ["run", *image, "--pip", "trl", "train.py"])
+    assert "image cannot be combined with pip" in str(both.exception)
     lacking = runner.invoke(app, ["train", "train.yaml", "--requirements", "none.txt"])
     assert isinstance(lacking.exception, UsageError)
     refused = runner.invoke(app, ["train", "train.yaml", "--pip", "-i x"])

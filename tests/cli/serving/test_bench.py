@@ -55,6 +55,8 @@ def test_a_load_that_nothing_answered_fails(server: Server) -> None:
     ("args", "kind", "why"),
     [
         (["http://here/v1"], UsageError, "--model names the model"),
+        (["node", "l4", "--write", "cluster.yaml"], UsageError, "--write needs --reference"),
+        (["node", "l4", "--reference", "t4", "--write", "/none/cluster.yaml"], UsageError, "there is no file"),
         (["http://here/v1", "--model", "m", "--body", "[]"], UsageError, "--body is no JSON object"),
         (["http://here/v1", "--model", "m", "-c", "1", "-r", "2"], ConfigError, "exclude each other"),
         (["http://here/v1", "--model", "m", "--slo", "fast"], ConfigError, "is no objective"),

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { embedMany, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
+import { Output, embedMany, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 import { URL, run } from "./features.mjs";
 
@@ -38,6 +38,12 @@ for (const [name, provider] of Object.entries(providers)) {
     const agent = ask("agent", { tools: { weather }, stopWhen: stepCountIs(4) });
     assert.equal((await generateText(agent)).text, "The tool says: rain in Oslo.");
     assert.equal(await joined(streamText(agent).textStream), "The tool says: rain in Oslo.");
+  };
+  checks[`${name}: an object beside tools`] = async () => {
+    const tools = { weather: tool({ inputSchema: City }) }; // without a function to run: a call ends the answer
+    const answer = await generateText(ask("tiny", { tools, output: Output.object({ schema: Place }), maxOutputTokens: 1600 }));
+    if (answer.toolCalls.length === 0) Place.parse(answer.output);
+    else City.parse(answer.toolCalls[0].input);
   };
   checks[`${name}: a required tool`] = async () => {
     const answer = await generateText(ask("tiny", { tools: { weather: tool({ inputSchema: City }) }, toolChoice: "required", maxOutputTokens: 1500 }));

@@ -66,6 +66,15 @@ def structured_output():
 
 
 @feature
+def structured_output_and_tools():
+    """The random weights call the tool, whose result is then the output, or answer with a Place."""
+    options = {"output_type": Place, "tools": [weather], "tool_use_behavior": "stop_on_first_tool"}
+    for agent in agents("tiny", **options):
+        output = Runner.run_sync(agent, "Where?").final_output
+        assert isinstance(output, Place) or output.startswith("rain in "), output
+
+
+@feature
 def required_tools():
     settings = ModelSettings(max_tokens=300, tool_choice="required", parallel_tool_calls=False)
     for agent in agents("tiny", tools=[weather], model_settings=settings, tool_use_behavior="stop_on_first_tool"):

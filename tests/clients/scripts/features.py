@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 
 URL, MODEL_DIR = sys.argv[1:3]
+KEYS: dict[str, str] = json.loads(os.environ["CLIENT_KEYS"])
+"""The secrets of API keys by name; tests/clients/gateway.py says what each may do."""
 _CHECKS: dict[str, Callable[[], object]] = {}
 
 

@@ -80,6 +80,17 @@ def structured_output():
 
 
 @feature
+def structured_output_and_tools():
+    for api in (False, True):
+        model = chat("tiny", use_responses_api=api, model_kwargs={"parallel_tool_calls": False})
+        bound = model.with_structured_output(
+            Place, method="json_schema", tools=[weather], strict=True, include_raw=True
+        )
+        answer = bound.invoke("hello")
+        assert isinstance(answer["parsed"], Place) or answer["raw"].tool_calls[0]["args"]["city"] in ("Oslo", "Rome")
+
+
+@feature
 def structured_output_streamed():
     *_, last = chat("tiny").with_structured_output(Place).stream("hello")
     assert Place.model_validate(last)
@@ -105,6 +116,17 @@ def responses_api_streamed():
 def log_probabilities():
     answer = chat("tiny", max_tokens=4).bind(logprobs=True, top_logprobs=2).invoke("hello")
     assert answer.response_metadata["logprobs"]["content"]
+
+
+@feature
+def embeddings():
+    """LangChain cuts texts into tokens of OpenAI's own models by default; other models need that turned off."""
+    embed = OpenAIEmbeddings(model="tiny", check_embedding_ctx_length=False, chunk_size=2, **AT)
+    vectors = embed.embed_documents(["a", "b", "c", "d", "e"])
+    assert len(vectors) == 5
+    one, two = embed.embed_query("e"), asyncio.run(embed.aembed_documents(["e"]))[0]
+    assert max(abs(a - b) for a, b in zip(one, vectors[4], strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
 
 
 @feature

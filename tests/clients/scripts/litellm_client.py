@@ -6,9 +6,10 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import asyncio
 import json
+import time
 
 import litellm
-from features import URL, feature, raises, run
+from features import KEYS, URL, feature, raises, run
 
 AT = {"api_base": URL, "api_key": "none", "max_retries": 0}
 HELLO = [{"role": "user", "content": "the tide comes in"}]
@@ -103,6 +104,109 @@ def response_format():
 def responses():
     answer = litellm.responses(model="openai/talker", input="hello", max_output_tokens=16, **AT)
     assert answer.output[0].content[0].text == "tide tide tide t"
+
+
+@feature
+def responses_streamed_and_stored():
+    events = list(litellm.responses(model="openai/talker", input="hello", max_output_tokens=16, stream=True, **AT))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    last = events[-1].response
+    ask = {"model": "openai/talker", "input": "more", "previous_response_id": last.id, "max_output_tokens": 16}
+    assert litellm.responses(**ask, **AT).usage.input_tokens > last.usage.input_tokens
+    found = litellm.get_responses(response_id=last.id, custom_llm_provider="openai", **CALL)
+    assert found.output[0].content[0].text == "tide tide tide t"
+    litellm.delete_responses(response_id=last.id, custom_llm_provider="openai", **CALL)
+
+
+@feature
+def responses_with_tools():
+    tool = {"type": "function", "strict": True, **TOOLS[0]["function"]}
+    answer = litellm.responses(
+        model="openai/tiny", input="hello", tools=[tool], tool_choice="required", max_output_tokens=200, **AT
+    )
+    calls = [each for each in answer.output if each.type == "function_call"]
+    assert json.loads(calls[0].arguments)["city"] in ("Oslo", "Rome")
+
+
+def rows(count):
+    body = {"model": "talker", "messages": HELLO, "max_tokens": 4}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    return "\n".join(json.dumps({"custom_id": f"row-{n}", **line}) for n in range(count)).encode()
+
+
+CALL = {"api_base": URL, "api_key": "none"}
+OPENAI = {"custom_llm_provider": "openai", **CALL}
+
+
+@feature
+def files_and_batches():
+    content = rows(3)
+    file = litellm.create_file(file=("rows.jsonl", content), purpose="batch", **OPENAI)
+    assert litellm.file_content(file_id=file.id, **OPENAI).content == content
+    assert litellm.file_retrieve(file_id=file.id, **OPENAI).bytes == len(content)
+    assert file.id in [each.id for each in litellm.file_list(**OPENAI)]
+    batch = litellm.create_batch(
+        completion_window="24h",
+        endpoint="/v1/chat/completions",
+        input_file_id=file.id,
+        metadata={"project": "search"},
+        **OPENAI,
+    )
+    until_s = time.monotonic() + 120
+    while (batch := litellm.retrieve_batch(batch_id=batch.id, **OPENAI)).status != "completed":
+        assert time.monotonic() < until_s, batch
+        time.sleep(0.1)
+    assert (batch.request_counts.completed, batch.metadata) == (3, {"project": "search"})
+    answers = [
+        json.loads(line) for line in litellm.file_content(file_id=batch.output_file_id, **OPENAI).text.splitlines()
+    ]
+    assert [each["custom_id"] for each in answers] == ["row-0", "row-1", "row-2"]
+    assert answers[0]["response"]["body"]["choices"][0]["message"]["content"] == "tide"
+    assert batch.id in [each.id for each in litellm.list_batches(**OPENAI).data]
+    assert litellm.file_delete(file_id=file.id, **OPENAI).deleted
+
+
+@feature
+def files_and_batches_asynchronous():
+    async def one():
+        file = await litellm.acreate_file(file=("rows.jsonl", rows(500)), purpose="batch", **OPENAI)
+        batch = await litellm.acreate_batch(
+            completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id, **OPENAI
+        )
+        await litellm.acancel_batch(batch_id=batch.id, **OPENAI)
+        until_s = time.monotonic() + 120
+        while (batch := await litellm.aretrieve_batch(batch_id=batch.id, **OPENAI)).status != "cancelled":
+            assert time.monotonic() < until_s, batch
+            await asyncio.sleep(0.1)
+
+    asyncio.run(one())
+
+
+@feature
+def router_of_files_and_batches():
+    router = litellm.Router(model_list=[{"model_name": "any", "litellm_params": {"model": "openai/talker", **CALL}}])
+
+    async def one():
+        file = await router.acreate_file(model="any", file=("rows.jsonl", rows(2)), purpose="batch")
+        return await router.acreate_batch(
+            model="any", completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
+        )
+
+    assert asyncio.run(one()).status in ("validating", "in_progress", "completed")
+
+
+@feature
+def keys_and_limits():
+    def ask(key, **options):
+        return litellm.completion(model="openai/talker", messages=HELLO, **{**AT, "api_key": KEYS[key]}, **options)
+
+    raises(
+        litellm.AuthenticationError,
+        lambda: litellm.completion(model="openai/talker", messages=HELLO, **{**AT, "api_key": "rk-" + "x" * 43}),
+    )
+    assert ask("scoped", max_tokens=4).choices[0].message.content == "tide"
+    quota = raises(litellm.RateLimitError, lambda: ask("poor", max_tokens=4000))
+    assert "insufficient_quota" in str(quota) or "quota" in str(quota)
 
 
 @feature

@@ -2,9 +2,10 @@
 
 import json
 import time
+from typing import Literal
 
 import openai
-from features import URL, feature, raises, run
+from features import KEYS, URL, feature, raises, run
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
@@ -33,6 +34,10 @@ class Place(BaseModel, extra="forbid"):
     city: str = Field(pattern="^[a-z]{2,8}$")
     degrees: int = Field(ge=-40, le=50)
     wet: bool
+
+
+class Weather(BaseModel, extra="forbid"):
+    city: Literal["Oslo", "Rome"]
 
 
 def arguments(answer):
@@ -143,6 +148,23 @@ def tools_none_required_and_named():
 
 
 @feature
+def tools_beside_a_format():
+    """The answer is a call or a Place, as the random weights will."""
+    tools = [openai.pydantic_function_tool(Weather)]
+    for _ in range(4):
+        answer = client.chat.completions.parse(
+            model="tiny", messages=HELLO, tools=tools, response_format=Place, max_tokens=200, parallel_tool_calls=False
+        )
+        (choice,) = answer.choices
+        calls = [call.function.parsed_arguments for call in choice.message.tool_calls or ()]
+        assert isinstance(calls[0] if calls else choice.message.parsed, Weather if calls else Place)
+    ask = {"model": "tiny", "input": "hello", "text_format": Place, "max_output_tokens": 200}
+    tool = {"type": "function", "strict": True, **TOOLS[0]["function"]}
+    answer = client.responses.parse(**ask, tools=[tool], parallel_tool_calls=False)
+    assert isinstance(answer.output_parsed, Place) or answer.output[0].type == "function_call"
+
+
+@feature
 def tool_results_in_the_history():
     answer = client.chat.completions.create(**CALLED)
     message = answer.choices[0].message
@@ -241,6 +263,66 @@ def errors_and_headers():
     assert raw.headers["x-request-id"]
     assert raw.headers["openai-processing-ms"]
     assert raw.headers["x-raytide-replica"]
+
+
+def holder_of(key, **options):
+    return OpenAI(base_url=URL, api_key=KEYS[key], timeout=60, _strict_response_validation=True, **options)
+
+
+TALK = {"model": "talker", "messages": HELLO, "max_tokens": 4}
+
+
+@feature
+def a_key_with_limits_of_a_team():
+    """The key has three requests a minute, and another client may have used some of them."""
+    limited = holder_of("limited", max_retries=0)
+    left, refused = 3, None
+    while refused is None:
+        try:
+            raw = limited.chat.completions.with_raw_response.create(**TALK)
+        except openai.RateLimitError as error:
+            refused = error
+            continue
+        assert raw.headers["x-ratelimit-limit-requests"] == "3"
+        assert raw.headers["x-ratelimit-limit-tokens"] == "10000"
+        assert int(raw.headers["x-ratelimit-remaining-requests"]) < left
+        assert 0 < int(raw.headers["x-ratelimit-remaining-tokens"]) < 10_000
+        assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert float(raw.headers["x-raytide-cost-usd"]) > 0
+        left = int(raw.headers["x-ratelimit-remaining-requests"])
+    assert (refused.type, refused.code) == ("requests", "rate_limit_exceeded")
+    assert refused.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert float(refused.response.headers["retry-after"]) > 0
+
+
+@feature
+def a_key_without_quota():
+    """It is no use to try again, so the client does not."""
+    sent = []  # its own retries among them
+    http = openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
+    poor = holder_of("poor", max_retries=4, http_client=http)
+    error = raises(openai.RateLimitError, lambda: poor.chat.completions.create(**TALK | {"max_tokens": 4000}))
+    assert (error.type, error.code) == ("insufficient_quota", "insufficient_quota")
+    assert error.response.headers["x-should-retry"] == "false"
+    assert len(sent) == 1
+    error = raises(
+        openai.RateLimitError, lambda: list(poor.chat.completions.create(**TALK | {"max_tokens": 4000}, stream=True))
+    )
+    assert error.code == "insufficient_quota"
+    assert poor.chat.completions.create(**TALK | {"max_tokens": 1}).choices
+
+
+@feature
+def a_key_for_one_model_and_a_wrong_key():
+    scoped = holder_of("scoped", max_retries=0)
+    assert [model.id for model in scoped.models.list()] == ["talker"]
+    assert scoped.chat.completions.create(**TALK).choices
+    error = raises(openai.PermissionDeniedError, lambda: scoped.chat.completions.create(**TALK | {"model": "tiny"}))
+    assert (error.code, error.param) == ("model_not_allowed", "model")
+    wrong = OpenAI(base_url=URL, api_key="rk-" + "x" * 43, max_retries=0)
+    error = raises(openai.AuthenticationError, lambda: wrong.chat.completions.create(**TALK))
+    assert error.code == "invalid_api_key"
+    assert "x" * 43 not in str(error)
 
 
 @feature

@@ -7,11 +7,16 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import requests
 from features import URL, feature, run
 
+LEAST_CASES, LEAST_WITH_BODY = 10, 50
+"""The least cases of an operation, and of one with a body."""
+LEAST_OPERATIONS, LEAST_IN_ALL = 25, 3000
+"""A run of few operations or cases would prove nothing."""
 ROOT = URL.removesuffix("/v1")
 ROW = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "agent", "prompt": "x"}}
 
@@ -51,6 +56,17 @@ def narrowed(**known):
     return schema
 
 
+def checked_cases(events):
+    """Returns how many cases of each operation were sent, answered and checked, by its method and path."""
+    checked = Counter()
+    for line in events.read_text().splitlines():
+        found = json.loads(line).get("ScenarioFinished")
+        if found is not None:
+            checks, answers = found["recorder"].get("checks", {}), found["recorder"].get("interactions", {})
+            checked[found["recorder"]["label"]] += sum(bool(checks[case]) and case in answers for case in checks)
+    return checked
+
+
 def check(schema, *options):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "openapi.json").write_text(json.dumps(schema))
@@ -58,11 +74,21 @@ def check(schema, *options):
         command = [
             str(Path(sys.executable).with_name("st")), "run", "openapi.json", "--url", ROOT, "--seed", "16",
             "--phases", "examples,coverage,fuzzing", "--max-examples", "40", "--request-timeout", "60",
-            "--continue-on-failure", "--no-color", *options,
+            "--continue-on-failure", "--no-color", "--report-ndjson-path", "events.ndjson", *options,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
+        checked = checked_cases(Path(folder) / "events.ndjson")
     assert done.returncode == 0, done.stdout[-30000:]
-    assert f"Tested: {sum(map(len, schema['paths'].values()))}\n" in done.stdout, done.stdout[-6000:]
+    wanted = {
+        f"{method.upper()} {path}": LEAST_WITH_BODY if "requestBody" in operation else LEAST_CASES
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    }
+    few = {name: (checked[name], least) for name, least in wanted.items() if checked[name] < least}
+    assert not few, f"operations with too few cases: {few}"
+    assert len(wanted) >= LEAST_OPERATIONS
+    assert checked.total() >= LEAST_IN_ALL, checked
+    sys.stdout.write(f"{checked.total()} cases of {len(wanted)} operations, at least {min(checked.values())} of each\n")
 
 
 @feature

@@ -25,7 +25,7 @@ from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.dashboards.web import stream
 
-EXAMPLES = 60
+EXAMPLES, MORE_EXAMPLES = 60, 200
 MOST_GROWTH_BYTES = 50 * 2**20
 TOKENS = {"secret": ("ana", "default"), "other": ("bob", "research"), "root": ("root", "*")}
 CHANGES_NOTHING = ("GET", "HEAD", "OPTIONS", "TRACE", "BREW")
@@ -184,14 +184,15 @@ def send(client: TestClient, route: Route, request: dict[str, object]) -> None:
     assert client.get("/v1/jobs", params={"limit": 1000}, headers=headers).status_code in (200, 401, 403), where
 
 
-def test_no_request_to_any_route_breaks_the_api_or_grows_it(client: TestClient) -> None:
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MORE_EXAMPLES, marks=pytest.mark.soak)])
+def test_no_request_to_any_route_breaks_the_api_or_grows_it(client: TestClient, examples: int) -> None:
     every = routes(client)
     assert {"/v1/jobs", "/v1/jobs/{job_id}/lease", "/health"} <= {route.path for route in every}  # type: ignore[attr-defined]
     process = psutil.Process(os.getpid())
     grown: list[int] = []
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.control.backup.conftest import AT_S, NAME, Cluster
 
+from raytide.control.backup import drill as drill_module
 from raytide.control.backup.contents import Contents
 from raytide.control.backup.drill import drill, problems_of_state
 from raytide.control.backup.repository import RepositorySnapshot
@@ -16,6 +19,7 @@ from raytide.control.backup.restore import Unpacked, hold_back
 from raytide.control.backup.results import read_results
 from raytide.control.backup.run import BackupManifest, back_up
 from raytide.core.errors import NotFoundError
+from raytide.core.io.process import free_port
 
 
 @pytest.fixture
@@ -40,6 +44,15 @@ def test_a_whole_backup_starts_a_control_plane_and_is_measured(saved: Cluster) -
     assert read_results(saved.place.work_dir).found == result
     assert saved.store.orders.hold() is None, "the cluster itself is not touched"
     assert [path.name for path in saved.place.work_dir.glob("drill-*")] == []
+
+
+def test_an_api_whose_port_was_opened_by_another_process_gets_another_port(
+    saved: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        chosen = itertools.chain([foreign.getsockname()[1]], iter(free_port, None))
+        monkeypatch.setattr(drill_module, "free_port", lambda: next(chosen))
+        assert drill(saved.place).problems == ()
 
 
 def test_a_flipped_byte_is_found(saved: Cluster) -> None:

@@ -185,6 +185,25 @@ def test_a_backup_that_is_killed_leaves_nothing_that_a_later_run_trusts(backed_u
     assert backed_up.place.hot.check() == ()
 
 
+def test_a_new_repository_is_not_asked_for_the_snapshot_of_an_earlier_one(
+    backed_up: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(backed_up.place)
+    shutil.rmtree(backed_up.place.hot.url)
+    create_repositories(backed_up.place)
+    starts: list[str] = []
+    run = Repository._run
+
+    def counted(self: Repository, command: list[str], *more: Any) -> subprocess.CompletedProcess[str]:
+        starts.append(command[0])
+        return run(self, command, *more)
+
+    monkeypatch.setattr(Repository, "_run", counted)
+    back_up(backed_up.place)
+    back_up(backed_up.place)
+    assert starts == ["backup", "backup"]
+
+
 def test_two_backups_of_a_cluster_do_not_run_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytide.control.backup.run._WAIT_S", 0.0)
     with working(NAME), pytest.raises(ConflictError, match="another backup, restore or drill of cluster blue"):

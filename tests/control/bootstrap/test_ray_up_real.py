@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,9 @@ import pytest
 import yaml
 from tests.autoscaler.providers.notices.metadata_server import MetadataServer
 
-from raytide.control.bootstrap.loopback import ANY, claim
+from raytide.control.bootstrap.loopback import claim
 from raytide.control.client import ApiClient
-from raytide.core.io.process import kill_marked
+from raytide.core.io.process import free_port, kill_marked
 
 pytestmark = pytest.mark.cluster
 
@@ -79,11 +78,6 @@ def environment(tmp_path: Path, metadata: MetadataServer, k: int, far: int) -> I
         for n in range(1, 6):
             kill_marked("STANDIN_IP", f"127.0.{k}.{n}")
             kill_marked("STANDIN_IP", f"127.0.{far}.{n}")
-
-
-def free_port() -> int:
-    with socket.create_server((ANY, 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def cluster_yaml(tmp_path: Path, k: int, far: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.core.io.process import free_port
 
 pytestmark = pytest.mark.cluster
 
@@ -74,11 +74,8 @@ def test_a_replica_opens_no_model_outside_of_the_data_roots(gcs_address: str, tm
     file = yaml.safe_load(DEFAULT_CONFIG.read_text()) | {"provider": {"type": "fake"}}
     file["metadata"]["raytide"]["data_roots"] = [str(tmp_path / "data")]
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(file))
-    with socket.socket() as free:
-        free.bind((HEAD, 0))
-        port: int = free.getsockname()[1]
     done = subprocess.run(
-        [sys.executable, "-c", DEPLOY, str(tmp_path), gcs_address, str(port)],
+        [sys.executable, "-c", DEPLOY, str(tmp_path), gcs_address, str(free_port())],
         timeout=400, capture_output=True, check=False, text=True, env=dict(os.environ),
     )  # fmt: skip
     assert done.stdout.startswith("['inside']"), done.stdout + done.stderr

@@ -41,6 +41,9 @@ WELL: dict[str, Any] = {
     "ports": {"10.0.0.9:6379": ""},
     "nccl": "2.27.3",
     "xids": [],
+    "podman": "podman version 5.4.0",
+    "podman_driver": "overlay",
+    "is_root": False,
     "gpus": ["0, NVIDIA L4, 570.12.01, 41", "1, NVIDIA L4, 570.12.01, 43"],
     "ecc": ["0, 0", "1, [N/A]"],
     "slowdown": ["0, Not Active", "1, Not Active"],
@@ -79,6 +82,8 @@ def test_a_sound_machine_has_no_findings() -> None:
         ({"python": "3.9.2"}, "python", "fail", "3.9, the head has 3.12"),
         ({"versions": {"raytide": "", "ray": "2.60.0"}}, "raytide", "fail", "not installed, the head has 1.0"),
         ({"ports": {"10.0.0.9:6379": "timed out"}}, "head 10.0.0.9:6379", "fail", "timed out"),
+        ({"is_root": True}, "podman", "warn", "Ray starts no containers as root"),
+        ({"podman_driver": "vfs"}, "podman", "warn", "vfs, which copies the whole image for each worker"),
         ({"cpus": 8}, "size", "warn", "8 CPUs, 64.0 GiB, node type l4 promises more"),
     ],
 )
@@ -89,6 +94,11 @@ def test_each_fault_is_the_only_finding_and_has_a_remedy(
     assert (finding.name, finding.status) == (name, status)
     assert detail in finding.detail
     assert finding.fix
+
+
+def test_a_machine_without_podman_is_sound_and_says_what_it_cannot_run() -> None:
+    (podman,) = [finding for finding in findings(podman="", podman_driver="", is_root=True) if finding.name == "podman"]
+    assert (podman.status, podman.detail) == ("ok", "not installed: jobs that name an image fail here")
 
 
 def test_a_clock_is_not_blamed_for_a_slow_connection() -> None:

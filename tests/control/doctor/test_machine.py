@@ -108,3 +108,26 @@ def test_it_is_said_when_scripts_run_as_root(monkeypatch: pytest.MonkeyPatch, ui
     finding = doctor._user()
     assert finding.status == status
     assert ("run_as" in finding.fix) == (uid == 0)
+
+
+@pytest.mark.parametrize(
+    ("user", "driver", "status", "detail"),
+    [
+        (1000, "overlay", "ok", "podman version 4.3.1"),
+        (0, "overlay", "warn", "podman version 4.3.1, but Ray starts no containers as root"),
+        (1000, "vfs", "warn", "its storage driver is vfs, which copies the whole image for each worker"),
+        (1000, "", "warn", "`podman info` fails"),
+    ],
+)
+def test_podman_is_only_missed_by_jobs_that_name_an_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int, driver: str, status: str, detail: str
+) -> None:
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._podman() == doctor.Finding("podman", "ok", "not installed: jobs that name an image fail here")
+    podman = tmp_path / "podman"
+    podman.write_text(f'#!/bin/sh\ncase $1 in info) echo "{driver}";; *) echo podman version 4.3.1;; esac\n')
+    podman.chmod(0o755)
+    finding = doctor._podman()
+    assert finding.status == status and detail in finding.detail
+    assert bool(finding.fix) == (status != "ok")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raytide.core.io import process
 from raytide.core.io.atomic_file import create_json, read_json, write_json
-from raytide.core.io.process import Process, kill_marked, marked, terminate_all
+from raytide.core.io.process import Process, free_port, kill_marked, marked, terminate_all
 
 
 @pytest.fixture
@@ -96,3 +99,30 @@ def test_a_write_replaces_the_whole_file_and_keeps_it_private(tmp_path: Path) ->
     assert read_json(path) == {"b": 1}
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_json(tmp_path / "none.json") is None
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_gets_nor_one_that_is_open() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    chosen = {free_port() for _ in range(200)}
+    assert not [port for port in chosen if first <= port <= last]
+    assert len(chosen) > 150, "callers rarely meet"
+    with socket.socket() as probe:
+        probe.bind(("", min(chosen)))
+
+
+def test_an_open_port_is_passed_by_on_whatever_address_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.2", free_port())) as open_:
+        taken, free = open_.getsockname()[1], free_port()
+        drawn = iter((taken, taken, free))
+        monkeypatch.setattr(random, "choice", lambda ports: next(drawn))
+        assert free_port() == free
+
+
+def test_without_room_outside_of_the_ephemeral_range_the_kernel_chooses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "range").write_text("1024\t65000\n")
+    monkeypatch.setattr(process, "_EPHEMERAL_PORTS", tmp_path / "range")
+    assert free_port() > 0
+    (tmp_path / "range").write_text("1024\t60000\n")
+    assert free_port() > 60000

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from raytide.control.api.services.jobs import at_one_provider
+from raytide.core import ray_internals
 from raytide.core.errors import ConfigError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.gang import GangSpec
@@ -66,6 +67,14 @@ def test_a_section_has_what_it_leaves_out_from_the_file_but_not_the_key_of_anoth
     ]
     mine = sections["west"].model_copy(update={"setup_commands": ("echo mine",)})
     assert cloud_files(file, {"west": mine})["west"]["worker_setup_commands"] == ["echo mine"]
+
+
+def test_ray_completes_a_section_of_a_file_without_max_workers() -> None:
+    file = deepcopy(FILE)
+    del file["max_workers"]
+    section = own(file)["providers"]["west"] | {"provider": {"type": "external", "module": "mine.Cloud"}}
+    west = cloud_files(file, {"west": CloudSection.model_validate(section)})["west"]
+    assert ray_internals.prepared_config(west)["max_workers"] == 2
 
 
 def west_is(**section: object) -> Change:

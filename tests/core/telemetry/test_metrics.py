@@ -30,7 +30,7 @@ def test_what_is_rendered_is_what_prometheus_reads() -> None:
 def test_names_are_unique_and_say_whose_they_are() -> None:
     names = [metric.name for metrics in LAYERS.values() for metric in metrics]
     assert len(set(names)) == len(names)
-    assert all(name.startswith(("raytide_", "DCGM_FI_")) and not name.endswith("_total") for name in names)
+    assert all(name.startswith(("raytide_", "DCGM_FI_", "ray_")) and not name.endswith("_total") for name in names)
 
 
 def test_the_catalogue_itself_needs_no_prometheus() -> None:

@@ -23,7 +23,7 @@ from raytide.dashboards.history.writer import HistoryWriter
 from raytide.dashboards.monitor.alerting import Alerting
 from raytide.dashboards.monitor.anomalies import Anomalies
 from raytide.dashboards.monitor.monitor import Monitor
-from raytide.dashboards.monitor.scraper import PREFIXES, PageReader, Scraper, targets_from_discovery
+from raytide.dashboards.monitor.scraper import PREFIXES, RAY, PageReader, Scraper, targets_from_discovery
 from raytide.dashboards.rules.alerts import ALERTS
 
 NOW_S = 1_700_000_000.0
@@ -40,6 +40,10 @@ raytide_wait_seconds_sum 0.5
 raytide_up{job="job-7"} 1
 raytide_nothing NaN
 other_metric 3
+# TYPE ray_memory_manager_worker_eviction_total counter
+ray_memory_manager_worker_eviction_total{Component="raylet",Name="hog",SessionName="s",Type="Task",WorkerId=""} 1.0
+ray_spill_manager_objects_bytes{Component="raylet",State="Spilled",WorkerId=""} 2e8
+ray_spill_manager_objects{Component="raylet",State="Spilled",WorkerId=""} 11
 """
 
 
@@ -55,6 +59,8 @@ def test_a_page_is_read_with_its_labels_and_types(tmp_path: Path) -> None:
         ("raytide_wait_seconds_bucket", (job, ("le", "+Inf"))): (4.0, True),
         ("raytide_wait_seconds_sum", (job,)): (0.5, True),
         ("raytide_up", (("job", "job-7"),)): (1.0, False),
+        ("ray_memory_manager_worker_eviction_total", (("Name", "hog"), ("Type", "Task"), job)): (1.0, True),
+        ("ray_spill_manager_objects_bytes", (("State", "Spilled"), job)): (2e8, False),
     }
     again = [series for series, _ in reader.read(PAGE)]
     assert again == [history.series(s.metric, s.labels, s.is_counter) for s in again]
@@ -69,7 +75,7 @@ def test_a_hostile_page_is_read_as_far_as_it_makes_sense(lines: list[str]) -> No
     reader = PageReader(Names(), {})  # type: ignore[arg-type]
     for _ in range(2):
         for (metric, _labels), value in reader.read("\n".join(lines)):  # type: ignore[misc]
-            assert metric.startswith(PREFIXES)
+            assert metric.startswith(PREFIXES) or metric in RAY
             assert value == value
 
 

@@ -255,6 +255,20 @@ MODEL = (
         {**one("raytide_preemptions_total", REPLICA, "0+2x40"), **requests(ok="0+100x40")},
     ),
     AlertCase(
+        "SpecDecodeAcceptanceLow",
+        65,
+        {
+            **one("raytide_draft_tokens_total", REPLICA, "0+120x70", source="ngram"),
+            **one("raytide_accepted_tokens_total", REPLICA, "0+12x70", source="ngram"),
+        },
+        CHAT,
+        "chat accepts 10% of the tokens that are guessed ahead",
+        {
+            **one("raytide_draft_tokens_total", REPLICA, "0+120x70", source="ngram"),
+            **one("raytide_accepted_tokens_total", REPLICA, "0+36x70", source="ngram"),
+        },
+    ),
+    AlertCase(
         "PrefixHitRateCollapsed",
         1490,
         {

@@ -11,6 +11,8 @@ from tests.dashboards.rules.alert_cases import (
     AlertCase,
     one,
 )
+from tests.dashboards.rules.machine_alert_cases import MACHINES
+from tests.dashboards.rules.rollout_alert_cases import ROLLOUTS
 
 NODE = {"node": "node-1"}
 SPOT = {"type": "l4", "market": "spot"}
@@ -336,4 +338,15 @@ PROMETHEUS = (
     ),
 )
 
-CASES = (*CLIENT, *APPLICATION, *MODEL, *TRAINING, *INFRASTRUCTURE, *COST, *OPERATIONS, *PROMETHEUS)
+CASES = (
+    *CLIENT,
+    *APPLICATION,
+    *MODEL,
+    *TRAINING,
+    *ROLLOUTS,
+    *INFRASTRUCTURE,
+    *MACHINES,
+    *COST,
+    *OPERATIONS,
+    *PROMETHEUS,
+)

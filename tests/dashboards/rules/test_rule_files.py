@@ -15,7 +15,7 @@ from tests.dashboards.rules.test_evaluation import InMemory
 
 from raytide.dashboards.prometheus.programs import find_program
 from raytide.dashboards.rules.alerts import ALERTS, GROUPS, PROMETHEUS_ALERTS
-from raytide.dashboards.rules.evaluation import Labels, evaluate
+from raytide.dashboards.rules.evaluation import Labels, Point, evaluate
 from raytide.dashboards.rules.rule_files import FOLDER, rule_files
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "monitoring.md"
@@ -28,21 +28,30 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
-def parsed(selector: str, values: str) -> tuple[str, Labels, list[tuple[float, float]]]:
-    """Returns the name, labels and points of samples in promtool's notation, one a minute from time 0."""
+def parsed(selector: str, values: str) -> tuple[str, Labels, list[Point]]:
+    """Returns the name, labels and points of samples in promtool's notation, one a minute from time 0: `_` is a minute
+    without a sample, and `stale` the end of a series.
+    """
     name, _, rest = selector.partition("{")
     pairs = [pair.split("=") for pair in rest.rstrip("}").split(",") if pair]
-    points: list[float] = []
+    labels = tuple(sorted((label, value.strip('"')) for label, value in pairs if value != '""'))
+    minute, points = 0, list[Point]()
     for part in values.split():
         start, times, count = part.partition("x")
-        first, _, step = start.partition("+")
-        points += [float(first) + i * float(step or 0) for i in range(int(count) + 1 if times else 1)]
-    labels = tuple(sorted((label, value.strip('"')) for label, value in pairs if value != '""'))
-    return name, labels, [(60.0 * i, value) for i, value in enumerate(points)]
+        if start == "_":
+            minute += int(count or 1)
+            continue
+        matched = re.fullmatch(r"(-?[^+-]+)([+-].+)?", start)
+        assert matched is not None, part
+        first = None if start == "stale" else float(matched[1])
+        for i in range(int(count) + 1 if times else 1):
+            points.append((60.0 * minute, None if first is None else first + i * float(matched[2] or 0)))
+            minute += 1
+    return name, labels, points
 
 
 def stored(samples: Samples) -> InMemory:
-    series: dict[str, dict[Labels, list[tuple[float, float]]]] = {}
+    series: dict[str, dict[Labels, list[Point]]] = {}
     for selector, values in samples.items():
         name, labels, points = parsed(selector, values)
         series.setdefault(name, {})[labels] = points

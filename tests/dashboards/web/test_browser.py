@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ SCRIPT = ROOT / "benchmarks" / "page" / "busy_cluster.py"
 TOKEN = "benchmark"
 PLACES = (
     *("now", "capacity", "capacity/node-3", "queue", "runs", "runs/job-1", "runs?compare=job-1,job-2", "endpoints"),
-    *("endpoints/chat-8b", "cost", "cost/job-1", "models", "models/chat-8b", "alerts"),
+    *("endpoints/chat-8b", "cost", "cost/job-1", "models", "models/chat-8b", "models?dataset=web-2026", "alerts"),
 )
 
 
@@ -50,6 +51,8 @@ def test_every_page_works_and_fits_and_can_be_used_by_everybody(busy: str, tab: 
             page = watched.open(place)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, place
             assert page.locator("h1").count() == 1
+            without = page.locator(".stat:not(:has(.cmd)), .card:not(:has(.cmd))").all_inner_texts()
+            assert without == [], "numbers without the command that prints them"
             watched.check_accessible(place)
         assert watched.problems == []
 
@@ -152,11 +155,123 @@ def test_a_command_is_copied_and_shown(busy: str, tab: Tab) -> None:
         assert page.evaluate("navigator.clipboard.readText()") == "raytide quota"
 
 
+def test_each_page_shows_the_numbers_of_the_api(busy: str, tab: Tab) -> None:
+    def api(path: str) -> Any:
+        return httpx.get(f"{busy}/v1/{path}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30).json()
+
+    status, endpoints, teams = api("status"), api("endpoints"), api("teams")
+    nodes = [node for node in status["nodes"] if node["state"] != "ended"]
+    gpus = sum({"h100x8": 8, "l4x4": 4}[node["type"].removesuffix(".spot")] for node in nodes)
+    alerts = [each for each in api("alerts") if each["state"] != "resolved"]
+    firing = [each for each in alerts if each["state"] == "firing"]
+    ready, target = (
+        sum(counted)
+        for counted in zip(
+            *((each["ready_replicas"], each["endpoint"]["target_replicas"]) for each in endpoints), strict=True
+        )
+    )
+    budget_usd = sum(each["spec"]["budget"]["hard_usd"] or each["spec"]["budget"]["soft_usd"] for each in teams)
+    spent_usd = sum(each["spent_micro_usd"] for each in teams) / 1e6
+    price = f"${status['price_micro_usd_h'] / 1e6:.2f} /h"
+    with tab(busy, TOKEN) as watched:
+        page = watched.open("now")
+
+        def stats() -> dict[str, str]:
+            """Returns the numbers at the head of the page by their labels."""
+            found = page.locator(".stat").all()
+            return {
+                each.locator(".label").inner_text().split("\n")[0]: each.locator(".value").inner_text()
+                for each in found
+            }
+
+        assert stats()["GPUs in use"].endswith(f" of {gpus}")
+        assert stats()["Spending"] == price
+        assert stats()["Waiting"] == f"{status['jobs']['queued']} jobs"
+        assert stats()["Alerts"] == f"{len(firing)} firing"
+        watched.open("capacity")
+        assert (stats()["Nodes"], stats()["GPUs"], stats()["Price"]) == (str(len(nodes)), str(gpus), price)
+        assert page.locator(".node").count() == len(nodes)
+        watched.open("queue")
+        assert stats()["Waiting"] == f"{status['jobs']['queued']} jobs"
+        shares = {
+            row.split("\n")[0].split("\t")[0]: row for row in page.locator("table.plain tbody tr").all_inner_texts()
+        }
+        for each in teams:
+            assert f"{each['use']['used']['GPU']:.0f} used" in shares[each["name"]]
+        watched.open("endpoints")
+        assert stats()["Replicas"] == f"{ready} of {target}"
+        watched.open("cost")
+        assert stats()["Budgets"] == f"{spent_usd / budget_usd:.0%}".replace("%", " %")
+        watched.open("models")
+        dataset = api("datasets/web-2026")
+        row = page.locator("[role=row]:has-text('web-2026')").inner_text()
+        assert f"{dataset['spec']['tokens'] / 1e9:.0f}G" in row and f"{dataset['spec']['documents'] / 1e6:.0f}M" in row
+        watched.open("models?dataset=web-2026")
+        lineage = page.locator(".lineage").inner_text()
+        for model in api(f"datasets/web-2026/versions/{dataset['version']}/uses")["models"]:
+            assert model in lineage
+        watched.open("alerts")
+        shown = page.locator(".list.states .strong").all_inner_texts()
+        assert sorted(shown) == sorted(each["name"] for each in alerts)
+        assert watched.problems == []
+
+
 def test_long_tables_hold_few_rows_at_a_time(busy: str, tab: Tab) -> None:
     with tab(busy, TOKEN) as watched:
         page = watched.open("runs")
         assert page.locator("[role=table]").get_attribute("aria-rowcount") == "61"
         assert 5 < page.locator("[role=table] .row").count() < 40
+
+
+def test_long_lists_are_searched_by_words_with_the_keyboard_alone(busy: str, tab: Tab) -> None:
+    def api(path: str) -> Any:
+        return httpx.get(f"{busy}/v1/{path}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30).json()
+
+    jobs = [f"{each['job']['id']} {each['job']['spec']['name']} {each['job']['spec']['team']}" for each in api("jobs")]
+    wanted = [job for job in jobs if "dpo" in job and "search" in job]
+    nodes = api("status")["nodes"]
+    spot = [node for node in nodes if node["state"] != "ended" and "eu-1b" in str(node) and node["market"] == "spot"]
+    assert 0 < len(wanted) < len(jobs) and 0 < len(spot) < len(nodes), "the cluster has some to find"
+    with tab(busy, TOKEN) as watched:
+        page = watched.open("runs")
+        rows = page.locator("[role=table] .row")
+        page.focus("[aria-label='Filter jobs']")
+        page.keyboard.type("SEARCH dpo")
+        expect(page.locator(".filter [role=status]")).to_have_text(f"{len(wanted)} of {len(jobs)}")
+        expect(rows).to_have_count(len(wanted))
+        assert all("dpo" in text and "search" in text for text in rows.all_inner_texts())
+        watched.check_accessible("runs, filtered")
+        page.keyboard.type(" nowhere")
+        expect(page.locator(".table .empty")).to_have_text("Nothing matches “SEARCH dpo nowhere”")
+        expect(rows).to_have_count(0)
+        for _ in range(len("SEARCH dpo nowhere")):
+            page.keyboard.press("Backspace")
+        expect(page.locator("[role=table]")).to_have_attribute("aria-rowcount", str(len(jobs) + 1))
+        page = watched.open("capacity")
+        page.fill("[aria-label='Filter nodes']", "spot eu-1b")
+        expect(page.locator(".node")).to_have_count(len(spot))
+        for place, label in (("queue", "waiting jobs"), ("cost/job-1", "ledger"), ("capacity/node-3", "ledger")):
+            watched.open(place)
+            expect(page.get_by_role("searchbox", name=f"Filter {label}")).to_be_visible()
+        watched.open("cost")
+        expect(page.get_by_role("searchbox")).to_have_count(0)  # a few teams are found by eye
+        page.click("button:text-is('Node')")
+        page.get_by_role("searchbox", name="Filter cost by node").fill("node-1")
+        expect(page.locator("[role=table] .row").first).to_contain_text("node-1")
+        assert watched.problems == []
+
+
+def test_a_dataset_says_why_its_uses_are_not_shown(busy: str, tab: Tab) -> None:
+    with tab(busy, TOKEN) as watched:
+        problem = {"error": {"code": "storage", "message": "the disk is full.", "hint": "Free some."}}
+        watched.page.route("**/v1/datasets/*/versions/*/uses*", lambda route: route.fulfill(status=503, json=problem))
+        page = watched.open("models?dataset=web-2026")
+        expect(page.locator("[aria-label='Lineage of the newest version'] [role=alert]")).to_contain_text(
+            "disk is full"
+        )
+        assert page.locator(".lineage").count() == 0, "half a line would look like all of it"
+        watched.check_accessible("a dataset without its uses")
+        assert [each for each in watched.problems if "503" not in each] == []
 
 
 def test_an_earlier_fleet_is_replayed(busy: str, tab: Tab) -> None:

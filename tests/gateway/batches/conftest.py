@@ -15,11 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import uvicorn
 from openai import OpenAI
+from tests.gateway.tenancy.conftest import Line
+from tests.stores import new_store
 
 from raytide.actors.engine import FakeEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.types import GenChunk, GenRequest
+from raytide.core.io.process import free_port
+from raytide.core.objects.api_key import KeySpec, UsageRow, digest_of_secret, new_secret
+from raytide.core.state.tenancy.usage import UsageFilter
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +66,7 @@ class ServedEngine:
         async def end() -> None:
             await self._server.close()
             await self.engine.shutdown()
+            await asyncio.sleep(0.1)  # the server's cancelled tasks end
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -68,18 +75,17 @@ class ServedEngine:
 
 
 class GatewayProcess:
-    def __init__(self, folder: Path, engine_port: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    def __init__(self, folder: Path, engine_ports: list[int], api: str, key: str) -> None:
+        port = free_port()
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "platform")}
         script = Path(__file__).with_name("gateway_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(port), str(engine_port)], env=environment
+            [sys.executable, str(script), str(folder), str(port), ",".join(map(str, engine_ports)), api],
+            env=environment,
         )
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
+            api_key=key,
             max_retries=0,
             timeout=120,
             _strict_response_validation=True,
@@ -101,8 +107,8 @@ class GatewayProcess:
                     return True
         return False
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
         self.process.wait(60)
 
     def close(self) -> None:
@@ -123,6 +129,54 @@ def until(what: str, holds: Callable[[], bool], timeout_s: float = 120.0) -> Non
         time.sleep(0.01)
 
 
+class BilledGateways:
+    """Gateway processes in front of two engines and of a control API, whose ledger has the requests of one key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engines = [ServedEngine(CountingEngine(tokens_per_s=200.0)) for _ in range(2)]
+        self.store, self.key = new_store(folder), new_secret()
+        self.store.tenancy.keys.create(KeySpec(name="web"), "ana", digest_of_secret(self.key), 1.0)
+        app = Line(self.store, folder).app
+        self._server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        until("the control API", lambda: self._server.started)
+        self._api = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self._started: list[GatewayProcess] = []
+
+    def start(self) -> GatewayProcess:
+        ports = [each.port for each in self.engines]
+        self._started.append(gateway := GatewayProcess(self.folder / "files", ports, self._api, self.key))
+        gateway.wait_ready()
+        return gateway
+
+    def ledger(self) -> list[UsageRow]:
+        rows: list[UsageRow] = []
+        before = None
+        while True:
+            page, before = self.store.tenancy.usage.rows(UsageFilter(), before=before, limit=1000)
+            rows += page
+            if before is None:
+                return rows
+
+    def close(self) -> None:
+        for gateway in self._started:
+            gateway.close()
+        for engine in self.engines:
+            engine.close()
+        self._server.should_exit = True
+        self._thread.join(60)
+        self.store.close()
+
+
+@pytest.fixture
+def billed(tmp_path: Path) -> Iterator[BilledGateways]:
+    made = BilledGateways(tmp_path)
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def served() -> Iterator[ServedEngine]:
     engine = ServedEngine(CountingEngine(tokens_per_s=200.0, fail_on="broken"))
@@ -136,7 +190,7 @@ def gateways(served: ServedEngine, tmp_path: Path) -> Iterator[Callable[[], Gate
     started: list[GatewayProcess] = []
 
     def start() -> GatewayProcess:
-        started.append(gateway := GatewayProcess(tmp_path / "files", served.port))
+        started.append(gateway := GatewayProcess(tmp_path / "files", [served.port], "", "none"))
         gateway.wait_ready()
         return gateway
 

@@ -1,8 +1,12 @@
-"""A gateway process without Ray: `python gateway_process.py FOLDER PORT ENGINE_PORT`, with one model `fake`."""
+"""A gateway process without Ray: `python gateway_process.py FOLDER PORT ENGINE_PORTS API`, with one model `fake`.
+
+ENGINE_PORTS are separated by commas. API is the address of a control API that knows the token "gateway", or empty.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,19 +23,25 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 if __name__ == "__main__":
-    folder, port, engine_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, port, api = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+    addresses = {f"r{each}": ReplicaAddress("127.0.0.1", int(each), "secret") for each in sys.argv[3].split(",")}
     models = EndpointModels("test")
 
     async def run() -> AsyncIterator[None]:
-        entry = EndpointEntry(ServeSpec(name="fake", model="unused"), 1.0)
-        entry = EndpointEntry(entry.spec, 1.0, {"r1": ReplicaAddress("127.0.0.1", engine_port, "secret")})
-        models.update({"fake": entry})
+        models.update({"fake": EndpointEntry(ServeSpec(name="fake", model="unused"), 1.0, addresses)})
+        if api:
+            tenancy.start()
+            await tenancy.keys.synced.wait()
         task = asyncio.create_task(batches.run())
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await models.close()
+        if api:
+            await tenancy.close()
 
-    nobody = Tenancy(ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=False)
-    app = create_app(models, nobody, run)
-    batches = BatchService(app, models, nobody, folder)
+    control = ControlApi(api or "http://127.0.0.1:9", "gateway", f"test-{os.getpid()}")
+    tenancy = Tenancy(control, requires_keys=bool(api), shared=folder.parent if api else None)
+    app = create_app(models, tenancy, run)
+    batches = BatchService(app, models, tenancy, folder)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")

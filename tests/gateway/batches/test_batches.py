@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, OpenAI
 from openai.types import Batch
-from tests.gateway.batches.conftest import GatewayProcess, ServedEngine, until
+from tests.gateway.batches.conftest import BilledGateways, GatewayProcess, ServedEngine, until
 
 from raytide.gateway.batches.runner import PRIORITY
 
@@ -92,38 +93,53 @@ def test_every_wrong_line_of_an_input_is_named(gateways: Gateways, served: Serve
     assert served.engine.began == []
 
 
-def test_a_batch_survives_the_process_that_works_on_it(
-    gateways: Gateways, served: ServedEngine, tmp_path: Path
-) -> None:
-    """Both processes want it; the one that has it is killed at half; no recorded row runs again."""
-    started = [gateways(), gateways()]
-    batch = submit(started[0].client, [row(place, max_tokens=8) for place in range(1000)])
-    progress = tmp_path / "files" / f"{batch.id}.progress"
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_batch_whose_process_ends_at_half_runs_no_row_twice(billed: BilledGateways, how: signal.Signals) -> None:
+    """Both processes want it; the one that has it ends while rows are in flight on both replicas. The other one gets
+    the answers of these: no engine is asked for any row again, and the ledger has each row once.
+    """
+    started = [billed.start(), billed.start()]
+    lengths = [4 + place % 13 for place in range(1000)]  # so that rows do not all end together
+    batch = submit(started[0].client, [row(place, max_tokens=length) for place, length in enumerate(lengths)])
+    progress = billed.folder / "files" / f"{batch.id}.progress"
     owners: list[GatewayProcess] = []
 
     def has_an_owner() -> bool:
         owners[:] = [each for each in started if each.has_open(progress)]
         return len(owners) == 1
 
+    def recorded() -> set[str]:
+        whole = progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]
+        return {json.loads(line)["line"]["custom_id"] for line in whole}
+
+    def begun() -> list[str]:
+        return [prompt for each in billed.engines for prompt in each.engine.began]
+
     until("one of them to work on it", has_an_owner)
     (owner,) = owners
     (other,) = (each for each in started if each is not owner)
-    until("half of the rows", lambda: progress.read_bytes().count(b"\n") > 500)
-    owner.kill()
-    whole = progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]
-    recorded = {json.loads(line)["line"]["custom_id"] for line in whole}
-    assert 500 <= len(recorded) < 1000
+    until("half of the rows", lambda: len(recorded()) >= 500 and len(begun()) >= len(recorded()) + 16)
+    owner.kill(how)
+    before = recorded()
+    assert 500 <= len(before) < 1000
+    if how is signal.SIGKILL:
+        assert len(begun()) > len(before), "no row was in flight"
+        billed.start()  # it reports what the killed one had written down
     done = ended(other.client, batch)
     assert done.status == "completed" and done.request_counts is not None
     assert (done.request_counts.total, done.request_counts.completed) == (1000, 1000)
     good = lines(other.client, done.output_file_id)
     assert [each["custom_id"] for each in good] == [f"id-{place}" for place in range(1000)]
+    assert [len(each["response"]["body"]["choices"][0]["text"]) for each in good] == lengths
     assert done.error_file_id is None
-    runs = Counter(served.engine.began)
-    assert len(runs) == 1000 and set(runs.values()) <= {1, 2}
-    again = {f"id-{prompt.removeprefix('row ')}" for prompt, count in runs.items() if count == 2}
-    assert not again & recorded and len(again) <= 32, "only rows in flight may run again"
-    assert not list((tmp_path / "files").glob("batch_*")), "what only an unfinished batch needs is removed"
+    for each in billed.engines:
+        assert len(each.engine.began) > 100, "both replicas answer rows"
+    assert Counter(begun()) == {f"row {place}": 1 for place in range(1000)}
+    until("the bills", lambda: len(billed.ledger()) >= 1000)
+    bills = billed.ledger()
+    assert len(bills) == len({each.id for each in bills}) == 1000
+    assert sum(each.completion_tokens for each in bills) == done.usage.output_tokens == sum(lengths)
+    assert not list((billed.folder / "files").glob("batch_*")), "what only an unfinished batch needs is removed"
 
 
 def test_a_cancelled_batch_keeps_what_it_has(gateways: Gateways, served: ServedEngine, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tests.disk_fixture import Disk
 
 from raytide.actors.serving.batch import run
+from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.control.supervision.daemon import hold_lock
 from raytide.gateway.batches.objects import FINAL, BatchObject, BatchRequest, ExpiresAfter
@@ -29,7 +30,7 @@ class Gateway:
     """Batches over an app that answers each custom row with a status."""
 
     def __init__(self, folder: Path, answer: Answer) -> None:
-        self.now_s = 1000.0
+        self.now_s, self.drain_s = 1000.0, 0.1
         self.files = FileStore(FileDatabase(folder), FileLimits(free_bytes=0), lambda: self.now_s)
         self.batches = BatchStore(self.files, lambda: self.now_s)
         self.asked: list[str] = []
@@ -45,10 +46,10 @@ class Gateway:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    def scope_of(self, account: str) -> Mapping[str, object]:
+    def scope_of(self, account: str, row: BatchRow) -> Mapping[str, object]:
         if self.refusal is not None:
             raise self.refusal
-        return {"account": account}
+        return {"account": account, "row": row}
 
     def submit(self, rows: int, expiry: ExpiresAfter | None = None) -> BatchObject:
         line = {"method": "POST", "url": "/v1/completions"}
@@ -64,7 +65,9 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        runner = BatchRunner(self.batches, self.app, self.scope_of, lambda model: False, poll_s=0.01, now_s=self.now)
+        runner = BatchRunner(
+            self.batches, self.app, self.scope_of, lambda _: False, poll_s=0.01, drain_s=self.drain_s, now_s=self.now
+        )
         task = asyncio.create_task(runner.run())
         try:
             async with asyncio.timeout(120):
@@ -84,6 +87,13 @@ class Gateway:
     def lines(self, file_id: str | None) -> list[dict[str, object]]:
         assert file_id is not None
         return [json.loads(line) for line in self.files.content("red", file_id)[1].read_text().splitlines()]
+
+
+def shown(gateway: Gateway) -> dict[str, float]:
+    """Returns the metrics of the only batch, which is one of team red."""
+    samples = gateway.batches.samples()
+    assert {sample.labels[1] for sample in samples} <= {"red"}
+    return {sample.metric.name: sample.value for sample in samples}
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -122,9 +132,12 @@ def test_an_expired_batch_keeps_its_answers_and_names_the_rest(tmp_path: Path) -
         batch = gateway.submit(100, ExpiresAfter(anchor="created_at", seconds=3600))
         async with gateway.running():
             await until(lambda: gateway.batches.get("red", batch.id).request_counts.completed == 5)
+            gateway.now_s = batch.expires_at - 60.0
+            assert shown(gateway) == {"raytide_batch_left_seconds": 60.0, "raytide_batch_done_ratio": 0.05}
             gateway.now_s = batch.expires_at
             done = await gateway.ended(batch)
         assert (done.status, done.expired_at, done.cancelled_at) == ("expired", batch.expires_at, None)
+        assert shown(gateway) == {}, "only those that have not ended"
         assert (done.request_counts.completed, done.request_counts.failed) == (5, 95)
         assert [each["custom_id"] for each in gateway.lines(done.output_file_id)] == [f"id-{i}" for i in range(5)]
         errors = gateway.lines(done.error_file_id)

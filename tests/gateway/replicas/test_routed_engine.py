@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -172,3 +173,44 @@ async def test_equal_greedy_requests_are_computed_once_by_all_replicas_together(
         stats = [await each.engine.stats() for each in engine._replicas.ready]
         assert len(texts) == 1
         assert sum(each.generated_tokens for each in stats) == 20
+
+
+class _Held(FakeEngine):
+    """An engine that notes the requests that it has got."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_s=20.0)
+        self.began: list[str] = []
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:  # type: ignore[override]
+        self.began.append(request.rejoin_key)
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+async def test_a_row_that_a_killed_gateway_has_begun_goes_to_the_replica_that_has_it() -> None:
+    """The next gateway asks for it before it has connections to all replicas."""
+    engines = [_Held() for _ in range(4)]
+    servers = [EngineServer(engine, await engine.start(), "secret", problem=_no_problem) for engine in engines]
+    addresses = {}
+    for at, server in enumerate(servers):
+        addresses[f"r{at}"] = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), "secret")
+    rows = [replace(ask(f"q{at}", [at] * 8), rejoin_key=f"row-{at}") for at in range(8)]
+    async with gateway(addresses) as engine:
+        running = [asyncio.create_task(answer(engine, row)) for row in rows]
+        await until(lambda: sum(len(each.began) for each in engines) == len(rows))
+        assert sum(bool(each.began) for each in engines) > 1
+        await engine._replicas.close()  # the kill
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    found = ReplicaSet("e")
+    found.update(addresses)
+    routed = RoutedEngine(found)
+    answers = await asyncio.gather(*(answer(routed, replace(row, may_be_running=True)) for row in rows))
+    assert all(chunks[-1].usage is not None for chunks in answers)
+    assert sorted(key for each in engines for key in each.began) == [row.rejoin_key for row in rows]
+    await found.close()
+    for server, held in zip(servers, engines, strict=True):
+        await server.close()
+        await held.shutdown()

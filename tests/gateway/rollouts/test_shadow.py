@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from tests.gateway.conftest import Gateway, running_gateway, until
 from tests.gateway.rollouts.test_canary_traffic import ask, begin, counted, text_of
+from tests.gateway.test_metrics import value
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.gateway.rollouts import shadow
@@ -33,6 +34,9 @@ async def test_every_answer_is_the_champions_and_greedy_ones_are_compared(reply:
 
         await until(are_counted)
         assert counted(gateway)[1] == (8, 0, 8, 0)
+        shown = {"true": equal, "false": 6 - equal}
+        for is_equal, count in shown.items():
+            assert value(gateway, "raytide_shadow_answers_total", endpoint="chat", equal=is_equal) == count
 
 
 async def test_a_broken_challenger_costs_nothing_and_its_failures_are_counted() -> None:

@@ -37,7 +37,8 @@ class Line(httpx.AsyncBaseTransport):
             ray_url="",
             ray_environment={},
         )
-        self._app = httpx.ASGITransport(create_app(service, Tokens(folder / "tokens.json")))
+        self.app = create_app(service, Tokens(folder / "tokens.json"))
+        self._transport = httpx.ASGITransport(self.app)
         self.is_cut = self.answers_lost = False
         self.calls: list[str] = []
 
@@ -45,7 +46,7 @@ class Line(httpx.AsyncBaseTransport):
         if self.is_cut:
             raise httpx.ConnectError("the line is cut")
         self.calls.append(request.url.path)
-        answer = await self._app.handle_async_request(request)
+        answer = await self._transport.handle_async_request(request)
         if self.answers_lost and request.method == "POST":
             raise httpx.ReadError("the answer is lost")
         return answer

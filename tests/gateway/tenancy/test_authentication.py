@@ -9,11 +9,13 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from tests.gateway.tenancy.conftest import Line
 
-from raytide.actors.serving.openai_api.admission import CALLER, caller_of
+from raytide.actors.serving.openai_api.admission import CALLER, BatchRow, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.state import Store
 from raytide.gateway.app import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
+
+ROW = BatchRow("batch_1-0-row", may_be_running=False)
 
 
 async def who(scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,11 +96,12 @@ def test_a_row_of_a_batch_runs_for_the_account_of_its_key(
         async def receive() -> Message:
             raise AssertionError
 
-        scope = {"type": "http", "path": "/v1/completions", "headers": [], CALLER: tenancy.caller_of_account("key-1")}
+        who_asks = tenancy.caller_of_account("key-1", ROW)
+        scope = {"type": "http", "path": "/v1/completions", "headers": [], CALLER: who_asks}
         await Authentication(who, tenancy)(scope, receive, send)
         assert sent[1]["body"] == b"blue"
         store.tenancy.keys.rotate("key-1", "digest", 2.0, 0.0)
-        await eventually(lambda: tenancy.caller_of_account("key-1").key.id == "key-2")  # type: ignore[union-attr]
+        await eventually(lambda: tenancy.caller_of_account("key-1", ROW).key.id == "key-2")  # type: ignore[union-attr]
         store.tenancy.keys.revoke("key-2", 3.0)
         await eventually(lambda: refusal_of(tenancy, "key-1") == 401)
         assert refusal_of(tenancy, "") == 401, "a batch of times without keys ends where they are demanded"
@@ -109,7 +112,7 @@ def test_a_row_of_a_batch_runs_for_the_account_of_its_key(
 
 def refusal_of(tenancy: Tenancy, account: str) -> int:
     try:
-        tenancy.caller_of_account(account)
+        tenancy.caller_of_account(account, ROW)
     except ApiError as error:
         return error.status
     return 0

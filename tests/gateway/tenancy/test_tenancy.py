@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.gateway.tenancy.conftest import Line
 from tests.gateway.tenancy.test_usage import until
 
 from raytide.actors.engine.types import TokenUsage
+from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.control.bootstrap.cluster_record import HeadCluster
 from raytide.control.bootstrap.control_plane import grant_access
@@ -115,6 +117,31 @@ def test_a_request_is_billed_for_what_it_used(line: Line, store: Store, secret_o
     (row,), _ = store.tenancy.usage.rows(UsageFilter())
     assert (row.key, row.user, row.model, row.version, row.status) == ("key-1", "ana", "chat", "v3", 200)
     assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (100, 40, 50)
+
+
+def test_a_row_of_a_batch_is_billed_once_and_only_for_a_whole_answer(
+    line: Line, store: Store, secret_of: SecretOf
+) -> None:
+    """Its gateway is killed after the answer was billed, and the next one asks for it again."""
+    secret_of(budget={"usd": 1.0})
+
+    async def body(tenancy: Tenancy) -> None:
+        asked = tenancy.caller_of_account("key-1", BatchRow("batch_1-0-row", may_be_running=True))
+        other = tenancy.caller_of_account("key-1", BatchRow("batch_1-1-row", may_be_running=True))
+        for status in (499, 500, 200, 200):
+            grant = await asked.admit("chat", 100, 50)
+            grant.settle(TokenUsage(100, 40), status)
+        (await other.admit("chat", 100, 50)).settle(TokenUsage(100, 10), 200)
+
+    run(line, body)
+    rows, _ = store.tenancy.usage.rows(UsageFilter(), limit=10)
+    assert sorted((row.status, row.completion_tokens, row.cost_micro_usd) for row in rows) == [
+        (200, 10, 120),
+        (200, 40, 180),
+        (499, 0, 0),
+        (500, 0, 0),
+    ]
+    assert store.tenancy.spending.spent(["key-1"], time.time())["key-1"] == KeySpending(300, 300), "none is reserved"
 
 
 def test_refusals_are_openais_and_are_reported(line: Line, store: Store, secret_of: SecretOf) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.errors import ConfigError, DataError, UsageError
+from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.cleaning import (
     C4Rules,
     CleaningSpec,
@@ -16,7 +16,7 @@ from raytide.core.specs.cleaning import (
     SecretsRule,
     UserStage,
 )
-from raytide.pipelines.cleaning.cleaner import Cleaner
+from raytide.pipelines.cleaning.cleaner import Cleaned, Cleaner
 from raytide.pipelines.cleaning.stages import Place
 
 PROSE = (
@@ -28,13 +28,18 @@ PROSE = (
 CODE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(20))
 
 
+def clean(cleaner: Cleaner, text: str, url: str = "") -> Cleaned:
+    ((found,),) = cleaner.clean_all([text], [Place(url)])
+    return found
+
+
 def test_each_source_has_its_own_rules() -> None:
     spec = CleaningSpec(rules=DocumentRules(gopher=GopherRules()), sources={"*.py": DocumentRules(code=CodeRules())})
     cleaner = Cleaner(spec)
-    assert cleaner.clean(PROSE, "a.txt").is_kept
-    assert cleaner.clean(CODE, "a.py").is_kept
-    assert cleaner.clean(CODE, "a.txt").reason is not None
-    assert cleaner.clean("x" * 2000, "a.py").reason == "code_long_line"
+    assert clean(cleaner, PROSE, "a.txt").is_kept
+    assert clean(cleaner, CODE, "a.py").is_kept
+    assert clean(cleaner, CODE, "a.txt").reason is not None
+    assert clean(cleaner, "x" * 2000, "a.py").reason == "code_long_line"
 
 
 def test_true_stands_for_the_published_thresholds() -> None:
@@ -50,31 +55,31 @@ def test_scrubbing_is_counted_and_comes_before_the_rules() -> None:
     rules = DocumentRules(pii=PiiRule(max_matches=2), secrets=SecretsRule(), strip_licence_headers=True)
     cleaner = Cleaner(CleaningSpec(rules=rules))
     text = "# Copyright 2024 A\nmail = 'a@b.org'\nkey = 'AKIA" + "ABCDEFGHIJKLMNOP'\n"
-    cleaned = cleaner.clean(text)
+    cleaned = clean(cleaner, text)
     assert cleaned.text == "mail = '<EMAIL>'\nkey = '<SECRET>'\n"
     assert cleaned.changes == {"licence_header": 1, "pii_email": 1, "secret_aws_key_id": 1}
-    assert cleaner.clean("a@b.org c@d.org e@f.org").reason == "pii_too_many"
-    assert "@" not in cleaner.clean("a@b.org c@d.org e@f.org").text
+    assert clean(cleaner, "a@b.org c@d.org e@f.org").reason == "pii_too_many"
+    assert "@" not in clean(cleaner, "a@b.org c@d.org e@f.org").text
 
 
 def test_secrets_can_drop_the_document() -> None:
     cleaner = Cleaner(CleaningSpec(rules=DocumentRules(secrets=SecretsRule(action="drop"))))
-    assert cleaner.clean("AKIA" + "ABCDEFGHIJKLMNOP").reason == "secrets"
-    assert cleaner.clean("nothing").is_kept
+    assert clean(cleaner, "AKIA" + "ABCDEFGHIJKLMNOP").reason == "secrets"
+    assert clean(cleaner, "nothing").is_kept
 
 
 def test_language_is_told_and_kept() -> None:
     cleaner = Cleaner(CleaningSpec(rules=DocumentRules(language=LanguageRule())))
-    assert (cleaner.clean(PROSE).language, cleaner.clean(PROSE).reason) == ("en", None)
-    assert cleaner.clean("Der Müller repariert das Rad und liest am Feuer seine Bücher.").reason == "language_other"
+    assert (clean(cleaner, PROSE).language, clean(cleaner, PROSE).reason) == ("en", None)
+    assert clean(cleaner, "Der Müller repariert das Rad und liest am Feuer seine Bücher.").reason == "language_other"
 
 
 def test_documents_of_evaluation_sets_are_dropped(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"q": ["Farmers bring their GRAIN, to that mill each autumn! They talk with the miller"]}\n')
     cleaner = Cleaner(CleaningSpec(decontaminate=Decontamination(sets=(str(questions),))))
-    assert cleaner.clean(PROSE).reason == "contaminated"
-    assert cleaner.clean(PROSE.replace("grain", "rye")).is_kept
+    assert clean(cleaner, PROSE).reason == "contaminated"
+    assert clean(cleaner, PROSE.replace("grain", "rye")).is_kept
     assert cleaner.identity()[0][0] == str(questions)
 
 
@@ -92,7 +97,7 @@ def test_a_cleaner_is_pure_and_can_be_pickled(tmp_path: Path) -> None:
     cleaner = Cleaner(CleaningSpec(rules=rules))
     (tmp_path / "s.py").unlink()  # its source goes along
     copy: Cleaner = pickle.loads(pickle.dumps(cleaner))
-    assert copy.clean(PROSE) == cleaner.clean(PROSE) == cleaner.clean(PROSE)
+    assert clean(copy, PROSE) == clean(cleaner, PROSE) == clean(cleaner, PROSE)
     assert copy.identity() == cleaner.identity()
 
 
@@ -110,5 +115,3 @@ def test_stages_make_and_drop_documents(tmp_path: Path) -> None:
         [("ab!", None), ("c", "stage_long"), ("no", "stage_shout"), ("de!", None)],
         [("fg!", None)],
     ]
-    with pytest.raises(UsageError, match="4 documents of one"):
-        cleaner.clean("ab|c|no|de")

@@ -110,6 +110,7 @@ def test_each_bad_line_of_jsonl_is_one_drop_with_its_reason(tmp_path: Path, spec
     lines = [
         b'{"text": "good"}',
         b"",
+        b" \t\r",
         b"{",
         b'["a list"]',
         b'{"text": null}',

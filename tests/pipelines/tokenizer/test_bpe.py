@@ -54,6 +54,12 @@ def test_a_tiny_corpus_gives_a_smaller_vocabulary_that_still_spells_every_byte()
     assert tokenizer.decode(tokenizer.encode("ß\x00☃").ids) == "ß\x00☃"
 
 
+def test_a_vocabulary_with_gaps_needs_a_row_for_each_id_up_to_the_highest() -> None:
+    body = json.loads(TRAINED)
+    body["model"]["vocab"] |= {"zz": 1000}
+    assert vocab_size_of(load_bpe(json.dumps(body).encode(), "t")) == 1001
+
+
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     tokenizer = load_bpe(TRAINED, "t")

@@ -146,12 +146,20 @@ def test_a_node_with_another_version_of_an_engine_is_an_error_that_names_both() 
 def test_the_checked_sample_is_small_and_of_the_texts(texts: list[str]) -> None:
     sample = sample_of(texts)
     assert bool(sample) == bool(texts)
-    assert all(any(text.startswith(piece) for text in texts) for piece in sample)
+    assert all(any(piece in text for text in texts) for piece in sample)
 
 
 def test_the_checked_sample_is_a_500th_of_a_large_chunk() -> None:
     texts = ["x" * 10_000] * 400
     assert 7000 <= sum(map(len, sample_of(texts))) <= 8000
+
+
+def test_the_checked_pieces_are_from_all_parts_of_the_texts() -> None:
+    text = "".join(f"{i:05d} " for i in range(1000))
+    starts = [text.index(piece) for piece in sample_of([text] * 32)]
+    assert len(set(starts)) == len(starts)
+    assert min(starts) == 0
+    assert max(starts) > 0.9 * len(text)
 
 
 MESSAGES = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=20)), max_size=4)

@@ -1,3 +1,4 @@
+import hashlib
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from pathlib import Path
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.io.token_dataset import ITEM_BYTES, Shard, ShardFormat, TokenDtype
-from raytide.pipelines.chunk_store import AlteredError, ChunkStore, pack_blob
+from raytide.pipelines.chunk_store import CHECKSUM_BYTES, AlteredError, ChunkStore, pack_blob, unpack_blob
 from raytide.pipelines.writers.shards import ChunkTokens, ShardStage, clear, plan_shards
 
 documents_of_ids = st.lists(st.lists(st.integers(0, 65_535), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -116,6 +117,13 @@ def test_parquet_shards_hold_a_row_for_each_document(
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     shards = write(str(tmp_path), [[70_000, 1]], 1, 10, dtype="uint32")
     assert read_bin(tmp_path, shards, "uint32") == [70_000, 1]
+
+
+def test_a_blob_of_an_earlier_release_is_read() -> None:
+    """The signatures of its datasets begin with a SHA-256."""
+    body = pack_blob({"slots": np.arange(5)}, {"form": 1})[CHECKSUM_BYTES:]
+    arrays, about = unpack_blob(hashlib.sha256(body).digest()[:CHECKSUM_BYTES] + body, "signatures.bin")
+    assert (arrays["slots"].tolist(), about) == ([0, 1, 2, 3, 4], {"form": 1})
 
 
 def test_a_chunk_that_was_altered_is_found(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raytide.queue.admission.cycle import run_cycle
 from raytide.queue.admission.priority import (
     LAST,
+    LATE,
     LONGER,
     NEW,
     OVERDUE,
@@ -105,12 +106,36 @@ def test_where_it_is_first_come_first_served_the_oldest_that_finds_no_room_waits
 
 def test_a_gang_that_waited_longer_than_it_would_among_equals_is_overdue_however_long_the_others_wait() -> None:
     gang, other, late = (16, 20, 2, 7), (1, 5, 5, 8), (1, 0, 0, 6)
-    assert bands(queue_table(other, gang, late, held=[1])).tolist() == [SHORT, LONGER, NEW], (
+    assert bands(queue_table(other, gang, late, held=[1])).tolist() == [SHORT, LATE, NEW], (
         "it would wait for nine hours"
     )
     assert bands(queue_table(other, gang, late, held=[0, 1])).tolist() == [SHORT, OVERDUE, NEW], (
         "nobody older than six would"
     )
+
+
+def test_a_gang_that_waits_goes_before_other_long_jobs_shortly_before_it_is_overdue() -> None:
+    def band(queued_h: float) -> int:
+        holder, oldest, gang = (8, 30, 3, 0), (2, 20, 1, 9), (8, 20, 1, queued_h)
+        rows = queue_table(holder, oldest, gang, held=[0])
+        assert fair_wait_s(rows) == 10 * HOUR_S
+        return int(bands(rows)[2])
+
+    assert [band(queued_h) for queued_h in (8.4, 8.6, 8.9)] == [LONGER, LATE, LATE]
+    rows = queue_table((8, 30, 3, 0), (2, 20, 1, 9), (8, 20, 1, 8.6), (1, 5, 5, 3), held=[0])
+    assert ranked(rows).tolist() == [3, 2, 0, 1]
+
+
+def test_a_gang_with_gpus_keeps_its_band_though_the_others_wait_for_longer_meanwhile() -> None:
+    def band(queued_h: float, *, is_held: bool) -> int:
+        holder, gang, oldest = (8, 30, 3, 0), (8, 20, 1, queued_h), (9, 20, 1, 9)
+        small = (1, 20, 1, 9)
+        rows = queue_table(holder, gang, oldest, small, held=[0, 1] if is_held else [0])
+        assert fair_wait_s(rows) == 10 * HOUR_S
+        return int(bands(rows)[1])
+
+    assert [band(queued_h, is_held=False) for queued_h in (4.9, 5.1, 8.2)] == [LONGER] * 3
+    assert [band(queued_h, is_held=True) for queued_h in (4.9, 5.1, 8.0, 8.2)] == [LONGER, LATE, LATE, OVERDUE]
 
 
 def test_a_gang_is_not_overdue_for_hours_even_if_no_other_job_waits() -> None:

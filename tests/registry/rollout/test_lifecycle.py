@@ -21,6 +21,7 @@ from raytide.registry.rollout.lifecycle import (
     intervals,
     judged_by,
     losing_endpoints,
+    proven_regressions,
     with_shares,
 )
 from raytide.registry.rollout.routes import routes
@@ -89,6 +90,9 @@ def test_a_challenger_that_fails_requests_is_rolled_back_and_a_count_that_is_see
     found = advance(found, view(counts=counts((140, 0), (30, 29))), 130.0)
     assert (found.state, found.percent, found.loser) == (RolloutState.ROLLED_BACK, 0.0, "web~2")
     assert "failed requests" in found.reason
+    assert proven_regressions(stored(found)) == {"errors": pytest.approx(29 / 30, abs=0.05)}
+    assert proven_regressions(replace(found, state=RolloutState.STOPPED)) == {}
+    assert proven_regressions(replace(found, progress={"canary": {"of": "another release"}})) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Opens the KV cache's folder on local disk for one engine, and when the engine ends writes the cached blocks of its
-memory there.
-"""
+"""Opens an engine's KV cache folder on local disk, and writes the engine's cached blocks there when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import json
 import logging
 import time
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -21,6 +18,7 @@ from raytide.actors.engine.kv_cache.disk_tier import DiskTier
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.models.content import WeightsSource
+from raytide.core.config import installed_version
 from raytide.core.errors import ConfigError
 from raytide.kernels.library import operators_key
 
@@ -32,8 +30,8 @@ _FLUSHED_AT_ONCE = 16
 
 
 def open_disk_tier(config: EngineConfig, runner: ModelRunner, weights: WeightsSource) -> DiskTier | None:
-    """Returns the disk tier that the options ask for, after measuring the speeds of the disk and the model. Returns
-    None if they ask for none, or when the disk fails. Raises ConfigError for a folder that cannot be used.
+    """Returns the disk tier that the options request, after measuring the speeds of the disk and the model. Returns
+    None if they request none, or when the disk fails. Raises ConfigError for a folder that cannot be used.
     """
     if config.local_disk is None:
         return None
@@ -62,8 +60,8 @@ def open_folder(config: EngineConfig, runner: ModelRunner, weights: WeightsSourc
 
 
 def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
-    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use come first, then the last used
-    ones; of a prefix, its first blocks come first.
+    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use come first, then the most
+    recently used; within a prefix, earlier blocks come first.
     """
     if disk is None or not cache.layers:
         return
@@ -79,7 +77,7 @@ def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
 
 
 def _identity(config: EngineConfig, runner: ModelRunner, weights: WeightsSource) -> str:
-    """Returns a name for everything, except the hash of its tokens, that the bits of a block's KV depend on."""
+    """Returns a name for everything, apart from its tokens, on which the bits of a block's KV depend."""
     terms = {
         "architecture": repr(runner.arch),
         "weights": weights.content,
@@ -90,7 +88,7 @@ def _identity(config: EngineConfig, runner: ModelRunner, weights: WeightsSource)
         "block_size": runner.block_size,
         "max_len": runner.max_len,
         "options": [config.tensor_parallel, config.deterministic, runner.quantization],
-        "code": [_version("raytide"), torch.__version__, operators_key(), runner.operators],
+        "code": [installed_version("raytide") or "", torch.__version__, operators_key(), runner.operators],
     }
     digest = blake2b(json.dumps(terms, sort_keys=True).encode(), digest_size=10).hexdigest()
     return f"kv-{runner.kv_dtype_name.replace(' ', '-')}-{runner.block_size}-{digest}"
@@ -99,10 +97,3 @@ def _identity(config: EngineConfig, runner: ModelRunner, weights: WeightsSource)
 def _weight_files(weights: WeightsSource) -> list[Path]:
     place = weights.model_dir
     return [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -53,7 +53,7 @@ class NativeEngine(Engine):
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
         self._pooling = asyncio.Semaphore(2 * config.max_running)
-        """Bounds the prompts to pool that are in the core for all callers together, so that its queue keeps room for
+        """Bounds the pooled prompts that all callers together have in the core, so that the core's queue has space for
         other requests.
         """
         self._idle = asyncio.Event()

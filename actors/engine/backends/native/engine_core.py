@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 _MOVES_MAY_FAIL = 3  # times in a row
 _FAILURES_ALONE = 3
-"""The model itself is tested after this many consecutive steps in which every request failed."""
+"""The number of consecutive steps in which every request failed, after which the model itself is tested."""
 
 
 class EngineCore:
@@ -159,7 +159,7 @@ class EngineCore:
         self.track_outputs(answer)
 
     def add_pooled(self, request: GenRequest, prompt: Items[int], pooled: PooledPrompt) -> None:
-        """Queues a prompt whose output is a vector. Raises as `add` does."""
+        """Queues a prompt whose output is a vector. Raises the errors of `add`."""
         now_s = time.monotonic()
         salt = self.salt(request.lora, request.cache_salt)
         seq = self.input_processor.pooled_sequence(request, prompt, salt, now_s, pooled)
@@ -351,6 +351,7 @@ class EngineCore:
         if run[-1].ends or sample.stops.stopped:
             self.scheduler.finish(seq, "stop")
         del seq.tokens[len(seq.tokens) - dropped :]
+        self._counters.generated_tokens += len(run)
         self._outputs += answer.emit(sample, run, text, now_s)
         if seq.finish_reason is not None:
             self.runner.release(seq)
@@ -391,8 +392,6 @@ class EngineCore:
             self.runner.release(sample.seq)
             if self.speculator is not None:
                 self.speculator.forget(sample.seq)
-            self._counters.generated_tokens += sample.seq.output_len
-        self._counters.generated_tokens -= sum(len(each.token_ids) for each in answer.request.resume)
         self._counters.finished += 1
         if not answer.is_prompt_imported:  # the engine that has computed it counts it
             self._counters.prompt_tokens += answer.parent.prompt_len

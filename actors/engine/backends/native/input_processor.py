@@ -61,7 +61,7 @@ class InputProcessor:
         return list(prompt)
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """Tokenizes the bad words and prepares the stop strings. Thread-safe."""
+        """Returns the tokenized bad words, None if there are none, and prepares the stop strings. Thread-safe."""
         prepare_stops(params)
         if not params.bad_words:
             return None
@@ -69,7 +69,7 @@ class InputProcessor:
         return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
 
     def images(self, request: GenRequest) -> tuple[PreparedImage, ...]:
-        """Decodes the images of a request for a model that reads them. Raises UsageError for one that cannot be read.
+        """Decodes the images of a request for a model that reads images. Raises UsageError for an unreadable image.
         Thread-safe.
         """
         processor = self._images

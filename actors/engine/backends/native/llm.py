@@ -63,7 +63,8 @@ class LLM:
         lora: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Returns the answers in the order of the prompts, which are texts or lists of token ids and run all together.
+        """Returns the answers in the order of the prompts. Prompts are texts or lists of token ids, and run all
+        together.
 
         `sampling` is one SamplingParams for all prompts, or a list with one for each. A prompt that is empty or too
         long raises UsageError before anything runs; a request that fails while running has finish reason "error".
@@ -104,7 +105,9 @@ class LLM:
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns a vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
+        """Returns a vector of length 1 for each prompt, pooled as the model directory states, by default from the last
+        token.
+        """
         pooling = pooling_of(self._core.weights.model_dir)
         return self._pool(prompts, lambda: PooledPrompt(pooling))
 

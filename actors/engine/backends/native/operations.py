@@ -121,8 +121,8 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """Returns how many of a prompt's first tokens would not be computed: those in the prefix cache, and the ones after
-    them that are on disk, if reading them is cheaper than computing them. The last token is always computed.
+    """Returns how many of a prompt's first tokens would not be computed. It counts the tokens in the prefix cache and,
+    if reading is cheaper than computing, the tokens after them that are on disk. The last token is always computed.
     """
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):

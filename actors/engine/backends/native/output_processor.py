@@ -29,7 +29,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """The vector of a prompt, which is the whole output of its request."""
+    """The vector that is the whole output of a pooled request."""
 
     request_id: str
     vector: list[float]

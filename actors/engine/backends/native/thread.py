@@ -28,7 +28,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _FAILED_STEPS = 3
-"""The engine counts as dead after this many consecutive steps that fail as a whole."""
+"""The number of consecutive steps that fail as a whole after which the engine counts as dead."""
 _JOIN_S = 30.0
 """The seconds for which `stop` waits for the thread, which may hang in a library."""
 
@@ -56,7 +56,9 @@ class EngineThread:
         self._config, self._deliver, self._on_end, self._launcher = config, deliver, ended, launcher
         self._core: EngineCore | None = None
         self.tap: Callable[[list[Output]], list[Output]] = list
-        """Gets all outputs, on the core's thread, and returns those to deliver."""
+        """A function that the core's thread calls with the outputs of each step. It returns those to deliver to the
+        event loop.
+        """
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._end_error: EngineError | None = None
         self._is_stopping = False
@@ -184,8 +186,8 @@ class EngineThread:
         return self._publish(self._report, self.tap(core.drain_outputs()), call.done, result, error)
 
     def _publish(self, callback: Callable[..., None], *args: object) -> bool:
-        """Schedules a callback on the event loop. Returns False when the loop is closed, so that nobody waits for
-        outputs any more.
+        """Schedules a callback on the event loop. Returns False when the loop is closed: nothing waits for outputs
+        then.
         """
         try:
             self._events.call_soon_threadsafe(callback, *args)

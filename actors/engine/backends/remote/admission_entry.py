@@ -21,22 +21,22 @@ class AdmissionEntry:
     priority: int
     turn: asyncio.Future[None]
     due_s: float = math.inf
-    """The time by which its first token is promised, in seconds on the event loop's clock."""
+    """The time by which the first token is promised, in seconds on the event loop's clock."""
     tokens: int = 0
     """The number of tokens in its answer so far."""
     is_running: bool = False
     started: int = 0
-    """The number of its last start; the starts of all requests are numbered in order."""
+    """The number of the request's last start; the starts of all requests are numbered in order."""
     started_s: float = 0.0
     is_answered: bool = False
     """True once the engine has sent a chunk since the last start, so that the request no longer waits there."""
     is_preempted: bool = False
-    """True if the engine has taken it out for other requests since its last start."""
+    """True if the engine has preempted the request since its last start."""
     gave_way: bool = False
-    """True if the engine has ever taken it out for other requests."""
+    """True if the engine has ever preempted the request."""
     is_aborted: bool = False
     cached_tokens: int | None = None
-    """The prompt tokens that were cached at the first start; known only after a preemption."""
+    """The number of prompt tokens that were cached at the first start; known only after a preemption, else None."""
 
     @property
     def kv_tokens(self) -> int:

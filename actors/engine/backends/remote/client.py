@@ -23,11 +23,11 @@ from raytide.actors.engine.types import (
     Message,
     PromptOptions,
 )
-from raytide.core.errors import EngineDeadError, RaytideError
+from raytide.core.errors import EngineDeadError, RaytideError, from_json
 
 _CONNECT_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0
-"""A process that has sent nothing for this long, not even its status, is taken as dead."""
+"""A process that has sent nothing for this many seconds, not even its status, counts as dead."""
 
 _EMBEDDED_AT_ONCE = 128
 """The most inputs of one call: 2,048 vectors of a large model would be a longer message than a connection accepts."""
@@ -97,8 +97,8 @@ class RemoteEngine(Engine):
     ) -> AsyncIterator[GenChunk]:
         """Streams a request. The process passes `prefix` to the `on_prefix` callbacks of its other clients.
         `prefill_at` has the host, port, secret and name of the process from which the prompt's KV is fetched.
-        `new_tokens` is the number of prompt tokens that are expected not to be cached; the process reports their sum
-        over its requests in its statuses.
+        `new_tokens` is the number of prompt tokens that are probably not cached; the process's statuses report their
+        sum over its requests.
         """
         return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 
@@ -137,11 +137,15 @@ class RemoteEngine(Engine):
         return bool(await self._call("abort", request_id))
 
     async def stats(self) -> EngineStats:
-        """Asks the process for its present statistics and returns them; `status` has the last ones that it pushed."""
+        """Asks the process for its present statistics and returns them; `status` has the last pushed ones."""
         return wire.unpack_stats(await self._call("stats"))
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
+
+    async def holds(self, rejoin_key: str) -> bool:
+        """Returns whether the process computes or keeps the answer of a request with this key."""
+        return bool(await self._call("holds", rejoin_key))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         return await self._vectors("embed", batch, lora)
@@ -321,7 +325,7 @@ class _Connection(asyncio.Protocol):
             if (done := self._calls.get(message[1])) is not None and not done.done():
                 done.set_result(message[2])
         elif kind == Kind.ERROR:
-            self._fail(message[1], wire.unpack_error(message[2]))
+            self._fail(message[1], from_json(message[2]))
         elif kind == Kind.HELLO:
             if not self.hello.done():
                 self.hello.set_result(wire.unpack_info(message[1]))

@@ -1,10 +1,10 @@
 """Orders waiting requests so that as many first tokens as possible are in time.
 
-Requests that can still be in time go first, the earliest due time first. Requests that are already too late go after
-them, because starting them would only make further ones late; a small share of the starts is reserved for these, so
-that none waits for ever. With one server and an equal time allowance for every request, no request that would be in
-time under first come, first served is late here, since only earlier ones go before it. Requests without a due time keep
-the order of their arrival.
+Requests that can still be in time go first, the earliest due time first. Late requests go after them, because serving
+them first would only make more requests late; a small share of the starts is reserved for late requests, so that none
+waits for ever. With one server and an equal time allowance for every request, each request that is in time under first
+come, first served is also in time here, since only requests that are due earlier go before it. Requests without a due
+time keep the order of their arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 LATE_EVERY = 20
-"""While late requests wait, one in this many starts goes to the oldest late one."""
+"""While late requests wait, every LATE_EVERY-th start goes to the oldest late request."""
 
 
 class DeadlineQueue(Generic[T]):
@@ -38,8 +38,8 @@ class DeadlineQueue(Generic[T]):
         return len(self._waiting) + len(self._late)
 
     def push(self, request: T, *, due_s: float = math.inf, needs_s: float = 0.0, first: bool = False) -> None:
-        """Queues a request whose first token is due at `due_s` and comes `needs_s` after its start. A request with
-        `first` goes before all others, and is never late.
+        """Queues a request whose first token is due at `due_s` and follows its start after `needs_s` seconds. With
+        `first` the request goes before all others and never counts as late.
         """
         self._pushed += 1
         if first:

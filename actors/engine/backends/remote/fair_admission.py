@@ -1,10 +1,10 @@
 """Admits requests of many teams to an engine, so that none waits behind the backlog of another.
 
-The requests of all gateway processes meet in the engine's process. As many run as the engine has places for; the others
-wait in a fair queue here, not in the engine's queue. When no place is free, a team that holds less than half of its
-share may displace a request of a team with more: the engine stops that request and continues it later from its tokens,
-so that its client sees a pause. If there is a promised time to the first token, requests of a team that can still keep
-it go before those that cannot (deadline_queue.py).
+The requests of all gateway processes come together in the engine's process. As many of them run as the engine has
+places for; the others wait in a fair queue here, not in the engine's own queue. When no place is free, a team with less
+than half of its share may preempt a request of a team that holds more for its weight. The engine stops that request and
+later continues it from its tokens; its client sees a pause. If there is a promised time to the first token, requests of
+a team that can still keep it go before those that cannot (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
 from raytide.core.errors import ConflictError, OverloadedError, RaytideError
 
 START_WEIGHT = 0.1
-"""The weight of the latest start in the mean time to a first token."""
+"""The weight of the latest start in the moving average of the time to a first token."""
 SPARE_SHARE = 16
-"""For each this many places, one more request waits in the engine itself, so that a free place is taken at once."""
+"""For every SPARE_SHARE places, one more request waits in the engine itself, so that a place that becomes free is used
+at once.
+"""
 
 
 @dataclass(slots=True)
@@ -69,11 +71,11 @@ class FairAdmission:
         self._entries: dict[str, AdmissionEntry] = {}
         self._teams: dict[str, _Team] = {}
         self._preempting: set[AdmissionEntry] = set()
-        """The requests that the engine has been asked to end. Their places already count as free: a request that starts
-        in one reaches the engine after that command, and so misses no step.
+        """The requests that the engine has been asked to end. Their places already count as free: a request that takes
+        such a place reaches the engine after the order to end, and so misses no step.
         """
         self._aborting: set[asyncio.Task[None]] = set()
-        self._asked = self._used = self._leaving = self._kv_tokens = self._unanswered = 0
+        self._asked = self._used = self._kv_tokens = self._unanswered = 0
         self._starts = itertools.count(1)
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -102,13 +104,10 @@ class FairAdmission:
                     for chunk in aborted_chunks(entry.progress.resumed(), len(request.prompt)):
                         yield chunk
                     return
-                try:
-                    async with aclosing(self._engine.generate(entry.remainder())) as chunks:  # type: ignore[type-var]
-                        async for chunk in chunks:
-                            if (passed := self._passed(entry, chunk)) is not None:
-                                yield passed
-                finally:
-                    self._leave(entry)
+                async with aclosing(self._engine.generate(entry.remainder())) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        if (passed := self._passed(entry, chunk)) is not None:
+                            yield passed
                 if not entry.is_preempted:
                     return
                 self._queue_again(entry)
@@ -125,12 +124,6 @@ class FairAdmission:
         if not entry.turn.done():
             entry.turn.set_result(None)
         return True
-
-    def review(self) -> None:
-        """Starts the requests whose turn it is now. Turns change as teams are served, even while no request arrives or
-        ends.
-        """
-        self._dispatch()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits until all others have ended. Those that still wait after `timeout_s` are
@@ -175,50 +168,47 @@ class FairAdmission:
             due_s=entry.due_s,
             needs_s=self._start_s or 0.0,
         )
-        self._dispatch()
+        self.dispatch()
         return entry
 
     def _exit(self, entry: AdmissionEntry) -> None:
+        if entry.is_running:
+            self._leave(entry)
+        self._queue.remove(entry)
         del self._entries[entry.request.request_id]
         self._asked -= entry.places
         team = self._teams[entry.request.team]
         team.requests -= 1
         if not team.requests:
             del self._teams[entry.request.team]
-        if self._queue.remove(entry):
-            self._dispatch()
+        self.dispatch()
         if not self._entries:
             self._idle.set()
 
     async def _await_turn(self, entry: AdmissionEntry) -> None:
-        try:
-            if entry.gave_way and entry.turn.done():
-                await asyncio.sleep(0)  # the one for which it left, whose turn came first, reaches the engine first
-            await entry.turn
-        except BaseException:
-            if entry.is_running:  # it was its turn at the same moment
-                self._leave(entry)
-            raise
+        if entry.gave_way and entry.turn.done():
+            await asyncio.sleep(0)  # the one for which it left, whose turn came first, reaches the engine first
+        await entry.turn
 
     def _queue_again(self, entry: AdmissionEntry) -> None:
+        """Queues a preempted request before its place is given away, so that its team is not passed over for it."""
+        self._leave(entry)
         entry.turn = asyncio.get_running_loop().create_future()
         request = entry.request
         # One token, so that a team that has had little goes before it also when both start at the same time.
         self._queue.push(entry, request.team, 1, weight=request.weight, priority=entry.priority, again=True)
-        self._dispatch()
+        self.dispatch()
 
     def _make_room(self, request: GenRequest, places: int) -> None:
-        """Makes room for a new request: refuses the newest waiting one of the team with the most requests for its
-        weight. Raises OverloadedError if that is the new request's own team.
+        """Makes room in the queue for a new request: refuses the newest waiting request of the team that has the most
+        requests for its weight.
 
-        Requests that were taken out of the engine do not count against the limit and are never refused.
+        Raises OverloadedError if that is the new request's own team. Preempted requests do not count against the limit
+        and are never refused.
         """
-        queued = [each for each in self._entries.values() if not (each.is_running or each.turn.done() or each.tokens)]
-        begun = sum(
-            each.places
-            for each in self._entries.values()
-            if each.tokens and (each in self._preempting or not (each.is_running or each.turn.done()))
-        )
+        waiting = [each for each in self._entries.values() if not (each.is_running or each.turn.done())]
+        queued = [each for each in waiting if not each.tokens]
+        begun = sum(each.places for each in waiting if each.tokens)
         if self._asked + places - begun <= self._info.max_running + self._info.max_waiting:
             return
         weights = {each.request.team: each.request.weight for each in queued} | {request.team: request.weight}
@@ -236,11 +226,12 @@ class FairAdmission:
     def _full(self) -> OverloadedError:
         return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
 
-    def _dispatch(self) -> None:
-        """Starts the requests whose turn it is, as far as the engine has places for them.
+    def dispatch(self) -> None:
+        """Starts the requests whose turn it is, as far as the engine has places for them. Turns change as teams are
+        served, even while no request arrives or ends.
 
-        A request of several samples starts when one place is free; its other samples wait inside the engine. Otherwise
-        it would hold up the queue until enough places are free at once.
+        A request of several samples starts when one place is free; its other samples wait inside the engine. If it
+        waited for enough free places at once, it would hold up the queue.
         """
         if not self._queue:
             return
@@ -257,13 +248,13 @@ class FairAdmission:
             # A prefix that requests share is counted for each of them, so what seems not to fit is tried one by one.
             fits_kv = not self._unanswered or self._kv_tokens + head.kv_tokens <= capacity
             if not (room > 0 and fits_kv):
+                if self._preempting:
+                    return
                 victims = self._victims(head, 1 - room, 0 if fits_kv else head.kv_tokens)
                 for victim in victims:
                     self._preempt(victim)
                 if not victims and not (room + self._spare > 0 and fits_kv):
                     return
-            if self._used + self._leaving + head.places > self._info.max_running + self._info.max_waiting:
-                return  # until some have left: the engine would refuse it
             self._start(self._queue.pop(now_s), now_s)
 
     def _start(self, entry: AdmissionEntry, now_s: float) -> None:
@@ -277,10 +268,8 @@ class FairAdmission:
         entry.is_running = False
         if entry in self._preempting:
             self._preempting.discard(entry)
-            self._leaving -= entry.places
         else:
             self._count_places(entry, -1)
-        self._dispatch()
 
     def _count_places(self, entry: AdmissionEntry, sign: int) -> None:
         """Adds a request's places and KV tokens to those in use in the engine; with a `sign` of -1, subtracts them."""
@@ -306,7 +295,7 @@ class FairAdmission:
             self._unanswered -= entry not in self._preempting
             took_s = asyncio.get_running_loop().time() - entry.started_s
             self._start_s = took_s if self._start_s is None else self._start_s + START_WEIGHT * (took_s - self._start_s)
-            self._dispatch()
+            self.dispatch()
         if chunk.usage is None or entry.cached_tokens is None:
             return chunk
         return replace(chunk, usage=replace(chunk.usage, cached_tokens=entry.cached_tokens))
@@ -325,14 +314,13 @@ class FairAdmission:
         self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
 
     def _victims(self, head: AdmissionEntry, places: int, kv_tokens: int) -> list[AdmissionEntry]:
-        """Returns the requests to take out of the engine so that `head` can start at once; none if `head` has no right
-        to that.
+        """Returns the requests to preempt so that `head` can start at once; none if `head` has no right to that.
 
-        Less urgent requests may always be taken out. Others may be if the team of `head` holds less than half of its
-        share, and if their own team afterwards still holds at least as many places for its weight. The least urgent go
-        first, then those of the team with the most places for its weight. Among these go first the ones without a
-        token, newest first, because they may still wait in the engine; then those with the fewest tokens to compute
-        again.
+        Less urgent requests may always be preempted. Others may be if the team of `head` holds less than half of its
+        share, and if their own team afterwards still holds at least as many places for its weight. The least urgent are
+        chosen first, then those of the team with the most places for its weight. Among these, the ones without a token
+        are chosen first, newest first, because they may still wait in the engine; then those with the fewest tokens to
+        compute again.
         """
         if "resume" not in self._info.features:
             return []
@@ -371,12 +359,10 @@ class FairAdmission:
                 is_ending = await self._engine.abort(victim.request.request_id)
             if not is_ending and victim in self._preempting:
                 self._preempting.discard(victim)
-                self._leaving -= victim.places
                 self._count_places(victim, 1)
-                self._dispatch()
+                self.dispatch()
 
         self._count_places(victim, -1)
-        self._leaving += victim.places
         self._preempting.add(victim)
         self._aborting.add(task := asyncio.create_task(abort()))
         task.add_done_callback(self._aborting.discard)

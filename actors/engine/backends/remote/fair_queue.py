@@ -21,9 +21,9 @@ T = TypeVar("T")
 @dataclass(eq=False, slots=True)
 class _Entry(Generic[T]):
     number: int
-    """Its arrival number, which decides between equal virtual starts."""
+    """The request's arrival number, which decides between equal virtual starts."""
     length: float
-    """Its virtual length: tokens divided by its team's weight."""
+    """The request's virtual length: tokens divided by its team's weight."""
     request: T
 
 
@@ -32,7 +32,7 @@ class _Team(Generic[T]):
     finish: float = 0.0
     """The virtual time at which the tokens served to the team are paid for."""
     start: float = 0.0
-    """The virtual start of its next request."""
+    """The virtual start of the team's next request."""
     waiting: DeadlineQueue[_Entry[T]] = field(default_factory=DeadlineQueue)
 
 
@@ -64,8 +64,8 @@ class FairQueue(Generic[T]):
     ) -> None:
         """Queues a request whose start costs its team `tokens`. A team of twice the weight gets twice as many tokens.
 
-        A request that comes `again`, because it lost its place in the engine, goes before the others of its team.
-        `due_s` and `needs_s` order a team's requests (see DeadlineQueue).
+        With `again` (the request was preempted) it goes before the others of its team. `due_s` and `needs_s` order a
+        team's requests (see DeadlineQueue).
         """
         self._pushed += 1
         queue = self._levels.setdefault(priority, _Level()).enter(team)
@@ -98,7 +98,7 @@ class FairQueue(Generic[T]):
             level.charge(team, tokens / weight)
 
     def _forget_empty(self, priority: int) -> None:
-        """Deletes the teams' virtual times at a priority once no request of it waits."""
+        """Deletes the teams' virtual times at a priority once no request of that priority waits."""
         if not self._levels[priority].length:
             del self._levels[priority]
 

@@ -1,8 +1,9 @@
-"""Prefill in one engine process and decode in another: the second asks the first for the prompt's KV and continues from
-there.
+"""Prefill in one engine process and decode in another: the decoding process asks the other one for the prompt's KV and
+continues from there.
 
-The KV goes directly from process to process; the gateway only names the process to ask. A failure there, such as a lost
-process, other weights or lack of memory, costs only the time that it took: the prompt is then computed here.
+The KV goes directly from process to process; the gateway only names the process to ask. After a failure of the handover
+(a lost process, other weights, lack of memory) the decoding process computes the prompt itself, so that a failure costs
+only time.
 """
 
 from __future__ import annotations

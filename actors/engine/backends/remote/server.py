@@ -18,11 +18,12 @@ from raytide.actors.engine.backends.remote import wire
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput, DirectStream
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
 from raytide.actors.engine.backends.remote.handover import HandoverEngine, PrefillPeer, prefill
+from raytide.actors.engine.backends.remote.kept_streams import KeptStreams
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters
 from raytide.actors.engine.backends.remote.wire import Kind
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, as_request_error
-from raytide.core.errors import EngineError, OverloadedError, RaytideError, UsageError
+from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, as_request_error
+from raytide.core.errors import OverloadedError, RaytideError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class EngineServer:
         engine.tap(self.direct.take)
         self.handover = HandoverEngine(engine, self.direct)
         self.admission = FairAdmission(self.handover, info, self.direct, slo_ttft_s=slo_ttft_s)
+        self.kept = KeptStreams(self.admission.generate)
         self.is_draining = False
         self._secret = secret.encode()
         self._problem = problem
@@ -104,6 +106,7 @@ class EngineServer:
             self._server.close()
         for connection in list(self._connections):
             connection.close()
+        await self.kept.close()
         await self.handover.close()
 
     def is_known(self, secret: object) -> bool:
@@ -116,9 +119,7 @@ class EngineServer:
         self._connections.discard(connection)
 
     def add_news(self) -> None:
-        """Sends the other clients a status soon after a new request; until they have it, they too would choose this
-        replica.
-        """
+        """Sends the other clients a status soon after a new request, so that they do not all choose this replica."""
         if len(self._connections) > 1:
             self._has_news.set()
 
@@ -149,7 +150,7 @@ class EngineServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_news.wait(), wire.STATUS_PERIOD_S)
             self._has_news.clear()
-            self.admission.review()
+            self.admission.dispatch()
             await self._report_once()
             await asyncio.sleep(wire.NEWS_PERIOD_S)
 
@@ -172,11 +173,11 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._unpacker = wire.unpacker()
         self.is_open = False
-        """True once the client has shown that it knows the secret."""
+        """True from when the client has shown that it knows the secret until the connection is lost."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._chunks: list[list[Any]] = []
         self._unwritten: list[DirectStream] = []
-        """The streams of these chunks."""
+        """The streams of the chunks in `_chunks`."""
         self._new_tokens: dict[int, bytes] = {}
         self._known_tokens: set[int] = set()
         self._transport: asyncio.Transport
@@ -210,6 +211,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
         self._opening.cancel()
         self._server.closed(self)
         with self._writing:
@@ -308,6 +310,8 @@ class _Connection(asyncio.Protocol):
                 result = await self._prefill(key, *arguments)
             elif method == "stats":
                 result = wire.pack_stats(await self._server.stats())
+            elif method == "holds":
+                result = self._server.kept.holds(*arguments)
             elif method in _CALLS:
                 result = await _CALLS[method](self._server.engine, *arguments)
             else:
@@ -319,7 +323,7 @@ class _Connection(asyncio.Protocol):
     async def _prefill(self, key: int, packed: Mapping[str, Any]) -> list[Any]:
         """Computes a prompt for another engine's process: sends it the KV, and returns the packed chunks so far."""
         tracked = self._server.counters.track(0.0)
-        chunks, handle = await prefill(self._server.engine, self._server.admission, _request(packed))
+        chunks, handle = await prefill(self._server.engine, self._server.admission, wire.read_request(packed))
         tracked.first_chunk()
         if handle is not None:
             data = memoryview(await asyncio.to_thread(handle.to_bytes))
@@ -342,13 +346,17 @@ class _Connection(asyncio.Protocol):
         if prefix:
             self._server.add_prefix(self, prefix)
         try:
-            request = _request(packed)
-            self._server.direct.open(request.request_id, stream)
+            request = wire.read_request(packed)
+            if request.rejoin_key and not request.resume:
+                source = self._server.kept.generate(request, waited_s, lambda: not self.is_open)
+            else:
+                self._server.direct.open(request.request_id, stream)
+                source = self._server.admission.generate(request, waited_s)
             tracked = self._server.counters.track(waited_s, new_tokens)
             self._server.add_news()
             if prefill_at is not None:
                 self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
-            async with aclosing(self._server.admission.generate(request, waited_s)) as chunks:
+            async with aclosing(source) as chunks:
                 async for chunk in chunks:
                     tracked.first_chunk()
                     self._add(stream, chunk)
@@ -388,12 +396,3 @@ class _Connection(asyncio.Protocol):
             self.write(packed)
             for stream in streams:
                 stream.written += 1
-
-
-def _request(packed: Mapping[str, Any]) -> GenRequest:
-    try:
-        return wire.unpack_request(packed)
-    except RaytideError:
-        raise
-    except Exception as error:
-        raise EngineError(f"the request cannot be read: {error!r}.", hint="Are both sides of one release?") from error

@@ -31,12 +31,12 @@ from raytide.actors.engine.types import (
     TokenUsage,
     ToolCallTurn,
 )
-from raytide.core.errors import EngineError, RaytideError, from_json
+from raytide.core.errors import EngineError, RaytideError
 
-VERSION = 8
+VERSION = 9
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
-"""A larger message, or as many unread bytes, end the connection."""
+"""The most bytes of a message, and of unread input; more end the connection."""
 STATUS_PERIOD_S = 0.25
 NEWS_PERIOD_S = 0.02
 """The shortest time between two statuses that are sent because of another client's new request."""
@@ -70,7 +70,7 @@ def unpacker() -> msgpack.Unpacker:
 
 def pack_request(request: GenRequest) -> dict[str, Any]:
     packed = {each.name: getattr(request, each.name) for each in fields(request)}
-    del packed["session"], packed["keep_answer"]
+    del packed["session"], packed["keep_answer"], packed["may_be_running"]
     packed["resume"] = [(each.token_ids, each.finish_reason) for each in request.resume]
     packed["sampling"] = sampling = _changed(request.sampling)
     if request.sampling.structured is not None:
@@ -87,6 +87,16 @@ def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
     resume = tuple(SampleProgress(tuple(tokens), reason) for tokens, reason in packed["resume"])
     images = tuple(packed["images"])
     return GenRequest(**{**packed, "sampling": SamplingParams(**sampling), "resume": resume, "images": images})
+
+
+def read_request(packed: Mapping[str, Any]) -> GenRequest:
+    """Returns the request as `unpack_request` does. Raises EngineError for one that is not of this release."""
+    try:
+        return unpack_request(packed)
+    except RaytideError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the request cannot be read: {error!r}.", hint="Are both sides of one release?") from error
 
 
 def pack_chunk(chunk: GenChunk) -> list[Any]:
@@ -173,7 +183,7 @@ def unpack_tools(packed: str) -> list[dict[str, Any]]:
 
 
 def pack_options(options: PromptOptions) -> str:
-    """Returns a prompt's options as JSON text, for the reason that `pack_tools` gives."""
+    """Returns a prompt's options as JSON text: like tools, they may have numbers beyond 64 bits."""
     return json.dumps({"template_kwargs": options.template_kwargs, "ending": options.ending})
 
 
@@ -185,10 +195,6 @@ def pack_error(error: Exception) -> dict[str, str]:
     if not isinstance(error, RaytideError):
         error = EngineError(f"the engine's process failed: {error!r}.")
     return error.to_json()
-
-
-def unpack_error(packed: dict[str, str]) -> RaytideError:
-    return from_json(packed)
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:

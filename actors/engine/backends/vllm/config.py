@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -21,6 +22,30 @@ _BATCH_TOKENS = 2048
 
 # Arguments that some versions of vLLM lack and do not need.
 _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "worker_extension_cls"})
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One of the `size` nodes that compute an engine together: node `rank`, at address `own_host`. Node 0 listens at
+    `host` and `port`. All nodes draw random numbers from `seed`, if the engine's options have none.
+    """
+
+    size: int
+    rank: int
+    host: str
+    port: int
+    own_host: str
+    seed: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the engine arguments with which vLLM's processes on all nodes find each other, without Ray."""
+        return {
+            "nnodes": self.size,
+            "node_rank": self.rank,
+            "master_addr": self.host,
+            "master_port": self.port,
+            "distributed_executor_backend": "mp",
+        }
 
 
 class VllmConfig(EngineConfig):
@@ -41,8 +66,12 @@ class VllmConfig(EngineConfig):
         return self
 
 
-def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -> dict[str, Any]:
-    """Returns the arguments for AsyncEngineArgs; `known` are the parameters of the installed one."""
+def engine_arguments(
+    config: VllmConfig, known: Collection[str], is_cpu: bool, span: Span | None = None
+) -> dict[str, Any]:
+    """Returns the arguments for AsyncEngineArgs; `known` are the parameters of the installed one. `span` is set if
+    several nodes compute the model.
+    """
     unknown = sorted(config.vllm.keys() - set(known))
     if unknown:
         raise ConfigError(f"vLLM has no engine argument {', '.join(unknown)}.", hint="See vLLM's AsyncEngineArgs.")
@@ -57,7 +86,7 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
         "kv_cache_memory_bytes": int(config.kv_memory_gb * 1e9),
         "enable_prefix_caching": config.prefix_cache,
         "scheduling_policy": config.policy,
-        "seed": config.seed if config.seed is not None else int.from_bytes(os.urandom(4)),
+        "seed": config.seed if config.seed is not None else span.seed if span else int.from_bytes(os.urandom(4)),
         "disable_log_stats": True,  # the log lines; the counters come by a logger of our own
         "generation_config": "vllm",  # unset parameters are raytide's defaults, not the model's
         "worker_extension_cls": "raytide.actors.engine.backends.vllm.worker_extension.EndsWithParent",
@@ -67,6 +96,8 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
     if is_cpu:
         arguments |= _on_cpu(config)
     arguments = {name: value for name, value in arguments.items() if value is not None} | config.vllm
+    if span is not None:
+        arguments |= span.arguments()
     missing = sorted(arguments.keys() - set(known) - _OPTIONAL)
     if missing:
         raise ConfigError(
@@ -86,15 +117,16 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def environment(config: VllmConfig, threads: int) -> Iterator[None]:
-    """Sets the environment variables that vLLM reads while it starts, except those that the user has set. Restores the
-    environment afterwards: vLLM itself sets LD_PRELOAD, which no other child process may inherit.
+def environment(config: VllmConfig, threads: int, host: str = "127.0.0.1") -> Iterator[None]:
+    """Sets the environment variables that vLLM reads at its start, except those that the user has set. Other nodes
+    reach vLLM at `host`. Restores the environment afterwards: vLLM itself sets LD_PRELOAD, which no other child process
+    may inherit.
     """
     wanted = {
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": host,
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",

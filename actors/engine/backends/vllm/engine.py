@@ -26,6 +26,7 @@ from raytide.actors.engine.backends.vllm.request import (
 )
 from raytide.actors.engine.backends.vllm.weights import ServedWeights
 from raytide.actors.engine.base import Engine, check_features, check_prompt, check_resume, refuse
+from raytide.actors.engine.model.parallel.launcher import LocalMembers
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import (
@@ -74,13 +75,21 @@ class VllmEngine(Engine):
     """vLLM behind the `Engine` protocol.
 
     Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests give one that
-    shares a running vLLM.
+    shares a running vLLM. With `launcher`, `members` nodes compute the model.
     """
 
     backend = "vllm"
 
-    def __init__(self, config: VllmConfig, *, launch: Callable[[VllmConfig], VllmCore] = launch) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        launch: Callable[..., VllmCore] = launch,
+        launcher: LocalMembers | None = None,
+        members: int = 1,
+    ) -> None:
         self._config = config
+        self._nodes = () if launcher is None else (launcher, members)
         self._name = Path(config.model_dir).resolve().name
         self._launch = launch
         self._core: VllmCore | None = None
@@ -102,7 +111,7 @@ class VllmEngine(Engine):
         self._vocabulary = Vocabulary(self._tokenizer)
         ends = as_ids(read_json(model_dir / "config.json").get("eos_token_id"))
         self._end_ids = self._tokenizer.eos_token_ids | frozenset(ends)
-        core = self._core = await asyncio.to_thread(self._launch, self._config)
+        core = self._core = await asyncio.to_thread(self._launch, self._config, *self._nodes)
         try:
             await self._warm_up(core)
         except BaseException:
@@ -277,8 +286,6 @@ class VllmEngine(Engine):
         try:
             async for _ in core.llm.generate(tokens_prompt(core, [1], ""), params, "warm up"):
                 pass
-            if core.llm.vllm_config.parallel_config.worker_extension_cls:
-                await core.llm.collective_rpc("end_with_parent")
         except Exception as error:
             raise ConfigError(
                 f"vLLM loads this model but cannot compute it: {error}",
@@ -317,7 +324,9 @@ class VllmEngine(Engine):
         arguments = call(core, request, live.prompt, sample.index, self._end_ids, lora)
         async with aclosing(core.llm.generate(**arguments)) as outputs:  # closed early, it ends in vLLM too
             async for output in outputs:
+                before = sample.num_tokens
                 chunk = sample.take(output)
+                self._counters.generated_tokens += sample.num_tokens - before
                 yield chunk
                 if chunk.finish_reason:  # perhaps by a stop string, which vLLM does not see
                     return
@@ -328,8 +337,6 @@ class VllmEngine(Engine):
             self._idle.set()
         self._counters.finished += 1
         self._counters.prompt_tokens += len(live.prompt)
-        resumed = sum(len(each.token_ids) for each in live.request.resume)
-        self._counters.generated_tokens += sum(each.num_tokens for each in live.samples) - resumed
         self._counters.cached_tokens += live.first.num_cached
 
 

@@ -5,6 +5,7 @@ that says what to do.
 from __future__ import annotations
 
 import inspect
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments, environment
+from raytide.actors.engine.backends.vllm.config import Span, VllmConfig, engine_arguments, environment
 from raytide.actors.engine.backends.vllm.torch_packages import broken_torch_packages, removal
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConfigError, EngineError, RaytideError
+from raytide.core.io.process import free_port
 
 _GRACE_S = 1.0
 _ALWAYS: frozenset[Feature] = frozenset(
@@ -92,26 +95,24 @@ class VllmCore:
             self.llm.shutdown()
 
 
-def launch(config: VllmConfig) -> VllmCore:
-    """Starts vLLM and returns it; blocks while the model loads. Raises ConfigError for problems that the user can fix,
-    else EngineError.
+def launch(config: VllmConfig, launcher: LocalMembers | None = None, size: int = 1) -> VllmCore:
+    """Starts vLLM and returns it; blocks while the model loads. With `launcher`, `size` nodes compute the model, and
+    the launcher sends the other nodes the address at which this one waits for them.
+
+    Raises ConfigError for problems that the user can fix, else EngineError.
     """
     import torch
 
-    with environment(config, threads=torch.get_num_threads()):
-        modules = _import()
+    span = None
+    if launcher is not None:
+        seed = secrets.randbits(32)
+        span = Span(size, 0, launcher.host, free_port(), launcher.host, seed)
+        launcher.launch(Invitation(span.host, span.port, str(seed), size))
+    with environment(config, torch.get_num_threads(), span.own_host if span else "127.0.0.1"):
+        modules = import_vllm()
         recorder = StepRecorder()
-        platform = modules["platforms"].current_platform
-        _check_device(config.device, str(platform.device_type))
-        arguments_class = modules["arg_utils"].AsyncEngineArgs
-        arguments = engine_arguments(
-            config, inspect.signature(arguments_class).parameters, is_cpu=platform.device_type == "cpu"
-        )
         try:
-            built = arguments_class(**arguments)
-            if not (config.any_whitespace or "structured_outputs_config" in config.vllm):
-                compact = {"backend": "guidance", "disable_any_whitespace": True}  # "auto" cannot do without
-                built.structured_outputs_config = type(built.structured_outputs_config)(**compact)
+            built = engine_args(config, modules, span)
             llm = modules["async_llm"].AsyncLLM.from_engine_args(built, stat_loggers=[lambda *_: recorder])
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"vLLM refuses this model or these options: {_first(error)}") from error
@@ -123,6 +124,21 @@ def launch(config: VllmConfig) -> VllmCore:
                 hint="Its own log on stderr says why; VLLM_LOGGING_LEVEL=INFO says more.",
             ) from error
     return _describe(llm, recorder, config, modules)
+
+
+def engine_args(config: VllmConfig, modules: Mapping[str, Any], span: Span | None = None) -> Any:
+    """Returns vLLM's AsyncEngineArgs. `span` is this node's place among the nodes that compute one engine. All these
+    nodes need the same arguments, except for their own rank and address.
+    """
+    platform = modules["platforms"].current_platform
+    _check_device(config.device, str(platform.device_type))
+    arguments_class = modules["arg_utils"].AsyncEngineArgs
+    known = inspect.signature(arguments_class).parameters
+    built = arguments_class(**engine_arguments(config, known, platform.device_type == "cpu", span))
+    if not (config.any_whitespace or "structured_outputs_config" in config.vllm):
+        compact = {"backend": "guidance", "disable_any_whitespace": True}  # "auto" cannot do without
+        built.structured_outputs_config = type(built.structured_outputs_config)(**compact)
+    return built
 
 
 def _describe(llm: Any, recorder: StepRecorder, config: VllmConfig, modules: Mapping[str, Any]) -> VllmCore:
@@ -150,7 +166,9 @@ def _features(llm: Any, config: VllmConfig, modules: Mapping[str, Any]) -> froze
         found.add("lora")
     if "mode" in _parameters(llm, "pause_generation") and hasattr(llm, "resume_generation"):
         found.add("pause")
-        if "reset_running_requests" in _parameters(llm, "reset_prefix_cache") and _reads_weights(config):
+        # Other nodes may have no copy of the new weights.
+        is_alone = getattr(llm.vllm_config.parallel_config, "nnodes", 1) == 1
+        if is_alone and "reset_running_requests" in _parameters(llm, "reset_prefix_cache") and _reads_weights(config):
             found.add("weights_swap")
     if not config.vllm.get("skip_tokenizer_init"):  # both need a tokenizer in vLLM too
         found |= {"bad_words"} if "bad_words" in fields else set()
@@ -169,7 +187,8 @@ def _parameters(target: object, method: str) -> Mapping[str, object]:
     return inspect.signature(found).parameters if found is not None else {}
 
 
-def _import() -> dict[str, Any]:
+def import_vllm() -> dict[str, Any]:
+    """Returns vLLM's modules by short names. Raises ConfigError, which says what to do, if one cannot be imported."""
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed.",

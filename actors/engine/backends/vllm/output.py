@@ -41,7 +41,7 @@ class SampleOutput:
             check_progress(self._request, self.index, is_over=self._stops.stopped)
 
     def take(self, output: Any) -> GenChunk:
-        """Returns the chunk for one of vLLM's outputs, which has one or more new tokens."""
+        """Returns the chunk for an output of vLLM with one or more new tokens."""
         part = output.outputs[0]
         tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
         text = ""
@@ -91,7 +91,9 @@ class SampleOutput:
 
 
 def _timing(metrics: Any) -> Timing | None:
-    """Returns the times between the moments that vLLM's core recorded; 0 for phases that were not reached."""
+    """Returns the times between the moments that vLLM's core recorded, 0 for phases that were not reached; None without
+    a record.
+    """
     if metrics is None:
         return None
     moments = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]

@@ -53,7 +53,7 @@ def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
 
 
 def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request with an option such as penalties or a seed, whose state vLLM builds only
+    """Raises UsageError for a resumed request with penalties, a seed or a similar option: vLLM builds their state only
     from tokens that it generated itself.
     """
     params = request.sampling
@@ -73,8 +73,8 @@ def check_resumable(request: GenRequest) -> None:
 
 
 def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
-    """Returns vLLM's prompt object for these tokens; already rendered where this vLLM supports that, which saves a
-    thread switch.
+    """Returns vLLM's prompt object for these tokens. If this vLLM supports rendered prompts, the prompt is rendered
+    here, which saves a thread switch.
     """
     inputs = core.modules["inputs"]
     salt = {"cache_salt": cache_salt} if cache_salt else {}

@@ -7,17 +7,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from raytide.core.config import installed_version
+
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def broken_torch_packages() -> list[str]:

@@ -22,7 +22,7 @@ class ServedWeights:
     def __init__(self, core: VllmCore, model_dir: Path) -> None:
         self._core, self._model_dir = core, model_dir
         self.version = content_digest(model_dir) if any(model_dir.glob("*.safetensors")) else ""
-        """Empty for files without safetensors, whose weights cannot be exchanged."""
+        """The version of the served weights; empty for files without safetensors, whose weights cannot be exchanged."""
         self._swapping = asyncio.Lock()
 
     async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:

@@ -1,30 +1,27 @@
-"""raytide's extension of vLLM's worker, which ends the worker's process when its parent is killed. It runs inside
-vLLM's process and imports nothing of raytide.
+"""raytide's extension of vLLM's worker: it ends the worker's process when its parent is killed. It runs inside vLLM's
+process and imports nothing of raytide.
+
+vLLM imports this module before it starts the worker's device and group, so that a worker that still waits for other
+members ends too. Otherwise vLLM's processes would outlive a killed parent, with all their memory.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
 
 
 class EndsWithParent:
-    """Ends vLLM's worker when its parent process ends.
+    """The class that vLLM mixes into its worker, by its option `worker_extension_cls`. Importing it is enough."""
 
-    vLLM mixes this class into its worker, as the option `worker_extension_cls` says.
-    """
 
-    def end_with_parent(self) -> None:
-        """Makes the kernel kill this process when its parent ends: otherwise vLLM's core would outlive a killed parent,
-        with all its memory.
-        """
-        parent = multiprocessing.parent_process()
-        assert parent is not None
+def _kill_when_it_ends(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
-        def watch() -> None:
-            parent.join()
-            os.kill(os.getpid(), signal.SIGKILL)
 
-        threading.Thread(target=watch, name="ends-with-parent", daemon=True).start()
+if (_parent := multiprocessing.parent_process()) is not None:
+    threading.Thread(target=_kill_when_it_ends, args=(_parent,), name="ends-with-parent", daemon=True).start()

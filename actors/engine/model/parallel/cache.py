@@ -38,8 +38,8 @@ class MemberCache(KvCache):
         return self._group.gather_bytes(torch.from_numpy(own), sizes)
 
     def receive_blocks(self, blocks: Items[int], parts: list[Tensor]) -> None:
-        """Writes this member's part of the blocks, which the leader sends. On the leader, `parts` has the parts of all
-        members.
+        """Receives this member's part of the blocks from the leader, and writes it. On the leader, `parts` has the
+        parts of all members.
         """
         sizes = [kv.nbytes // self.num_blocks * len(blocks) for kv in self.layers]
         own = self._group.scatter_bytes(parts, sum(sizes)).numpy()

@@ -52,7 +52,9 @@ def connect_store(host: str, port: int) -> TCPStore:
 
 
 class Collectives:
-    """One member's end of the group. With `ordered`, sums add by rank, so that a batch does not change their bits."""
+    """One member's end of the group. With `ordered`, terms are added in the order of ranks, so that a sum's bits do not
+    depend on the batch.
+    """
 
     def __init__(
         self, store: Store, shard: ModelShard, device: torch.device, *, own_host: str, ordered: bool = False

@@ -1,5 +1,5 @@
-"""A member's part of the decoder: the same forward pass over fewer layers, or over fewer heads and columns with sums
-over the members that share them.
+"""A member's part of the decoder. Each pipeline stage computes some of the layers. The members of a stage divide its
+heads and columns among them, and sum their results.
 
 A stage sends the next one the residual stream and, separately, the tensor to be added to it, so that a pipeline
 computes the same bits as one process.
@@ -17,9 +17,10 @@ from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.parallel.collectives import Collectives
 from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
-from raytide.actors.engine.model.weight_loader import LayerWeights, QuantizedOptions
+from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.quantized.model_weights import ModelWeights, open_weights
+from raytide.kernels.core import LayerWeights
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -54,6 +55,7 @@ class ShardedDecoder(PagedDecoder):
         if shard.size == 1:
             return
         self._layers = [self._with_sums(layer) for layer in self._layers]
+        self._in_one_call = None  # sums over the members come between the operators
         self._first_row, self._end_row = shard.part(arch.vocab_size)
         self._lookup = self._look_up
 

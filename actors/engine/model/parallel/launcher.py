@@ -6,16 +6,19 @@ import json
 import os
 import subprocess  # nosec B404
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 _END_TIMEOUT_S = 5.0
+NATIVE_MEMBER = "raytide.actors.engine.model.parallel.member"
+"""The module that a member of the native engine runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The address at which the leader of a group of `size` members waits for the others, and the secret with which they
-    authenticate.
+    """The address at which the leader of a group of `size` members waits for the others, and the group's secret.
+    Members of the native engine authenticate with the secret; those of vLLM draw random numbers from it.
     """
 
     host: str
@@ -27,7 +30,7 @@ class Invitation:
 class LocalMembers:
     """Members as processes of this machine, which runs `local_size` members in all. `host` is the machine's address.
     `model_dir` is its copy of the model, if the path differs from the leader's. `invite` gets the invitation for
-    members on other machines.
+    members on other machines. Each process runs `module`, and gets the invitation and `options` as JSON on its stdin.
     """
 
     def __init__(
@@ -38,10 +41,13 @@ class LocalMembers:
         host: str = "127.0.0.1",
         threads: int = 1,
         model_dir: str = "",
+        module: str = NATIVE_MEMBER,
+        options: Mapping[str, Any] | None = None,
         invite: Callable[[Invitation], None] | None = None,
     ) -> None:
         self.host, self.local_size, self._invite = host, local_size, invite
         self._ranks, self._threads, self._model_dir = ranks, threads, model_dir
+        self._module, self._options = module, options or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, invitation: Invitation) -> None:
@@ -49,7 +55,7 @@ class LocalMembers:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
         for rank in self._ranks:
             process = subprocess.Popen(  # nosec B603
-                [sys.executable, "-m", "raytide.actors.engine.model.parallel.member"],
+                [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 env=environment,
             )
@@ -60,6 +66,7 @@ class LocalMembers:
                 "local_rank": rank % self.local_size,
                 "own_host": self.host,
                 "model_dir": self._model_dir,
+                **self._options,
             }
             assert process.stdin is not None
             # It stays open: its end tells the member that this process has gone.
@@ -69,10 +76,10 @@ class LocalMembers:
             self._invite(invitation)
 
     def problem(self) -> str | None:
-        """Returns why one of the members cannot connect, None if all can."""
+        """Returns which of these members has ended, and its exit code; None if all run."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                return f"member {rank} ended with code {code} during its start"
+                return f"member {rank} ended with code {code}"
         return None
 
     def stop(self) -> None:

@@ -157,7 +157,7 @@ class GroupLeader:
         self._finish()
 
     def order(self, **command: Any) -> None:
-        """Sends a command of one key to all members. Each member executes its orders one after the other."""
+        """Sends a command, given as one keyword argument, to all members, which execute their orders in turn."""
         if self.death is not None:
             raise self.death
         self._order(**command)

@@ -130,7 +130,7 @@ class GroupMember:
         self._adapters.pop(number, None)
 
     def _answer(self, what: str, work: Callable[[], None]) -> None:
-        """Does work for which the leader waits, and sends the leader its end or its error."""
+        """Runs `work`, for which the leader waits, and tells the leader that it is done or the error that it raised."""
         try:
             work()
         except RaytideError as error:

@@ -114,8 +114,8 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
 
 
 def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns the ranges, in a tensor that the file stores for several parts, of each part's own range; `parts` has
-    each part's size and range.
+    """Returns where ranges of several tensors lie in the concatenation of these tensors. `parts` has each tensor's
+    whole size and the range within it.
     """
     ranges, start = list[Range](), 0
     for size, (first, end) in parts:

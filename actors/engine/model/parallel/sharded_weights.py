@@ -1,5 +1,7 @@
-"""One member's weights, cut as `shard.py` says. It reads only its own part of the files, of quantized modules too. From
-GGUF files it reads whole rows: all inputs of its outputs.
+"""One member's weights, cut as `shard.py` says.
+
+A member reads only its own part of the files, also of quantized modules. From GGUF files it reads whole rows: all
+inputs of its outputs.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class ShardedWeights:
         return name in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns this member's part of a tensor; `shape` is the part's shape. DataError if the whole tensor has
-        another shape than that implies.
+        """Returns this member's part of a tensor, of shape `shape`. Raises DataError if the whole tensor's shape does
+        not match.
         """
         cut = self._cuts.get(name)
         if cut is None:
@@ -80,8 +82,8 @@ class ShardedWeights:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns this member's part of a quantized module; `rows` and `columns` are the part's. Raises ConfigError if
-        it would cut a group of inputs.
+        """Returns this member's part of a quantized module; None if the module is not quantized. `rows` and `columns`
+        are those of the part. Raises ConfigError if the part would split a group of inputs.
         """
         cut = self._modules.get(module)
         if cut is None:

@@ -68,7 +68,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels_BCHW: Tensor) -> Tensor:
-        """Returns the vectors [B, tokens of an image, N] of images."""
+        """Returns the vectors that stand for the images in a prompt, [B, tokens of an image, N]."""
         spec = self._spec
         x_BPH = F.conv2d(pixels_BCHW.to(self._patches), self._patches, self._patch_bias, stride=spec.patch_size)
         x_BPH = x_BPH.flatten(2).transpose(1, 2)

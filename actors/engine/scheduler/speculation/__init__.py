@@ -1,3 +1,1 @@
-"""Guesses next tokens, which are verified in the step that computes them. It decides from which source, how many, and
-whether any guess pays.
-"""
+"""Guesses next tokens, which a step verifies: from which source, how many, and whether guesses pay at all."""

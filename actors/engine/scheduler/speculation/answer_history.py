@@ -28,8 +28,8 @@ _PRIOR_WEIGHT = 4.0
 
 
 def cell_of(source: Source, length: int) -> int:
-    """Returns the index under which guesses of a kind are counted: for lookups by the match's length (up to 4, 8, 16,
-    32 and so on), for the draft model by the position in the draft.
+    """Returns the index under which guesses of a kind are counted. Lookups are counted by the match's length (up to 4,
+    8, 16, 32 and so on), guesses of the draft model by the position in the draft.
     """
     if source == "model":
         return 2 * _CLASSES + min(length, _CLASSES - 1)
@@ -39,9 +39,9 @@ def cell_of(source: Source, length: int) -> int:
 class Acceptance:
     """Decayed counts of guesses and of right guesses, by their source and the length of the match that they come from.
 
-    A guess is a single token. Whether it is right is known as soon as the next token is there, even if the guess was
-    not verified in a step; so guesses that are never tried are learned about too. The second token of a draft counts as
-    a guess from a match that is longer by one, and so on, because it matters only if the tokens before it are right.
+    A guess is a single token. The next token shows whether the guess was right, even if no step verified it; so guesses
+    that are never tried count too. The second token of a draft counts as a guess from a match that is longer by one,
+    and so on, because it matters only if the tokens before it are right.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class Acceptance:
             self._all[cell] *= kept
 
     def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
-        """Returns the estimated share of right guesses: the counted ones together with `weight` assumed ones, of which
-        the share `prior` is right.
+        """Returns the estimated share of right guesses. It assumes `weight` further guesses, of which the share
+        `prior` was right.
         """
         if prior is None:
             prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _LOOKUP_PRIORS[cell % _CLASSES]
@@ -82,7 +82,9 @@ class AnswerHistory:
         return len(self._young.tokens) + len(self._old.tokens)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest match for the end of a text; of equally long ones the latest."""
+        """Returns the longest match for the end of a text; of equally long ones the latest. Returns None if there is
+        none.
+        """
         young, old = self._young.find(text), self._old.find(text)
         if young is None or old is None:
             return young or old

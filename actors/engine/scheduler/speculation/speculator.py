@@ -1,4 +1,4 @@
-"""Decides in each step for which sequences to guess how many tokens.
+"""Decides in each step how many tokens to guess for which sequences.
 
 One rule: a guess is verified if that lowers the expected time per token, given what a row costs here and how often such
 guesses were right. So it adapts to the model, the device, the load and the text, and stops by itself where guesses do
@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 MAX_DRAFT = 16
 _LEAST_GAIN = 0.03
-"""Guesses must save at least this share of the time per token."""
+"""The least share of the time per token that guesses must save."""
 _LEAST_SURVIVAL = 0.05
 _HISTORY_WEIGHT = 8.0
 """The statistics under a request's salt weigh as much as this many guesses of the request itself."""
 _PATIENCE, _EVERY, _MANY = 8, 4, 8
-"""After _PATIENCE steps without a draft, a step with _MANY decodes or more looks for drafts only every _EVERY-th time,
-because lookups for so many take long.
+"""After _PATIENCE steps without a draft, steps with _MANY decodes or more look for drafts only every _EVERY-th time,
+because lookups for so large a batch take long.
 """
 _MODEL_DRAFT = 8
 _MOST_CATCH_UP = 4
@@ -112,8 +112,8 @@ class _Guesser:
         return best
 
     def survival(self, source: Source, length: int, count: int) -> list[float]:
-        """Returns the probabilities that the first guess, the first two guesses, and so on, are all right; it stops
-        where they become too small to be worth a try.
+        """Returns the probabilities that the first guess, the first two guesses, and so on, are all right, as far as
+        they are worth a try.
         """
         survival, alive, last_cell, share = list[float](), 1.0, -1, 0.0
         for at in range(count):

@@ -10,7 +10,7 @@ MIN_MATCH = 3
 """The number of tokens in a trigram; shorter matches are not found."""
 MAX_MATCH = 64
 SEPARATOR = (1 << 21) - 1
-"""Stands between texts of one index. It is no token: vocabularies are smaller."""
+"""The separator between the texts of one index. It is no token: vocabularies are smaller."""
 
 _ENOUGH = 32
 _TRIED = 16
@@ -74,8 +74,8 @@ class SuffixIndex:
         self._key, self._keyed = key, max(self._keyed, len(tokens) - 1)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest match for the end of a text among the latest few; of equally long ones the latest. None
-        without one.
+        """Returns the longest match for the end of a text among its latest few occurrences; of equally long ones the
+        latest. Returns None if there is none.
         """
         if len(text) < MIN_MATCH:
             return None

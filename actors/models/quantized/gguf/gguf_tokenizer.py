@@ -1,8 +1,8 @@
 """Reads the tokenizer of a GGUF file, as the `tokenizer.json` that the same model has on Hugging Face.
 
-A file holds vocabulary and merges, and the name of the regular expression by which texts are split before; the
-expressions are those of llama.cpp's `llama-vocab.cpp`. An unknown name is refused, because another split gives other
-tokens.
+A file holds vocabulary and merges, and the name of the regular expression by which texts are split before they are
+encoded; the expressions are those of llama.cpp's `llama-vocab.cpp`. An unknown name is refused, because another split
+gives other tokens.
 """
 
 from __future__ import annotations

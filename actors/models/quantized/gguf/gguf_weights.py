@@ -58,7 +58,7 @@ class GgufWeights:
         return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns the block. It reads the whole rows that the block belongs to."""
+        """Returns the block `where` of a tensor of the shape `shape`. Reads the block's rows as a whole."""
         rows, *others = where
         return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()
 
@@ -73,7 +73,7 @@ class GgufWeights:
         tensor = self._tensor(name, shape)
         if is_float(tensor.format):
             rows = self._rows_of(name, tensor, outputs)
-            values = as_floats(rows.flatten(), tensor.format, (rows.shape[0], *shape[1:]))
+            values = rows.flatten().view(_FLOATS[tensor.format]).view(rows.shape[0], *shape[1:])
             return values.to(dtype=self._dtype, device=self._device)
         if len(shape) != 2:
             raise self._wrong(name, "is quantized, but no matrix")
@@ -88,14 +88,16 @@ class GgufWeights:
         tensor = self._tensor(name, (rows, columns))
         numbers, block_bytes = BLOCK_FORMATS[tensor.format]
         raw = self._rows_of(name, tensor, outputs)
-        weight = as_quantized(raw.view(-1, columns // numbers, block_bytes), tensor.format)
+        weight = _READERS[tensor.format](raw.view(-1, columns // numbers, block_bytes))
         for values in (weight.scales_NG, weight.offsets_NG):
             if values is not None and not bool(values.isfinite().all()):
                 raise self._wrong(name, "has scales that are not finite")
         return _moved(weight, self._device)
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns the block. It reads the whole rows that the block belongs to."""
+        """Returns a block of a quantized module's weight; None if the module is not quantized. Reads the block's rows
+        as a whole. Raises SplitsGroupError if the block's inputs split a quantization group.
+        """
         own = self._quantized_outputs(module, rows, columns, block.outputs)
         if own is None or block.inputs == (0, columns):
             return own
@@ -185,24 +187,15 @@ def is_float(form: str) -> bool:
     return form in _FLOATS
 
 
-def as_floats(raw: Tensor, form: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns bytes reinterpreted as the floats that they hold, in their own dtype."""
-    return raw.view(_FLOATS[form]).view(shape)
-
-
-# GGUF's block formats as codes, scales and offsets. Layouts: `ggml-quants.c` of llama.cpp.
-def as_quantized(blocks_NBb: Tensor, form: str) -> QuantizedWeight:
-    """Returns the weight that blocks [N, B, bytes] hold: each of N rows has B blocks of a format."""
-    return _READERS[form](blocks_NBb)
-
-
+# GGUF's block formats as codes, scales and offsets. Layouts: `ggml-quants.c` of llama.cpp. Each function returns the
+# weight in blocks [N, B, bytes] of its format.
 def _q8_0(blocks_NBb: Tensor) -> QuantizedWeight:
     """Reads blocks of a scale and 32 codes."""
     return QuantizedWeight(8, blocks_NBb[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks_NBb, 0))
 
 
 def _q4_0(blocks_NBb: Tensor) -> QuantizedWeight:
-    """Reads blocks of a scale and 32 codes, which are stored plus 8; the first 16 are in the low nibbles."""
+    """Reads blocks of a scale and 32 codes. Codes are stored with 8 added; the first 16 are in the low nibbles."""
     return QuantizedWeight(4, _nibbles(blocks_NBb[..., 2:]), _half(blocks_NBb, 0))
 
 
@@ -214,7 +207,7 @@ def _q4_1(blocks_NBb: Tensor) -> QuantizedWeight:
 
 def _q4_k(blocks_NBb: Tensor) -> QuantizedWeight:
     """Reads blocks of eight groups of 32 codes. Each group has a scale and a smallest value of 6 bits; the block has
-    one scale for the former and one for the latter.
+    one scale for these scales and one for these values.
     """
     scale, least = _half(blocks_NBb, 0)[..., None], _half(blocks_NBb, 2)[..., None]
     low, high, rest = blocks_NBb[..., 4:8], blocks_NBb[..., 8:12], blocks_NBb[..., 12:16]
@@ -225,8 +218,8 @@ def _q4_k(blocks_NBb: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(blocks_NBb: Tensor) -> QuantizedWeight:
-    """Reads blocks of sixteen groups of 16 codes, stored plus 32, with scales of 8 bits. The upper 2 bits of a code are
-    stored apart from its lower 4.
+    """Reads blocks of sixteen groups of 16 codes, with scales of 8 bits. Codes are stored with 32 added, and the upper
+    2 bits of a code apart from its lower 4.
     """
     lower = blocks_NBb[..., :128].unflatten(2, (2, 2, 32))  # two halves of 128 codes, 2 x 32 bytes each
     upper = blocks_NBb[..., 128:192].unflatten(2, (2, 1, 32))
@@ -243,7 +236,7 @@ def _half(blocks_NBb: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(bytes_NBb: Tensor) -> Tensor:
-    """Returns 4-bit codes minus 8 as int8 [N, K]; of each block first all low nibbles, then all high ones."""
+    """Returns 4-bit codes minus 8 as int8 [N, K]. Each block gives first all its low nibbles, then all high ones."""
     codes = torch.cat((bytes_NBb & 15, bytes_NBb >> 4), -1).to(torch.int8)
     return codes.sub_(8).flatten(1)
 

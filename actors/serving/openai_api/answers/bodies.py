@@ -12,7 +12,7 @@ from raytide.actors.serving.openai_api.wire import ToolCall
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 ABSENT: Any = Field(default=None, exclude_if=lambda value: value is None)
-"""The default of a field that is left out while it is None, such as an extension that vLLM has too."""
+"""The default of a field that is omitted while it is None, such as an extension that vLLM has too."""
 
 
 class PromptDetails(BaseModel):

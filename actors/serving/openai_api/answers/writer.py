@@ -88,6 +88,8 @@ class ResponseWriter(Protocol):
 class _Writer:
     """The base of the writers for completions and chats. `prefix` begins the ids of answers."""
 
+    _event_type: type[Completion | ChatCompletionChunk]
+
     def __init__(self, request: CompletionRequest | ChatRequest, generation: GenerationStream, *, prefix: str) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self._prefix = prefix
@@ -98,6 +100,10 @@ class _Writer:
 
     def set_id(self, request_id: str) -> None:
         self.id = self._head["id"] = f"{self._prefix}-{request_id}"
+
+    def closing(self, usage: Usage) -> bytes:
+        last = self._event_type.model_validate({**self._head, "choices": [], "usage": usage})
+        return (self._event(last) if self._request.includes_usage else b"") + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return sse(error.body.model_dump_json())
@@ -129,6 +135,8 @@ class _Writer:
 
 
 class CompletionWriter(_Writer):
+    _event_type = Completion
+
     def __init__(self, request: CompletionRequest, generation: GenerationStream) -> None:
         super().__init__(request, generation, prefix="cmpl")
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
@@ -170,12 +178,10 @@ class CompletionWriter(_Writer):
             self._offsets[delta.index] = offset + sum(map(len, choice.logprobs.tokens))
         return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
 
-    def closing(self, usage: Usage) -> bytes:
-        last = Completion.model_validate({**self._head, "choices": [], "usage": usage})
-        return (self._event(last) if self._request.includes_usage else b"") + DONE
-
 
 class ChatWriter(_Writer):
+    _event_type = ChatCompletionChunk
+
     def __init__(self, request: ChatRequest, generation: GenerationStream) -> None:
         super().__init__(request, generation, prefix="chatcmpl")
         self._use = generation.tool_use
@@ -235,10 +241,6 @@ class ChatWriter(_Writer):
             choice.stop_reason = self._stop_reason(delta)
             events += self._choice(choice)
         return events
-
-    def closing(self, usage: Usage) -> bytes:
-        last = ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage})
-        return (self._event(last) if self._request.includes_usage else b"") + DONE
 
     def _reply(self, text: str) -> Reply:
         parser = self._use.parser()

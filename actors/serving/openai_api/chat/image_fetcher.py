@@ -27,7 +27,7 @@ _FETCH_S = 10.0
 _MOST_AT_ONCE = 16
 _PORTS = {"http": 80, "https": 443}
 _TRANSLATED = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
-"""NAT64: addresses of IPv6 behind which any address of IPv4 may be."""
+"""The IPv6 networks of NAT64, in which an address may stand for any IPv4 address."""
 
 
 class ImageBudget:

@@ -12,20 +12,23 @@ from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.structure import constraint_field, structured_of
 from raytide.actors.serving.openai_api.wire import AllowedToolsChoice, ChatRequest, NamedToolChoice, Tool
 from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MOST_CALLS = 32
-"""Calls of one answer to a request with `tool_choice: required`, which would otherwise never end."""
+"""The most calls in one answer to a request with `tool_choice: required`, which would otherwise never end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The use of tools in one request.
 
-    `shown` are the tools in the form that chat templates take. `structured` is the constraint of a required call; it is
-    None if the model may answer in text. `is_named` is true if one tool is forced by its name.
+    `shown` are the tools in the form that chat templates take. `structured` is the constraint of a required call, or of
+    calls beside a response format; it is None if the model may answer in any text. `is_named` is true if one tool is
+    forced by its name.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -63,12 +66,12 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
     shown = tuple(tool.model_dump(mode="json", exclude_none=True) for tool in tools)
     most = 1 if request.parallel_tool_calls is False else None
     if choice in (None, "auto"):
-        if request.response_format is not None and request.response_format.type != "text":
-            raise invalid(
-                "response_format and tools that the model may call exclude each other: set tool_choice to none.",
-                param="response_format",
-            )
-        return ToolUse(shown, syntax_of(chat.tools), max_calls=most, reasoning=chat.reasoning)
+        syntax, answer = syntax_of(chat.tools), structured_of(request)
+        if answer is None or constraint_field(request) != "response_format":
+            return ToolUse(shown, syntax, max_calls=most, reasoning=chat.reasoning)
+        assert isinstance(answer.spec, str), "a response format is a JSON schema"
+        syntax, structured = _calls_or_answer(tools, json.loads(answer.spec), syntax, most or _MOST_CALLS)
+        return ToolUse(shown, syntax, structured, most)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         named = next((tool for tool in tools if tool.function.name == name), None)
@@ -104,11 +107,8 @@ def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     calls = []
     definitions: dict[str, Any] = {}
     for index, tool in enumerate(tools):
-        parameters = _parameters(tool)
-        for key in ("$defs", "definitions"):
-            for name, definition in parameters.pop(key, {}).items():
-                definitions[f"tool{index}_{name}"] = _renamed(definition, index)
-        properties = {"name": {"const": tool.function.name}, "arguments": _renamed(parameters, index)}
+        parameters = _moved(_parameters(tool), f"tool{index}", definitions)
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
         )
@@ -116,21 +116,62 @@ def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     return {**schema, "$defs": definitions} if definitions else schema
 
 
-def _renamed(schema: Any, index: int) -> Any:
-    """Returns a copy of a tool's schema whose references to its own definitions point into the whole schema."""
+def _calls_or_answer(
+    tools: Sequence[Tool], answer: dict[str, Any] | bool, syntax: ToolSyntax, most: int
+) -> tuple[ToolSyntax, Structured]:
+    """Returns the constraint of an output that is either up to `most` calls or an answer of a schema, and the syntax of
+    its calls.
+
+    The model writes calls in the syntax of its template if that marks them in the text, so that it chooses between call
+    and answer as it has learned to. Otherwise they are an array, because special tokens cannot be part of a grammar.
+    """
+    calls = _any_call(tools, most)
+    if syntax.body == "object" and syntax.end.startswith("</"):
+        call = {**calls["items"], "$defs": calls.get("$defs", {})}
+        written = "call" if most == 1 else f"call (ws call){{0,{most - 1}}}"
+        grammar = (
+            f"start: {written} | answer\n"
+            f"call: {json.dumps(syntax.begin)} ws object ws {json.dumps(syntax.end)}\n"
+            "ws: /\\n?/\n"
+            f"object: %json {json.dumps({**call, 'x-guidance': _COMPACT})}\n"
+            f"answer: %json {json.dumps(answer if isinstance(answer, bool) else {**answer, 'x-guidance': _COMPACT})}\n"
+        )
+        return syntax, _checked(Structured("grammar", grammar))
+    definitions = calls.pop("$defs", {})
+    either = [calls, answer if isinstance(answer, bool) else _moved(answer, "answer", definitions)]
+    return ToolSyntax("array", starts=("[{",)), _constraint(json.dumps({"anyOf": either, "$defs": definitions}))
+
+
+def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a schema for use inside a larger one, and adds its definitions to those of the larger one."""
+    schema = dict(schema)
+    for key in ("$defs", "definitions"):
+        for name, definition in schema.pop(key, {}).items():
+            definitions[f"{prefix}_{name}"] = _renamed(definition, prefix)
+    moved: dict[str, Any] = _renamed(schema, prefix)
+    return moved
+
+
+def _renamed(schema: Any, prefix: str) -> Any:
+    """Returns a copy of a schema whose references to its own definitions point into the whole schema."""
     if isinstance(schema, dict):
         return {
-            key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/tool{index}_", value)
+            key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}_", value)
             if key == "$ref" and isinstance(value, str)
-            else _renamed(value, index)
+            else _renamed(value, prefix)
             for key, value in schema.items()
         }
-    return [_renamed(each, index) for each in schema] if isinstance(schema, list) else schema
+    return [_renamed(each, prefix) for each in schema] if isinstance(schema, list) else schema
 
 
 def _constraint(schema: str) -> Structured:
-    if len(schema) > MAX_GRAMMAR_CHARS:
+    return _checked(Structured("json_schema", schema))
+
+
+def _checked(structured: Structured) -> Structured:
+    if structured.size > MAX_GRAMMAR_CHARS:
         raise invalid(
-            f"the tools have schemas of {len(schema)} characters; at most {MAX_GRAMMAR_CHARS} are taken.", param="tools"
+            f"the tools have schemas of {structured.size} characters; at most {MAX_GRAMMAR_CHARS} are taken.",
+            param="tools",
         )
-    return Structured("json_schema", schema)
+    return structured

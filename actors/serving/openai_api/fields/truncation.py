@@ -14,9 +14,9 @@ Side = Literal["left", "right"]
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 _CHARS_OF_A_TOKEN = 4
-"""The first guess of a token's characters, in the search for a suffix of a long text with enough tokens."""
+"""The characters of a token that are assumed at first, in the search for a suffix of a long text with enough tokens."""
 _MORE = 16
-"""The search for such a suffix ends once it has this many tokens more than are kept."""
+"""The search for a suffix of a long text ends once the suffix has this many tokens more than are kept."""
 
 
 class TruncationFields(BaseModel):

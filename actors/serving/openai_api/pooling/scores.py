@@ -1,6 +1,6 @@
 """/v1/score and /v1/rerank: how well texts match a query, in the shapes that vLLM, Jina and Cohere share.
 
-A model with a classification head reads both texts at once (a cross-encoder). Any other one embeds each text, and the
+A model with a classification head reads both texts at once (a cross-encoder). Any other model embeds each text, and the
 score is the cosine of the two vectors (a bi-encoder). `method` in the answer says which.
 """
 

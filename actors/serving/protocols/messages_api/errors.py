@@ -1,4 +1,4 @@
-"""Errors in the format of Anthropic's API, which its clients can read."""
+"""Errors in the format of Anthropic's API, for its clients."""
 
 from __future__ import annotations
 

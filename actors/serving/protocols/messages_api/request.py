@@ -16,7 +16,9 @@ Item = dict[str, Any]
 Content = str | Sequence[Item]
 
 _BILLING = "x-anthropic-billing-header"
-"""The beginning of a system text with a hash of each request, from Claude Code: with it no prefix would be cached."""
+"""The beginning of a system text in which Claude Code sends a hash of each request. In a prompt it would keep every
+prefix from being cached.
+"""
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of an earlier answer's reasoning, which templates leave out of later prompts."""
 _NO_EFFECT = frozenset(

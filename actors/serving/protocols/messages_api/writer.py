@@ -32,7 +32,7 @@ class MessagesWriter:
         self._parser = generation.tool_use.parser() or OutputParser()
         self._blocks: list[Item] = []
         self._inputs: list[str] = []
-        """The JSON of each call so far."""
+        """The JSON text of each call's input so far."""
         self._is_open = False
         self._is_cut = False
         self._stop: str | None = None

@@ -24,10 +24,10 @@ _MAX_DIMS = 64
 
 
 def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
-    """Returns the metadata in `body`, the content of a `.metadata` file. `sizes` has the bytes of each shard file by
-    name.
+    """Returns the metadata in `body`, the content of a `.metadata` file. `sizes` has the size in bytes
+    of each shard file, by name.
 
-    CheckpointError if the metadata is malformed or points outside those files.
+    Raises CheckpointError if the metadata is malformed or points outside those files.
     """
     tree = read(body, where)
     try:
@@ -42,7 +42,9 @@ def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
 class _Builder:
     def __init__(self, sizes: Mapping[str, int], budget: int) -> None:
         self._sizes, self._budget = sizes, budget
-        """Values that may still be created: a small file that refers to one list repeatedly could create any number."""
+        """`_budget` is the number of values that may still be created: a small file that refers to one list repeatedly
+        could create any number.
+        """
 
     def metadata(self, tree: object) -> Metadata:
         state = _state(tree, "Metadata")

@@ -70,7 +70,7 @@ def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[Re
     """Returns the reads that fill these shards. `dest_index` is a shard's position in the list, because tied names
     repeat.
 
-    CheckpointError for a tensor that is missing or has another shape.
+    Raises CheckpointError for a tensor that is missing or has another shape.
     """
     items: list[ReadItem] = []
     for position, shard in enumerate(shards):

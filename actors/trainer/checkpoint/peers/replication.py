@@ -22,12 +22,14 @@ class SnapshotCopy:
 
     snapshot: SnapshotId
     holder: int
-    """A rank of the present generation."""
+    """The rank that holds the copy, in the present generation."""
     origin: int
-    """A rank of the generation that took the snapshot; two copies of one rank's shards have the same origin."""
+    """The rank whose shards they are, in the generation that took the snapshot. Two copies of one rank's shards have
+    the same origin.
+    """
     entries: tuple[BufferEntry, ...]
     elements: int
-    """Elements of the whole state over all ranks: a snapshot with all of them is complete."""
+    """The number of elements of the whole state over all ranks: a snapshot with all of them is complete."""
 
 
 def assign_peers(hosts: Sequence[str]) -> list[int]:

@@ -34,9 +34,9 @@ class ShardRequest:
     lengths: tuple[int, ...]
     dtype: torch.dtype
     shard: int
-    """Index of the requesting rank's shard that it fills."""
+    """The index of the requesting rank's shard that the part fills."""
     into: tuple[int, ...]
-    """Offsets in that shard."""
+    """The offsets of the part in that shard."""
 
     @property
     def size(self) -> int:
@@ -61,7 +61,7 @@ class SnapshotReader:
         self._local = {(p.name, p.offsets): p.local for image in buffers.values() for p in image.shards}
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Fill the shards of this rank in the new layout. All ranks call it together."""
+        """Fills the shards of this rank in the new layout. All ranks call it together."""
         requests = self._group.gather(self._requests(shards))
         me, world = self._group.rank, self._group.world
         for request in requests[me][me]:

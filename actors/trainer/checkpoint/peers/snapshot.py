@@ -82,12 +82,12 @@ class _Exchange:
 SHARE = 0.01
 """The part of the training time that snapshots may cost."""
 FIRST = 10
-"""Steps between snapshots before anything is known."""
+"""The number of steps between snapshots before anything is measured."""
 MOST = 1000
 HALF_LIFE = 16
 """Half-life of the averages, in samples."""
 UNDISTURBED_EVERY = 64
-"""Once in this many steps a due snapshot is left out, since only a step without one shows what snapshots cost."""
+"""One due snapshot in this many steps is left out, since only a step without one shows what snapshots cost."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Average:
     samples: int = 0
 
     def add(self, sample: float) -> None:
-        """Add a sample. The first samples have equal weights; later, old weights halve every HALF_LIFE samples."""
+        """Adds a sample. The first samples have equal weights; later, old weights halve every HALF_LIFE samples."""
         self.samples += 1
         self.value += (sample - self.value) * max(1 / self.samples, 1 - 0.5 ** (1 / HALF_LIFE))
 
@@ -114,7 +114,7 @@ class SnapshotCadence:
         self._undisturbed_at = 0
 
     def record(self, step_s: float, stall_s: float, is_beside: bool) -> None:
-        """Record a step's duration, the time that it waited for a snapshot, and whether an exchange ran beside it."""
+        """Records a step's duration, the time that it waited for a snapshot, and whether an exchange ran beside it."""
         (self._beside if is_beside else self._alone).add(step_s)
         if stall_s:
             self._stall.add(stall_s)
@@ -136,8 +136,8 @@ class SnapshotCadence:
 class Snapshots:
     """Snapshots of the training state. All ranks call every method except `close` together.
 
-    The host memory needed is four times a rank's share of the state: two snapshots, since the older one is needed until
-    the newer is complete everywhere, each with the rank's own copy and a peer's.
+    The host memory needed is four times a rank's share of the state. There are two snapshots, since the older one is
+    needed until the newer is complete everywhere, and each has the rank's own copy and a peer's.
     """
 
     def __init__(self, host: str) -> None:
@@ -154,7 +154,7 @@ class Snapshots:
         self._stall_s, self._is_beside = 0.0, False
 
     def join(self, group: ProcessGroup) -> None:
-        """Join this generation's group and assign each rank the peer that holds its copy."""
+        """Joins this generation's group and assigns each rank the peer that holds its copy."""
         self._group = group
         self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
         self.cadence = SnapshotCadence(every)
@@ -162,7 +162,7 @@ class Snapshots:
         self._exchange = _Exchange(group.new_channel(), group.rank, group.world, keeper)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copy the state and send the copy to the peer in the background. Waits for the previous exchange."""
+        """Copies the state and sends the copy to the peer in the background. Waits for the previous exchange."""
         began_s = time.perf_counter()
         self._task.wait()
         self._current = 1 - self._current
@@ -178,7 +178,7 @@ class Snapshots:
         self._stall_s = time.perf_counter() - began_s
 
     def before_update(self) -> None:
-        """Call before weights change: a copy may still be reading them on the GPU."""
+        """Call this before weights change: a copy may still be reading them on the GPU."""
         self._slots[self._current].own.before_update()
 
     def is_due(self, spec: TrainSpec, step: int, last: int) -> bool:
@@ -190,25 +190,25 @@ class Snapshots:
         return spec.is_due(spec.snapshot_every, step)
 
     def figures(self, step_s: float) -> list[float]:
-        """Returns this rank's measurements of its last step, whose sums over all ranks go to `record`: the step's
-        seconds, the seconds that it waited, and 1.0 if an exchange ran beside it. Call it when the next step begins.
+        """Returns the measurements of this rank's last step: its seconds, the seconds that it waited, and 1.0 if an
+        exchange ran beside it. Their sums over all ranks go to `record`. Call it when the next step begins.
         """
         was_beside, self._is_beside = self._is_beside, self._task.is_running
         return [step_s, self._stall_s, float(was_beside)]
 
     def record(self, sums: Sequence[float]) -> None:
-        """Record the measurements of a step, summed over the ranks."""
+        """Records the measurements of a step, summed over the ranks."""
         step_s, stall_s, beside = sums
         self._stall_s = 0.0
         if step_s:
             self.cadence.record(step_s / self._current_group.world, stall_s / self._current_group.world, beside > 0)
 
     def wait(self) -> None:
-        """Wait until the last snapshot is complete on all ranks."""
+        """Waits until the last snapshot is complete on all ranks."""
         self._task.wait()
 
     def close(self) -> None:
-        """Leave the generation, healthy or not. Quick, without communication."""
+        """Leaves the generation, healthy or not. Returns quickly and does not communicate."""
         self._group = self._exchange = None
         try:
             ended = self._task.wait(CLOSE_S)
@@ -228,7 +228,9 @@ class Snapshots:
         return self._selected.step if self._selected else 0
 
     def load(self, state: TrainState) -> None:
-        """Load the snapshot found by `find_newest` into this layout, from all ranks' memory."""
+        """Loads the snapshot that `find_newest` found, from the memory of all ranks. The layout may have changed since
+        it was taken.
+        """
         assert self._selected is not None
         copies = [copy for copy in self._copies if copy.snapshot == self._selected]
         state.load(SnapshotReader(self._current_group, copies, self._buffers(self._selected)).fill)

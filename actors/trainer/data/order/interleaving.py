@@ -1,10 +1,10 @@
 """Divides one stream of samples among weighted sources, in closed form: no state, any sample by its index.
 
 The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left,
-in integers, so each sample has one leaf and one position in that leaf's source. A leaf's count is within `error_bound`
-of its exact share: an error e at a node becomes p * e + 1/2 at a child with share p. The walk of grain
-(`_counts_per_dataset`, github.com/google/grain) is such a tree in the shape of a chain, in which the errors of many
-sources add up; here the tree's shape keeps the errors small.
+in integers, so each sample has one leaf and one position in that leaf's source. A leaf's count stays
+close to its exact share: an error e at a node becomes p * e + 1/2 at a child with share p. In grain
+(`_counts_per_dataset`, github.com/google/grain) the tree is a chain, so the errors of many sources add up; here the
+tree's shape keeps them small.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from raytide.actors.trainer.data.order.shuffle import Ids
 
 _GRID = 20
-"""The grid's steps per sample, for the rounding of errors while a tree is shaped."""
+"""While a tree is shaped, errors are rounded up to multiples of 1 / _GRID samples."""
 PRECISION = 1 << 40
-"""Weights are rounded to this total: a drift of one sample in 1e12."""
+"""The total of the integers to which weights are rounded, so that the order drifts by one sample in 1e12."""
 MOST_AT_ONCE = 1 << 20
-"""Samples of one pass of `draw`; with PRECISION it keeps products below 2**63."""
+"""The most samples of one pass of `draw`; with PRECISION it keeps products below 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,6 @@ class Interleaving:
         self.weights = integer_weights(shares)
         order = sorted((i for i, weight in enumerate(self.weights) if weight), key=lambda i: -self.weights[i])
         self._tree = _tree(order, self.weights)
-        self.error_bound = _error_bound(self._tree, self.weights, 0.0)
-        """No count differs from its exact share by more than this many samples."""
 
     def draw(self, first: int, count: int) -> tuple[Ids, Ids]:
         """Returns the source of each of `count` samples from index `first` on, and its position in that source."""
@@ -123,13 +121,3 @@ def _tree(order: Sequence[int], weights: Sequence[int]) -> _Node | int:
         return _Node(build(begin, cut, next(grids)), build(cut, end, next(grids)), left, total)
 
     return build(0, len(order), 0)
-
-
-def _error_bound(node: _Node | int, weights: Sequence[int], error: float) -> float:
-    if isinstance(node, int):
-        return error
-    left = node.left_weight / node.weight
-    return max(
-        _error_bound(node.left, weights, left * error + 0.5),
-        _error_bound(node.right, weights, (1 - left) * error + 0.5),
-    )

@@ -30,7 +30,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The shares of the sources, counted in rows, from one sample of the run on."""
+    """The shares of rows that the sources give, from sample `first` of the run on."""
 
     first: int
     """The number of samples before this phase."""
@@ -79,7 +79,7 @@ class MixtureSampler:
 def resolve_phases(
     spec: MixtureSpec, sources: Sequence[SourceSize], global_batch: int, steps: int
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a run of `steps` steps. DataError if the sources cannot give that many samples."""
+    """Returns the phases of a run of `steps` steps. Raises DataError if the sources cannot give that many samples."""
     positions, phases = [0] * len(sources), list[Phase]()
     starts = [0, *(phase.from_step for phase in spec.phases)]
     for index, start in enumerate(starts):

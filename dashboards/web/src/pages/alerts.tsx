@@ -57,7 +57,7 @@ export function Alerts(_: { at: Place }) {
           {!now.status || !alerts ? <Skeleton height={120} /> : live.length === 0 ? <Empty title="No alert fires">Rules watch clients, endpoints, models, trainings, nodes and costs; what they find appears here.</Empty> : <AlertList alerts={live} />}
         </Card>
         <div class="half">
-          <Card title="What was done" cmd="raytide alerts history" flush>
+          <Card title="What was done" cmd="raytide alerts history --actions" flush>
             {!isAll ? (
               <Empty title="Actions touch every team">A token for all teams shows them.</Empty>
             ) : actions.error && !actions.data ? (
@@ -86,7 +86,7 @@ export function Alerts(_: { at: Place }) {
           </Card>
         </div>
         <div class="half">
-          <Card title="Probes" cmd="raytide alerts list --json" flush>
+          <Card title="Probes" cmd="raytide alerts probes" flush>
             {probes.error && !probes.data ? (
               <Problem error={probes.error} />
             ) : !probes.data ? (
@@ -144,7 +144,7 @@ export function Alerts(_: { at: Place }) {
 
 function AlertList({ alerts }: { alerts: Alert[] }) {
   return (
-    <ul class="list">
+    <ul class="list states">
       {alerts.map((alert) => (
         <li key={`${alert.name}-${labelText(alert.labels)}`}>
           <State of={alert.state} />
@@ -160,7 +160,11 @@ function AlertList({ alerts }: { alerts: Alert[] }) {
               </span>
             )}
           </span>
-          {alert.value != null && <span class="quiet">{num(alert.value)}</span>}
+          {alert.value != null && (
+            <span class="quiet from-medium" title="the value of the rule's expression">
+              {num(alert.value)}
+            </span>
+          )}
           <When at={alert.since_s} />
         </li>
       ))}

@@ -3,14 +3,16 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
 import { fleetOf, USE_NAMES, unitOf, type Unit } from "../fleet";
-import { moment, num, percent, plural, span, time, usd } from "../format";
+import { moment, num, percent, plural, span, time, usd, when } from "../format";
 import { now as clock, useLive, type Live } from "../live";
 import type { Place } from "../routes";
+import { Table, useFilter, type Column } from "../table";
 import { USES, type NodeRow, type NodeType, type Use } from "../types";
 import { Card, Choice, Empty, Pairs, Problem, Skeleton, Stat, State, useLoad, When } from "../ui";
 import { PageHead } from "./head";
 
 const DAY = 86_400;
+const NO_NODES: NodeRow[] = [];
 
 export function Capacity({ at }: { at: Place }) {
   const now = useLive();
@@ -28,6 +30,7 @@ function Fleet({ now }: { now: Live }) {
   }, [back_s]);
   const earlier = useLoad((signal) => (at_s ? get<{ nodes: NodeRow[] }>("/v1/fleet", { at_s }, signal) : Promise.resolve(null)), [at_s]);
   const nodes = useMemo(() => (at_s ? (earlier.data?.nodes ?? null) : [...now.nodes.values()]), [at_s, earlier.data, now.nodes]);
+  const shown = useFilter("Nodes", nodes ?? NO_NODES, (node) => `${node.id} ${node.type} ${node.zone} ${node.market} ${node.state} ${node.held.map((share) => `${share.use} ${share.subject} ${share.team}`).join(" ")}`);
   const fleet = fleetOf(now);
   const unit = fleet.unit === "gpus" ? "GPU" : "CPU";
   const spot = [...now.nodes.values()].filter((node) => node.market === "spot");
@@ -85,7 +88,10 @@ function Fleet({ now }: { now: Live }) {
               {at_s ? "" : "Nodes are bought when work asks for them, and given back when they are idle."}
             </Empty>
           ) : (
-            <Grid nodes={nodes} types={now.hello.types} unit={unitOf(now)} by={by} />
+            <>
+              {shown.field}
+              {shown.rows.length === 0 ? <Empty title={`Nothing matches “${shown.typed}”`} /> : <Grid nodes={shown.rows} types={now.hello.types} unit={unitOf(now)} by={by} />}
+            </>
           )}
         </Card>
         <Decisions at_s={at_s} plan={now.status?.plan} isAll={now.hello?.team === "*"} />
@@ -101,7 +107,7 @@ function Grid({ nodes, types, unit, by }: { nodes: NodeRow[]; types: Record<stri
     const key = by === "team" ? (node.held.find((share) => share.team && share.team !== "-")?.team ?? "nobody's") : node[by];
     groups.set(key, [...(groups.get(key) ?? []), node]);
   }
-  const used = USES.filter((use) => nodes.some((node) => node.held.some((share) => share.use === use)));
+  const used = USES.filter((use) => nodes.some((node) => sharesOf(node).some((share) => share.use === use)));
   const isSmall = nodes.length > 60;
   return (
     <>
@@ -152,10 +158,12 @@ function NodeBox({ node, type, unit }: { node: NodeRow; type: NodeType | undefin
   );
 }
 
+/** Who holds a node; one that nobody holds yet is starting. */
+const sharesOf = (node: NodeRow) => (node.held.length ? node.held : [{ use: "starting" as Use, weight: 1, subject: "", team: "" }]);
+
 /** One use for each GPU, the largest shares first; parts of one GPU are rounded so that the number of cells is right. */
 function cellsOf(node: NodeRow, count: number): Use[] {
-  const shares = node.held.length ? node.held : [{ use: "starting" as Use, weight: 1, subject: "", team: "" }];
-  const order = [...shares].sort((a, b) => USES.indexOf(a.use) - USES.indexOf(b.use));
+  const order = [...sharesOf(node)].sort((a, b) => USES.indexOf(a.use) - USES.indexOf(b.use));
   const cells: Use[] = [];
   let sum = 0;
   for (const share of order) {
@@ -241,7 +249,7 @@ function Decisions({ at_s, plan, isAll }: { at_s: number; plan: number | undefin
           {rows.map(({ at_s: at, action }, index) => (
             <li class="decision" key={`${at}-${index}`}>
               <time class="faint" title={moment(at)}>
-                {time(at)}
+                {when(at)}
               </time>
               <span class={`strong ${["terminate", "drain", "preempt", "shrink"].includes(action.action) ? "warn-text" : ""}`}>{action.action}</span>
               <div class="what">
@@ -273,8 +281,10 @@ function Offerings({ now }: { now: Live }) {
   const types = Object.entries(now.hello?.types ?? {}).filter(([, type]) => type.max_nodes > 0);
   const counts = new Map<string, number>();
   for (const node of now.nodes.values()) counts.set(node.type, (counts.get(node.type) ?? 0) + 1);
+  const shown = useFilter("Node types", types, ([name, type]) => `${name} ${type.market} ${type.accelerator} ${type.zones.join(" ")}`);
   return (
     <Card title="Node types" cmd="raytide status --json" flush>
+      {shown.field}
       <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
         <table class="plain">
           <thead>
@@ -289,7 +299,7 @@ function Offerings({ now }: { now: Live }) {
             </tr>
           </thead>
           <tbody>
-            {types.map(([name, type]) => (
+            {shown.rows.map(([name, type]) => (
               <tr key={name}>
                 <td class="strong">{name}</td>
                 <td class="keep">{type.market}</td>
@@ -374,40 +384,34 @@ function OneNode({ id, now }: { id: string; now: Live }) {
   );
 }
 
-export function Ledger({ entries, withNode = false }: { entries: (Entry & { node_id?: string })[]; withNode?: boolean }) {
-  return (
-    <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
-      <table class="plain">
-        <thead>
-          <tr>
-            <th>From</th>
-            <th class="end">For</th>
-            <th>Kind</th>
-            <th>{withNode ? "Node" : "Whose"}</th>
-            <th>Team</th>
-            <th class="end">Amount</th>
-          </tr>
-        </thead>
-        <tbody>
-          {entries.map((entry) => (
-            <tr key={`${entry.from_us}-${entry.kind}-${entry.subject}-${entry.node_id}-${entry.cause}-${entry.is_reversal}`}>
-              <td>
-                <span title={moment(entry.from_us / 1e6)}>{time(entry.from_us / 1e6)}</span>
-              </td>
-              <td class="end">{span((entry.to_us - entry.from_us) / 1e6)}</td>
-              <td>
-                {entry.kind} {entry.cause && <span class="faint">lost to {entry.cause}</span>} {entry.is_reversal && <span class="chip">reversal</span>}
-              </td>
-              <td>{withNode ? <a href={`#/capacity/${entry.node_id}`}>{entry.node_id}</a> : entry.subject || "–"}</td>
-              <td>{entry.team || "–"}</td>
-              <td class="end" title={`${entry.amount_micro_usd} micro-dollars`}>
-                {usd(entry.amount_micro_usd)}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
+type LedgerRow = Entry & { node_id?: string };
 
+export function Ledger({ entries, withNode = false }: { entries: LedgerRow[]; withNode?: boolean }) {
+  const columns: Column<LedgerRow>[] = [
+    { key: "from", title: "From", width: "minmax(84px, 0.7fr)", sort: (entry) => entry.from_us, cell: (entry) => <span title={moment(entry.from_us / 1e6)}>{when(entry.from_us / 1e6)}</span> },
+    { key: "for", title: "For", width: "60px", end: true, from: "medium", sort: (entry) => entry.to_us - entry.from_us, cell: (entry) => span((entry.to_us - entry.from_us) / 1e6) },
+    {
+      key: "kind",
+      title: "Kind",
+      width: "minmax(64px, 1fr)",
+      sort: (entry) => entry.kind,
+      cell: (entry) => (
+        <>
+          {entry.kind} {entry.is_reversal && <span class="chip">reversal</span>}
+          {entry.cause && <span class="sub-line">lost to {entry.cause}</span>}
+        </>
+      ),
+    },
+    {
+      key: "whose",
+      title: withNode ? "Node" : "Whose",
+      width: "minmax(72px, 1fr)",
+      sort: (entry) => (withNode ? (entry.node_id ?? "") : entry.subject),
+      cell: (entry) => (withNode ? <a href={`#/capacity/${entry.node_id}`}>{entry.node_id}</a> : entry.subject || "–"),
+    },
+    { key: "team", title: "Team", width: "minmax(72px, 0.8fr)", from: "medium", sort: (entry) => entry.team, cell: (entry) => entry.team || "–" },
+    { key: "amount", title: "Amount", width: "76px", end: true, sort: (entry) => entry.amount_micro_usd, cell: (entry) => <span title={`${entry.amount_micro_usd} micro-dollars`}>{usd(entry.amount_micro_usd)}</span> },
+  ];
+  const id = (entry: LedgerRow) => `${entry.from_us}-${entry.kind}-${entry.subject}-${entry.node_id}-${entry.cause}-${entry.is_reversal}`;
+  return <Table label="Ledger" columns={columns} rows={entries} id={id} search={(entry) => `${entry.kind} ${entry.cause} ${entry.subject} ${entry.team} ${entry.node_id ?? ""}`} height={560} />;
+}

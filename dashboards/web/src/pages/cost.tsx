@@ -100,7 +100,7 @@ function AllCosts() {
           ) : table.data.rows.length === 0 ? (
             <Empty title="Nothing was spent in this time" />
           ) : (
-            <Table label={`Cost by ${by}`} columns={columns} rows={table.data.rows} id={(row) => row.key} href={by === "job" ? (row) => (row.key.startsWith("(") ? "" : `#/cost/${row.key}`) : by === "node" ? (row) => `#/capacity/${row.key}` : undefined} height={460} />
+            <Table label={`Cost by ${by}`} columns={columns} rows={table.data.rows} id={(row) => row.key} href={by === "job" ? (row) => (row.key.startsWith("(") ? "" : `#/cost/${row.key}`) : by === "node" ? (row) => `#/capacity/${row.key}` : undefined} height={460} search={(row) => `${row.key} ${NAMES[row.key] ?? ""}`} />
           )}
         </Card>
         <TideCard />
@@ -123,7 +123,7 @@ function columnsOf(by: By, total: number, grams_co2: number | null): Column<Cost
   const energy: Column<CostRow> = {
     key: "energy",
     title: "Energy",
-    width: "minmax(84px, 0.6fr)",
+    width: "minmax(104px, 0.6fr)",
     end: true,
     from: "medium",
     sort: (row) => row.energy_mj,
@@ -132,7 +132,7 @@ function columnsOf(by: By, total: number, grams_co2: number | null): Column<Cost
       return kwh ? (
         <>
           {num(kwh)} kWh
-          {grams_co2 ? <span class="sub-line">about {num((kwh * grams_co2) / 1000)} kg CO₂</span> : null}
+          {grams_co2 ? <span class="sub-line" title="estimated from the energy">≈ {num((kwh * grams_co2) / 1000)} kg CO₂</span> : null}
         </>
       ) : (
         <span class="faint">–</span>

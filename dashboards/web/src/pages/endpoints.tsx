@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
-import { Chart, Spark, type Series } from "../chart";
+import { Chart, Legend, Spark, type Series } from "../chart";
 import { burnOf } from "../fleet";
 import { num, percent, plural, span, usd } from "../format";
 import { seenOf, stored, type Curve } from "../history";
@@ -30,7 +30,9 @@ const COLUMNS: Column<Endpoint>[] = [
         <a class="strong" href={`#/endpoints/${e.id}`}>
           {e.id}
         </a>
-        <span class="sub-line">{e.is_hosted ? "hosted" : e.model}</span>
+        <span class="sub-line" title={e.model}>
+          {e.is_hosted ? "hosted" : e.model}
+        </span>
       </>
     ),
   },
@@ -86,9 +88,7 @@ const COLUMNS: Column<Endpoint>[] = [
 
 function AllEndpoints() {
   const now = useLive();
-  const [text, setText] = useState("");
   const all = useMemo(() => [...now.endpoints.values()].sort((a, b) => a.id.localeCompare(b.id)), [now.endpoints]);
-  const rows = useMemo(() => all.filter((e) => `${e.id} ${e.team} ${e.model} ${e.state}`.toLowerCase().includes(text.toLowerCase())), [all, text]);
   const sum = (of: (e: Endpoint) => number) => all.reduce((total, each) => total + of(each), 0);
   const burns = all.map((e) => burnOf(e)).filter((burn): burn is number => burn != null);
   return (
@@ -112,17 +112,15 @@ function AllEndpoints() {
             />
           </div>
         )}
-        <Card title="All endpoints" cmd="raytide serve" flush aside={<input class="field" type="search" placeholder="Filter" aria-label="Filter endpoints" value={text} onInput={(e) => setText(e.currentTarget.value)} />}>
+        <Card title="All endpoints" cmd="raytide serve" flush>
           {!now.status ? (
             <Skeleton height={240} />
           ) : all.length === 0 ? (
             <Empty title="Nothing is served yet" cmd="raytide serve MODEL --name chat">
               Serve a directory, a URL or a registered model; it answers OpenAI's API.
             </Empty>
-          ) : rows.length === 0 ? (
-            <Empty title={`No endpoint matches “${text}”`} />
           ) : (
-            <Table label="Endpoints" columns={COLUMNS} rows={rows} id={(e) => e.id} href={(e) => `#/endpoints/${e.id}`} height={620} />
+            <Table label="Endpoints" columns={COLUMNS} rows={all} id={(e) => e.id} href={(e) => `#/endpoints/${e.id}`} height={620} search={(e) => `${e.id} ${e.team} ${e.model} ${e.state}`} />
           )}
         </Card>
       </div>
@@ -165,7 +163,7 @@ function OneEndpoint({ name }: { name: string }) {
           <Stat label="SLO burn" cmd={`raytide serve --json`} value={burn == null ? "–" : `${num(burn)}×`} tone={burn != null && burn > 14.4 ? "bad" : burn != null && burn > 1 ? "warn" : undefined} note={endpoint.slo_target != null ? `${percent(endpoint.slo_target, 1)} should be in time` : "no target"} />
           <Stat label="Requests" cmd={`raytide usage --model ${name}`} value={num(endpoint.rps)} unit="/s" note={`${num(endpoint.ongoing)} in flight, ${num(endpoint.queued)} queued`} />
           <Stat label="KV cache" cmd="raytide serve" value={percent(endpoint.kv_use)} share={endpoint.kv_use ?? 0} note="mean of the replicas" />
-          <Stat label="Replicas" cmd="raytide serve" value={endpoint.ready} unit={`of ${endpoint.target}`} note={`between ${endpoint.min} and ${endpoint.max}; ${endpoint.starting} starting`} />
+          <Stat label="Replicas" cmd="raytide serve" value={endpoint.ready} unit={`of ${endpoint.target}`} note={endpoint.starting ? `${endpoint.starting} starting` : `${endpoint.min} to ${endpoint.max}`} noteTitle={`between ${endpoint.min} and ${endpoint.max}, ${endpoint.starting} starting`} />
         </div>
         <Latency endpoint={endpoint} range={range} />
         <div class="half">
@@ -216,19 +214,6 @@ function Latency({ endpoint, range }: { endpoint: Endpoint; range: keyof typeof 
 
 const Since = () => <p class="faint">The curves begin when this page was opened, until the monitor has collected more.</p>;
 
-function Legend({ series, limit }: { series: Series[]; limit?: number | null }) {
-  return (
-    <>
-      {series.map((each) => (
-        <span key={each.label}>
-          <span class="swatch" style={{ background: `var(--${each.color})` }} /> {each.label}
-        </span>
-      ))}
-      {limit != null && <span class="bad-text">– – promised {span(limit)}</span>}
-    </>
-  );
-}
-
 function align(groups: Curve[][]): { x: number[]; values: (number | null)[][] } {
   const x = [...new Set(groups.flatMap((curves) => curves.flatMap((curve) => curve.points.map(([at]) => at))))].sort((a, b) => a - b);
   const values = groups.map((curves) => {
@@ -246,11 +231,29 @@ function Curves(props: { title: string; endpoint: Endpoint; range: keyof typeof 
   const seen = seenOf(props.endpoint.id);
   const series: Series[] = [{ label: props.title, color: props.color, values: aligned?.values[0] ?? seen?.values[props.field] ?? [] }];
   return (
-    <Card title={props.title} cmd="raytide serve">
+    <Card title={props.title} cmd="raytide serve" aside={props.unit}>
       <Chart label={`${props.title} of ${props.endpoint.id}`} x={aligned?.x ?? seen?.at ?? []} series={series} height={170} unit={props.unit} format={props.format} from={aligned ? clock() - since_s : undefined} />
     </Card>
   );
 }
+
+const REPLICA_COLUMNS: Column<Endpoint["replicas"][number]>[] = [
+  { key: "id", title: "Replica", width: "minmax(96px, 1.4fr)", sort: (replica) => replica.id, cell: (replica) => <span class="mono" title={replica.id}>{replica.id}</span> },
+  { key: "running", title: "Running", width: "60px", end: true, sort: (replica) => replica.running, cell: (replica) => num(Math.round(replica.running)) },
+  { key: "waiting", title: "Waiting", width: "60px", end: true, sort: (replica) => replica.waiting, cell: (replica) => <span class={replica.waiting >= 1 ? "warn-text" : ""}>{num(Math.round(replica.waiting))}</span> },
+  {
+    key: "kv",
+    title: "KV cache",
+    width: "minmax(64px, 1fr)",
+    sort: (replica) => replica.kv_use,
+    cell: (replica) => (
+      <>
+        {percent(replica.kv_use)}
+        <Meter share={replica.kv_use} tone={replica.kv_use > 0.95 ? "bad" : replica.kv_use > 0.85 ? "warn" : undefined} label={`KV cache ${percent(replica.kv_use)}`} />
+      </>
+    ),
+  },
+];
 
 function Replicas({ endpoint }: { endpoint: Endpoint }) {
   return (
@@ -258,31 +261,7 @@ function Replicas({ endpoint }: { endpoint: Endpoint }) {
       {endpoint.replicas.length === 0 ? (
         <Empty title={endpoint.is_hosted ? "A hosted API answers" : "No replica answers"}>{endpoint.is_hosted ? "" : endpoint.min === 0 ? "It is scaled to zero; the next request starts one." : endpoint.waiting || "They are starting."}</Empty>
       ) : (
-        <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
-          <table class="plain">
-            <thead>
-              <tr>
-                <th>Replica</th>
-                <th class="end">Running</th>
-                <th class="end">Waiting</th>
-                <th style={{ width: "34%" }}>KV cache</th>
-              </tr>
-            </thead>
-            <tbody>
-              {endpoint.replicas.map((replica) => (
-                <tr key={replica.id}>
-                  <td class="mono">{replica.id}</td>
-                  <td class="end">{num(Math.round(replica.running))}</td>
-                  <td class={`end ${replica.waiting >= 1 ? "warn-text" : ""}`}>{num(Math.round(replica.waiting))}</td>
-                  <td>
-                    {percent(replica.kv_use)}
-                    <Meter share={replica.kv_use} tone={replica.kv_use > 0.95 ? "bad" : replica.kv_use > 0.85 ? "warn" : undefined} label={`KV cache ${percent(replica.kv_use)}`} />
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Replicas" columns={REPLICA_COLUMNS} rows={endpoint.replicas} id={(replica) => replica.id} search={(replica) => replica.id} height={480} />
       )}
     </Card>
   );

@@ -1,9 +1,12 @@
-// Registered models: versions, aliases and who moved them, and the line from data over a run to what is served.
+// Registered models: versions, aliases and who moved them, and the line from data over a run to what is served; datasets.
 import { get } from "../api";
 import { num, plural } from "../format";
 import { useLive } from "../live";
 import type { Place } from "../routes";
+import { Table, type Column } from "../table";
+import type { Endpoint } from "../types";
 import { Card, Empty, Pairs, Problem, Skeleton, useLoad, When } from "../ui";
+import { Datasets, OneDataset } from "./datasets";
 import { PageHead } from "./head";
 
 interface Version {
@@ -32,6 +35,8 @@ interface Change {
 }
 
 export function Models({ at }: { at: Place }) {
+  const dataset = at.query.get("dataset");
+  if (dataset) return <OneDataset name={dataset} key={dataset} />;
   return at.rest ? <OneModel name={at.rest} key={at.rest} /> : <AllModels />;
 }
 
@@ -45,9 +50,49 @@ const aliasesOf = (aliases: Record<string, number>, version?: number) =>
       </span>
     ));
 
+const linksTo = (endpoints: Endpoint[]) =>
+  endpoints.length ? (
+    endpoints.map((endpoint) => (
+      <a class="link" key={endpoint.id} href={`#/endpoints/${endpoint.id}`}>
+        {endpoint.id}{" "}
+      </a>
+    ))
+  ) : (
+    <span class="faint">–</span>
+  );
+
 function AllModels() {
   const { data, error } = useLoad((signal) => get<Model[]>("/v1/models", { limit: 500 }, signal), [], 10_000);
   const now = useLive();
+  const columns: Column<Model>[] = [
+    {
+      key: "name",
+      title: "Model",
+      width: "minmax(100px, 1.2fr)",
+      sort: (model) => model.name,
+      cell: (model) => (
+        <a class="strong" href={`#/models/${model.name}`}>
+          {model.name}
+        </a>
+      ),
+    },
+    { key: "team", title: "Team", width: "minmax(70px, 0.8fr)", from: "medium", sort: (model) => model.team, cell: (model) => model.team },
+    { key: "versions", title: "Versions", width: "64px", end: true, sort: (model) => model.versions, cell: (model) => num(model.versions) },
+    { key: "aliases", title: "Aliases", width: "minmax(96px, 1fr)", cell: (model) => (Object.keys(model.aliases).length ? aliasesOf(model.aliases) : <span class="faint">none</span>) },
+    {
+      key: "newest",
+      title: "Newest",
+      width: "minmax(130px, 1fr)",
+      from: "medium",
+      sort: (model) => model.newest.created_at_s,
+      cell: (model) => (
+        <>
+          <When at={model.newest.created_at_s} /> <span class="faint">by {model.newest.user}</span>
+        </>
+      ),
+    },
+    { key: "served", title: "Served as", width: "minmax(80px, 1fr)", from: "medium", cell: (model) => linksTo([...now.endpoints.values()].filter((e) => e.model.startsWith(`${model.name}:`))) },
+  ];
   return (
     <>
       <PageHead title="Models" sub={data && plural(data.length, "model")} />
@@ -62,75 +107,12 @@ function AllModels() {
               Versions never change; an alias such as champion names the one that is served.
             </Empty>
           ) : (
-            <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
-              <table class="plain">
-                <thead>
-                  <tr>
-                    <th>Model</th>
-                    <th class="from-medium">Team</th>
-                    <th class="end">Versions</th>
-                    <th>Aliases</th>
-                    <th class="from-medium">Newest</th>
-                    <th class="from-medium">Served as</th>
-                  </tr>
-                </thead>
-                <tbody>
-                  {data.map((model) => (
-                    <tr key={model.name}>
-                      <td>
-                        <a class="strong" href={`#/models/${model.name}`}>
-                          {model.name}
-                        </a>
-                      </td>
-                      <td class="from-medium">{model.team}</td>
-                      <td class="end">{num(model.versions)}</td>
-                      <td>{Object.keys(model.aliases).length ? aliasesOf(model.aliases) : <span class="faint">none</span>}</td>
-                      <td class="from-medium">
-                        <When at={model.newest.created_at_s} /> <span class="faint">by {model.newest.user}</span>
-                      </td>
-                      <td class="from-medium">{[...now.endpoints.values()].filter((e) => e.model.startsWith(`${model.name}:`)).map((e) => <a class="link" key={e.id} href={`#/endpoints/${e.id}`}>{e.id} </a>)}</td>
-                    </tr>
-                  ))}
-                </tbody>
-              </table>
-            </div>
+            <Table label="Models" columns={columns} rows={data} id={(model) => model.name} href={(model) => `#/models/${model.name}`} search={(model) => `${model.name} ${model.team} ${Object.keys(model.aliases).join(" ")} ${model.newest.user}`} height={460} />
           )}
         </Card>
         <Datasets />
       </div>
     </>
-  );
-}
-
-/** Builds and trainings name their datasets; together they are the line from data to models. */
-function Datasets() {
-  const now = useLive();
-  const builds = [...now.jobs.values()].filter((job) => job.kind === "data");
-  return (
-    <Card title="Dataset builds" cmd="raytide ps" flush>
-      {!now.status ? (
-        <Skeleton height={90} />
-      ) : builds.length === 0 ? (
-        <Empty title="No build ran lately" cmd="raytide data build data.yaml">
-          A build turns text into token shards, which trainings read.
-        </Empty>
-      ) : (
-        <ul class="list">
-          {builds.map((job) => (
-            <li key={job.id}>
-              <span class="grow">
-                <a class="strong" href={`#/runs/${job.id}`}>
-                  {job.name}
-                </a>{" "}
-                <span class="faint">{job.id}</span>
-              </span>
-              <span class="quiet">{job.state}</span>
-              <When at={job.submitted_at_s} />
-            </li>
-          ))}
-        </ul>
-      )}
-    </Card>
   );
 }
 
@@ -150,6 +132,39 @@ function OneModel({ name }: { name: string }) {
     );
   const served = (version: number) => [...now.endpoints.values()].filter((endpoint) => endpoint.model === `${name}:${version}`);
   const metrics = [...new Set((versions.data ?? []).flatMap((version) => Object.keys(version.spec.metrics)))].slice(0, 5);
+  const columns: Column<Version>[] = [
+    { key: "version", title: "Version", width: "52px", sort: (version) => version.version, cell: (version) => <span class="strong">{version.version}</span> },
+    { key: "aliases", title: "Aliases", width: "minmax(84px, 1fr)", cell: (version) => aliasesOf(model.data?.aliases ?? {}, version.version) },
+    {
+      key: "job",
+      title: "Trained by",
+      width: "minmax(64px, 0.7fr)",
+      sort: (version) => version.spec.lineage.job,
+      cell: (version) =>
+        version.spec.lineage.job ? (
+          <a class="link" href={`#/runs/${version.spec.lineage.job}`}>
+            {version.spec.lineage.job}
+          </a>
+        ) : (
+          <span class="faint">not by a job</span>
+        ),
+    },
+    ...metrics.map((metric, index): Column<Version> => ({ key: `metric ${metric}`, title: metric, width: "minmax(64px, 0.5fr)", end: true, from: index ? "wide" : undefined, sort: (version) => version.spec.metrics[metric] ?? null, cell: (version) => num(version.spec.metrics[metric]) })),
+    {
+      key: "registered",
+      title: "Registered",
+      width: "minmax(130px, 1fr)",
+      from: "medium",
+      sort: (version) => version.created_at_s,
+      cell: (version) => (
+        <>
+          <When at={version.created_at_s} /> <span class="faint">by {version.user}</span>
+          {version.spec.note && <span class="sub-line">{version.spec.note}</span>}
+        </>
+      ),
+    },
+    { key: "served", title: "Served as", width: "minmax(80px, 0.8fr)", from: "medium", cell: (version) => linksTo(served(version.version)) },
+  ];
   return (
     <>
       <PageHead title={name} crumb={["Models", "#/models"]} sub={model.data && <>team {model.data.team} {aliasesOf(model.data.aliases)}</>} />
@@ -163,43 +178,7 @@ function OneModel({ name }: { name: string }) {
           {!versions.data ? (
             <Skeleton height={160} />
           ) : (
-            <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
-              <table class="plain">
-                <thead>
-                  <tr>
-                    <th>Version</th>
-                    <th>Aliases</th>
-                    <th>Trained by</th>
-                    {metrics.map((metric) => (
-                      <th class="end" key={metric}>
-                        {metric}
-                      </th>
-                    ))}
-                    <th>Registered</th>
-                    <th>Served as</th>
-                  </tr>
-                </thead>
-                <tbody>
-                  {versions.data.map((version) => (
-                    <tr key={version.version}>
-                      <td class="strong">{version.version}</td>
-                      <td>{aliasesOf(model.data?.aliases ?? {}, version.version)}</td>
-                      <td>{version.spec.lineage.job ? <a class="link" href={`#/runs/${version.spec.lineage.job}`}>{version.spec.lineage.job}</a> : <span class="faint">not by a job</span>}</td>
-                      {metrics.map((metric) => (
-                        <td class="end" key={metric}>
-                          {num(version.spec.metrics[metric])}
-                        </td>
-                      ))}
-                      <td>
-                        <When at={version.created_at_s} /> <span class="faint">by {version.user}</span>
-                        {version.spec.note && <span class="sub-line">{version.spec.note}</span>}
-                      </td>
-                      <td>{served(version.version).map((endpoint) => <a class="link" key={endpoint.id} href={`#/endpoints/${endpoint.id}`}>{endpoint.id} </a>)}</td>
-                    </tr>
-                  ))}
-                </tbody>
-              </table>
-            </div>
+            <Table label="Versions" columns={columns} rows={versions.data} id={(version) => String(version.version)} search={(version) => `${version.version} ${version.spec.lineage.job} ${version.user} ${version.spec.note}`} height={460} />
           )}
         </Card>
         <Card title="Which version was what, and when" cmd={`raytide model history ${name}`} flush>

@@ -77,7 +77,8 @@ function Headline({ now }: { now: Live }) {
         unit="/h"
         share={budget ? spent / 1e6 / budget : null}
         tone={budget && spent / 1e6 > 0.95 * budget ? "bad" : budget && spent / 1e6 > 0.8 * budget ? "warn" : undefined}
-        note={budget ? `${percent(spent / 1e6 / budget)} of $${num(budget)} this month` : `${usd(now.status.cost_micro_usd)} so far, no budget set`}
+        note={budget ? `${percent(spent / 1e6 / budget)} of budgets` : `${usd(now.status.cost_micro_usd)} so far`}
+        noteTitle={budget ? `${usd(spent)} of $${num(budget)} this month` : "No team has a budget"}
       />
       <Stat
         label="Tokens"
@@ -85,7 +86,8 @@ function Headline({ now }: { now: Live }) {
         cmd="raytide serve"
         value={num(serving + training)}
         unit="/s"
-        note={`${num(serving)} served, ${num(training)} trained`}
+        note={`${num(serving)} served`}
+        noteTitle={`${num(serving)} served, ${num(training)} trained`}
       />
       <Stat
         label="SLO burn"
@@ -231,7 +233,7 @@ function Serving({ now }: { now: Live }) {
 function EndpointLine({ endpoint }: { endpoint: Endpoint }) {
   const isLate = endpoint.slo_ttft_s != null && endpoint.ttft_s != null && endpoint.ttft_s > endpoint.slo_ttft_s;
   return (
-    <li>
+    <li class="middle">
       <div class="grow">
         <a class="strong" href={`#/endpoints/${endpoint.id}`}>
           {endpoint.id}
@@ -241,7 +243,7 @@ function EndpointLine({ endpoint }: { endpoint: Endpoint }) {
           {endpoint.ttft_s != null && (
             <>
               {" · "}
-              <span class={isLate ? "bad-text" : ""}>{span(endpoint.ttft_s)} to the first token</span>
+              <span class={isLate ? "bad-text" : ""}>first token {span(endpoint.ttft_s)}</span>
             </>
           )}
         </span>

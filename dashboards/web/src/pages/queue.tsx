@@ -4,7 +4,7 @@ import { useMemo, useState } from "preact/hooks";
 import { num, percent, plural, span, usd } from "../format";
 import { now as clock, useLive } from "../live";
 import type { Place } from "../routes";
-import { Table, type Column } from "../table";
+import { Table, useFilter, type Column } from "../table";
 import type { Job, Team } from "../types";
 import { Card, Choice, Cmd, Empty, Meter, Skeleton, Stat, When } from "../ui";
 import { PageHead } from "./head";
@@ -95,7 +95,7 @@ export function Queue(_: { at: Place }) {
               Jobs that do not fit yet line up here, each with its reason and the time at which it should start.
             </Empty>
           ) : (
-            <Table label="Waiting jobs" columns={COLUMNS} rows={rows} id={(j) => j.id} href={(j) => `#/runs/${j.id}`} height={640} />
+            <Table label="Waiting jobs" columns={COLUMNS} rows={rows} id={(j) => j.id} href={(j) => `#/runs/${j.id}`} height={640} search={(j) => `${j.id} ${j.name} ${j.team} ${j.user} ${j.waiting} ${j.gang} ${j.priority}`} />
           )}
         </Card>
       </div>
@@ -112,6 +112,7 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
   const rows = teams
     .map((team) => ({ team, used: team.used[resource] ?? 0, own: team.own[resource] ?? team.quota[resource] ?? 0 }))
     .sort((a, b) => b.used - a.used || a.team.team.localeCompare(b.team.team));
+  const shown = useFilter("Teams", rows, ({ team }) => team.team);
   const most = Math.max(1, ...rows.map((row) => Math.max(row.used, row.own)));
   return (
     <Card title={resource ? `Fair shares of ${resource}s` : "Fair shares"} cmd="raytide quota" flush aside="used, of its own quota, and borrowed beyond it">
@@ -120,6 +121,8 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
       ) : teams.length === 0 ? (
         <Empty title="No teams are known yet" cmd="raytide quota" />
       ) : (
+        <>
+          {shown.field}
         <div class="scroll" role="group" aria-label="Table" tabIndex={0}>
           <table class="plain">
             <thead>
@@ -133,7 +136,7 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
               </tr>
             </thead>
             <tbody>
-              {rows.map(({ team, used, own }) => {
+              {shown.rows.map(({ team, used, own }) => {
                 const borrowed = own ? Math.max(0, used - own) : 0;
                 const budget = team.hard_usd ?? team.soft_usd;
                 return (
@@ -170,6 +173,7 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
             </tbody>
           </table>
         </div>
+        </>
       )}
     </Card>
   );

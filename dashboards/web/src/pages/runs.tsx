@@ -1,10 +1,10 @@
 // Jobs and their curves: loss, throughput, where a step's time goes, restarts and resizes; and runs beside each other.
-import { useMemo, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { get } from "../api";
-import { Chart, type Mark, type Series } from "../chart";
+import { Chart, Legend, type Mark, type Series } from "../chart";
 import { isLive, number, progressOf } from "../fleet";
-import { moment, num, percent, plural, span, time, usd } from "../format";
+import { moment, num, percent, plural, span, usd, when } from "../format";
 import { useLive } from "../live";
 import type { Place } from "../routes";
 import { Table, type Column } from "../table";
@@ -57,7 +57,6 @@ const PAGE = 200;
 
 function AllRuns() {
   const now = useLive();
-  const [text, setText] = useState("");
   const [which, setWhich] = useState<"" | "live" | "train" | "ended">("");
   const [pages, setPages] = useState(1);
   const [chosen, setChosen] = useState<string[]>([]);
@@ -67,12 +66,7 @@ function AllRuns() {
     for (const [id, job] of now.jobs) found.set(id, job);
     return [...found.values()].sort((a, b) => b.submitted_at_s - a.submitted_at_s || numberOf(b.id) - numberOf(a.id));
   }, [older.data, now.jobs]);
-  const rows = useMemo(() => {
-    const wanted = text.toLowerCase();
-    return all.filter(
-      (job) => (!which || (which === "live" ? isLive(job) : which === "ended" ? !isLive(job) : job.kind === "train")) && `${job.id} ${job.name} ${job.team} ${job.user} ${job.kind} ${job.state}`.toLowerCase().includes(wanted),
-    );
-  }, [all, text, which]);
+  const rows = useMemo(() => all.filter((job) => !which || (which === "live" ? isLive(job) : which === "ended" ? !isLive(job) : job.kind === "train")), [all, which]);
   const choose = (id: string, isChosen: boolean) => setChosen((before) => (isChosen ? [...before, id].slice(-MOST_COMPARED) : before.filter((each) => each !== id)));
   const columns: Column<Job>[] = [
     {
@@ -136,12 +130,7 @@ function AllRuns() {
         title="Jobs"
         cmd="raytide ps"
         flush
-        aside={
-          <>
-            <input class="field" type="search" placeholder="Filter" aria-label="Filter jobs" value={text} onInput={(event) => setText(event.currentTarget.value)} />
-            <Choice label="Which" value={which} onChange={setWhich} options={FILTERS} />
-          </>
-        }
+        aside={<Choice label="Which" value={which} onChange={setWhich} options={FILTERS} />}
       >
         {!now.status ? (
           <Skeleton height={400} />
@@ -153,7 +142,7 @@ function AllRuns() {
           <Empty title="No job matches">Change the filter to see others.</Empty>
         ) : (
           <>
-            <Table label="Jobs" columns={columns} rows={rows} id={(job) => job.id} href={(job) => `#/runs/${job.id}`} height={720} />
+            <Table label="Jobs" columns={columns} rows={rows} id={(job) => job.id} href={(job) => `#/runs/${job.id}`} height={720} search={(job) => `${job.id} ${job.name} ${job.team} ${job.user} ${job.kind} ${job.state}`} />
             {total > all.length && PAGE * pages < 1000 && (
               <p style={{ padding: "10px 16px" }}>
                 <button type="button" class="button plain" onClick={() => setPages(pages + 1)}>
@@ -256,7 +245,10 @@ function RunCurves({ id, job }: { id: string; job: Job }) {
       </Card>
     );
   const values = (name: string) => data.values[name] ?? [];
-  const phases = Object.keys(data.values).filter((name) => name.startsWith("times/"));
+  const phases: Series[] = Object.keys(data.values)
+    .filter((name) => name.startsWith("times/"))
+    .sort((a, b) => mean(values(a)) - mean(values(b)))
+    .map((name, index) => ({ label: name.slice(6), color: PHASE_COLORS[index % PHASE_COLORS.length], values: values(name) }));
   const one = (label: string, name: string, color: string): Series[] => [{ label, color, values: values(name) }];
   return (
     <>
@@ -273,19 +265,19 @@ function RunCurves({ id, job }: { id: string; job: Job }) {
         <Chart label={`Loss of ${job.name}`} x={data.steps} series={one("loss", "loss", "training")} height={250} steps log={log === "log"} marks={marks} axis={num} format={(value) => value?.toFixed(3) ?? "–"} />
       </Card>
       <div class="half">
-        <Card title="Throughput" cmd={`raytide metrics ${id}`}>
+        <Card title="Throughput" cmd={`raytide metrics ${id}`} aside="tokens a second">
           <Chart label={`Tokens a second of ${job.name}`} x={data.steps} series={one("tokens/s", "tokens_per_s", "serving")} height={180} steps marks={marks} />
         </Card>
       </div>
       <div class="half">
-        <Card title="Where a step's time goes" cmd={`raytide metrics ${id} --json`} aside="seconds, smallest at the bottom">
+        <Card title="Where a step's time goes" cmd={`raytide metrics ${id} --json`} aside={<Legend series={[...phases].reverse()} />}>
           {phases.length === 0 ? (
             <Empty title="The run logs no phases" />
           ) : (
             <Chart
               label={`Seconds of a step of ${job.name} by phase`}
               x={data.steps}
-              series={[...phases].sort((a, b) => mean(values(a)) - mean(values(b))).map((name, index) => ({ label: name.slice(6), color: ["idle", "unmanaged", "batch", "serving", "training", "lost", "starting"][index % 7], values: values(name) }))}
+              series={phases}
               height={180}
               steps
               stacked
@@ -310,7 +302,7 @@ function RunCurves({ id, job }: { id: string; job: Job }) {
             {[...data.events].reverse().map((event, index) => (
               <li key={index}>
                 <time class="faint" title={moment(event.at_s)}>
-                  {time(event.at_s)}
+                  {when(event.at_s)}
                 </time>
                 <span class="strong">{event.event.replaceAll("_", " ")}</span>
                 <span class="grow quiet">{eventText(event)}</span>
@@ -323,13 +315,18 @@ function RunCurves({ id, job }: { id: string; job: Job }) {
   );
 }
 
+const PHASE_COLORS = ["idle", "unmanaged", "batch", "serving", "training", "lost", "starting"];
+
 const mean = (values: (number | null)[]) => values.reduce((sum: number, value) => sum + (value ?? 0), 0) / Math.max(1, values.length);
 
-const eventText = (event: CurvesData["events"][number]) =>
-  Object.entries(event)
-    .filter(([name, value]) => !["at_s", "event"].includes(name) && (typeof value === "number" || typeof value === "string") && value !== "")
-    .map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? num(value) : value}`)
-    .join(", ");
+/** Why it happened, then its other fields by name. */
+const eventText = ({ at_s, event, why, ...fields }: CurvesData["events"][number]) =>
+  [
+    ...(typeof why === "string" && why ? [why] : []),
+    ...Object.entries(fields)
+      .filter(([, value]) => typeof value === "number" || (typeof value === "string" && value !== ""))
+      .map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? num(value) : value}`),
+  ].join(" · ");
 
 /** The events at their steps; those that name none at the step that was logged next. */
 function marksOf(data: CurvesData | null): Mark[] {
@@ -345,6 +342,11 @@ function marksOf(data: CurvesData | null): Mark[] {
 
 function Logs({ id, kind, isOver }: { id: string; kind: string; isOver: boolean }) {
   const { data, error } = useLoad((signal) => (kind === "gang" ? Promise.resolve(null) : get<{ text: string }>(`/v1/jobs/${id}/logs`, { tail: 60 }, signal)), [id], isOver ? 0 : 5000);
+  const box = useRef<HTMLPreElement>(null);
+  const isAtEnd = useRef(true);
+  useLayoutEffect(() => {
+    if (box.current && isAtEnd.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [data?.text]);
   return (
     <Card title="Log" cmd={`raytide logs ${id} -f`} aside="the last 60 lines">
       {kind === "gang" ? (
@@ -354,7 +356,13 @@ function Logs({ id, kind, isOver }: { id: string; kind: string; isOver: boolean 
       ) : !data ? (
         <Skeleton height={140} />
       ) : data.text ? (
-        <pre style={{ margin: 0, maxHeight: "300px", overflow: "auto" }} tabIndex={0} aria-label="Log">
+        <pre
+          ref={box}
+          style={{ margin: 0, maxHeight: "300px", overflow: "auto" }}
+          tabIndex={0}
+          aria-label="Log"
+          onScroll={({ currentTarget: { scrollTop, scrollHeight, clientHeight } }) => (isAtEnd.current = scrollHeight - scrollTop - clientHeight < 24)}
+        >
           {data.text}
         </pre>
       ) : (

@@ -32,13 +32,13 @@ class Report:
     most_serving_nodes: int = 0
     last_replicas: int = 0
     nodes: tuple[Node, ...] = ()
-    """All nodes of the demo, when the ledger was closed."""
+    """All nodes of the demo, as they were when the ledger was closed."""
     cost: CostReport | None = None
     problems: list[str] = field(default_factory=list)
-    """Promises of the demo that were not kept."""
+    """The promises of the demo that were not met."""
 
     def check(self, *, kept: bool) -> None:
-        """Compares the report with the demo's promises and adds those that were not kept to `problems`."""
+        """Compares the report with the demo's promises and adds those that were not met to `problems`."""
         self._expect(self.documents > 0 and self.tokens > 0, "no dataset was built")
         self._expect(
             self.last_loss < self.first_loss, f"the loss did not fall ({self.first_loss:g} to {self.last_loss:g})"

@@ -15,7 +15,7 @@ from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import OptimSpec, TrainSpec
 
 SYSTEM_LINK = "sitecustomize.py"
-"""The file of Debian's and Ubuntu's standard library that is a link into `/etc`, which no dataset may read."""
+"""A file of the standard library that Debian and Ubuntu link into `/etc`, which no dataset may read."""
 ON_DEMAND = {MARKET_LABEL: str(CapacityType.ON_DEMAND)}
 SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 GANG = 2
@@ -31,11 +31,13 @@ LOAD: Mapping[str, Any] = {
     "timeout_s": 120.0,
     "body": {"temperature": 0.8},
 }
-"""One wave of streams that start together: the options of `EndpointHandle.bench`."""
+"""The options of `EndpointHandle.bench` for one wave of load: concurrent streams that start together."""
 
 
 def data(out: Path) -> DataSpec:
-    """Returns the spec of a dataset from the Python standard library's source, which every machine with Python has."""
+    """Returns the spec of a dataset from the source of Python's standard library, because every machine with Python has
+    it.
+    """
     return DataSpec(
         name="stdlib",
         inputs=(sysconfig.get_path("stdlib"),),

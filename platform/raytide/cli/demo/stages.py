@@ -18,9 +18,11 @@ from raytide.sdk.serving.endpoint import EndpointHandle
 
 _POLL_S = 0.2
 _STAGE_TIMEOUT_S = 600.0
-"""Several times the duration of a stage on two idle cores."""
+"""The timeout of a stage, in seconds: several times its duration on two idle cores."""
 _LONGEST_LOAD_S = 90.0
-"""No further wave begins after this time. A node for a replica is ready after a tenth of it on two idle cores."""
+"""The time in seconds after which no further wave of load begins. On two idle cores, a node for a replica is ready
+within a tenth of it.
+"""
 
 
 def build_dataset(client: Client, out: Path, say: Say, report: Report) -> None:
@@ -72,7 +74,7 @@ def start_endpoint(client: Client, model: str, say: Say) -> EndpointHandle:
 
 
 def ask(handle: EndpointHandle, report: Report) -> None:
-    """Requests one completion, which is printed at the end of the demo."""
+    """Requests one completion, which the demo prints at its end."""
     answer = handle.openai(timeout=_STAGE_TIMEOUT_S).completions.create(
         model=handle.name, prompt=specs.PROMPT, max_tokens=32, temperature=0.7, frequency_penalty=1.0, seed=7
     )

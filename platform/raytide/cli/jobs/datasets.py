@@ -1,4 +1,6 @@
-"""data inspect: what a build dropped. data list, show, diff, register: the registered versions of datasets."""
+"""The commands `data inspect`, which shows what a build dropped, and `data list`, `show`, `diff` and `register`, for
+the registered versions of datasets.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def list_datasets(
 def show(which: Reference, cluster: ClusterName = None, json: Json = False) -> None:
     """Show the card of a version.
 
-    It has its size, what it was made of, and what was made of it.
+    The card has the version's size and sources, and the jobs and models that used it.
     """
     registry = _registry(cluster)
     version = registry.get(which)
@@ -124,7 +126,7 @@ def show(which: Reference, cluster: ClusterName = None, json: Json = False) -> N
 
 
 def diff(before: Reference, after: Reference, cluster: ClusterName = None, json: Json = False) -> None:
-    """Show in what two versions differ."""
+    """Show the differences between two versions."""
     changes = _registry(cluster).diff(before, after)
     as_list(changes, ("FIELD", "BEFORE", "AFTER"), lambda each: (each.field, each.before, each.after), json)
 
@@ -137,7 +139,7 @@ def register(
 ) -> None:
     """Register a dataset that was built elsewhere.
 
-    Its files are checked. Builds register theirs by themselves.
+    Its files are checked. Builds register their datasets themselves.
     """
     version = _registry(cluster).register(location, name)
     as_result(version, f"{version.id} is registered: {version.spec.tokens:,} tokens at {version.spec.location}", json)

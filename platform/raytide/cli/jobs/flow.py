@@ -1,4 +1,4 @@
-"""flow run, show, resume, list: workflows of stages."""
+"""The commands `flow run`, `show`, `resume` and `list`, for workflows of stages."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def run(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Submit a workflow and follow it. It runs on the cluster: an interrupt ends the following only."""
+    """Submit a workflow and follow it.
+
+    The workflow runs on the cluster: an interrupt ends only this command.
+    """
     params = {name: value_of(text) for name, text in pairs_of(set_ or (), "--set").items()}
     _follow(submit_flow(ApiClient.find(cluster), file, params, working_dir), wait=wait, json=json)
 
 
 @flow.command()
 def resume(which: Which, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
-    """Run what failed or was skipped again; what is done stays."""
+    """Run the failed and skipped stages of a workflow again; finished stages are kept."""
     _follow(_flow(ApiClient.find(cluster), which).resume(), wait=wait, json=json)
 
 

@@ -1,4 +1,4 @@
-"""logs: what a job's driver or an endpoint's replicas print."""
+"""The command `logs`, which prints the output of a job's driver or of an endpoint's replicas."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def logs(
 ) -> None:
     """Print the output of a job's driver, or of an endpoint's replicas.
 
-    Lines of replicas begin with the replica's name, those of replicas that ended included, and lack what looks like a
-    secret.
+    The output of an endpoint includes replicas that have ended. Each line begins with the replica's name; texts that
+    look like secrets are removed.
     """
     client = ApiClient.find(cluster)
     is_job = _JOB.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""ps, why, stop, retry."""
+"""The commands `ps`, `why`, `stop` and `retry`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raytide.sdk.jobs.job_run import AWAY_S, explain
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 _FOLLOW_S = 0.5
 _MOST = 1000
-"""The most jobs that the API returns at once."""
+"""The most jobs that the API returns in one response."""
 _HEAD = (
     *("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "DUE"),
     *("STEP", "LEFT", "SCALING", "COST", "PRICE", "WHY"),
@@ -166,8 +166,10 @@ def _left(job: Job, now: float) -> str:
 
 
 def _due(job: Job, now: float) -> str:
-    """Returns the time left until the deadline, how late the job is, or "kept"; "-" without a deadline, or for a job
-    that ended before its deadline without success."""
+    """Returns the time left until the deadline, how late the job is, or "kept" if it met the deadline.
+
+    Returns "-" without a deadline, and for a job that ended before its deadline without success.
+    """
     if (due_at_s := job.spec.due_at_s) is None:
         return "-"
     end_s = job.ended_at_s if job.ended_at_s is not None else now

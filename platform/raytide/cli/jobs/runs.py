@@ -1,4 +1,6 @@
-"""metrics, plot, profile, checkpoint verify: commands for training runs, which are named by their job or directory."""
+"""The commands `metrics`, `plot`, `profile` and `checkpoint verify`, for training runs, which are named by their job or
+directory.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def checkpoint() -> None:
 
 @checkpoints.command()
 def verify(target: Target, json: Json = False) -> None:
-    """Read every byte and compare it with the manifests. Exit code 1 if any is bad or none is whole."""
+    """Read every byte of the checkpoints and compare it with their manifests. Exit with 1 if one is damaged or none is
+    complete.
+    """
     from raytide.actors.trainer.checkpoint.verify import verify as read_all
 
     verdicts = read_all(target)

@@ -1,4 +1,4 @@
-"""run, train, data build: the commands that submit a job."""
+"""The commands that submit a job: `run`, `train` and `data build`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from raytide.cli.options import (
     Deadline,
     EstimateH,
     Gpus,
+    Image,
     Labels,
     Memory,
     Nodes,
@@ -62,6 +63,7 @@ def run(
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: an environment variable of the script.")] = None,
     pip: Pip = None,
     requirements: RequirementsFile = None,
+    image: Image = None,
     retries: Annotated[int, typer.Option(min=0, help="Restarts after a process failed.")] = 0,
     name: Annotated[str, typer.Option(help="The job's name; the script's by default.")] = "",
     team: Annotated[str | None, typer.Option(help="The job's team; the token's own by default.")] = None,
@@ -101,6 +103,7 @@ def run(
         exclude=exclude or (),
         env=pairs_of(env or (), "--env"),
         pip=packages(pip, requirements),
+        image=image,
         nproc_per_node=int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node,
         retries=retries,
         **options,
@@ -182,6 +185,7 @@ def train(
     shapes: Shapes = None,
     pip: Pip = None,
     requirements: RequirementsFile = None,
+    image: Image = None,
     priority: Priority = "normal",
     budget: Budget = None,
     deadline: Deadline = None,
@@ -192,12 +196,12 @@ def train(
 ) -> None:
     """Train a model on a gang.
 
-    Options for nodes replace the `gang` of the file, packages its `pip`.
+    Options for nodes replace the `gang` of the file, packages its `pip`, and an image its `image`.
     """
     wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
     options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
     named = packages(pip, requirements)
-    job = Client(ApiClient.find(cluster)).train(spec, pip=named, **options)
+    job = Client(ApiClient.find(cluster)).train(spec, pip=named, image=image, **options)
     finish(job, partial(follow, job, quiet=json), wait=wait, json=json)
 
 
@@ -220,7 +224,7 @@ def _progress(view: JobView) -> str:
     if view.job.is_final or view.waiting is not None or not view.job.progress:
         return explain(view)
     numbers = ", ".join(
-        f"{key} {short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
+        f"{key} {short(value)}" for key, value in view.job.progress.items() if value and key not in ("settled", "image")
     )
     return f"{view.job.id} {view.job.state}: {numbers}"
 

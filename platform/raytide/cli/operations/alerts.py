@@ -1,4 +1,4 @@
-"""alerts, nodes: the alerts that fire and their actions; nodes that are replaced or kept out of use."""
+"""The commands `alerts`, for alerts and their actions, and `nodes`, for nodes that are replaced or kept out of use."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ nodes = typer.Typer(
 )
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="The number of lines, newest first.")]
 NodeId = Annotated[str, typer.Argument(metavar="NODE")]
+_YES = {True: "yes", False: "no", None: "-"}
 Reason = Annotated[str, typer.Option(help="Shown with the node, and in the audit log.")]
 
 
@@ -55,6 +56,13 @@ def history(
     as_list(found, ("AT", "STATE", "ALERT", "LABELS", "SUMMARY"), _transition_row, json)
 
 
+@alerts.command()
+def probes(cluster: ClusterName = None, json: Json = False) -> None:
+    """Show whether each probe got its known answer last, and how fast."""
+    found = ApiClient.find(cluster).call("GET", "/v1/probes")
+    as_list(found, ("ENDPOINT", "PROBE", "ANSWERED", "RIGHT", "SECONDS"), _probe_row, json)
+
+
 @alerts.command("test")
 def fire_test(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an alert.")],
@@ -62,7 +70,7 @@ def fire_test(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Fire an alert for a minute: receivers are told of it, and actions are dry runs."""
+    """Fire an alert for a minute: receivers are notified, and actions are dry runs."""
     body = {"name": name, "labels": pairs_of(label or (), "--label")}
     fired = ApiClient.find(cluster).call("POST", "/v1/alerts/test", body)
     text = f"{name} fires for a minute; `raytide alerts history {name} --actions` shows what it would do"
@@ -77,7 +85,7 @@ def silence(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Quiet an alert: it goes on being recorded, but does nothing and tells nobody."""
+    """Silence an alert: it is still recorded, but triggers no actions and no notifications."""
     body = {"name": name, "for_s": 0.0 if lift else seconds(duration)}
     made = ApiClient.find(cluster).call("POST", "/v1/alerts/silences", body)
     text = f"{name} is not silenced any more" if lift else f"{name} is silent until {local_time(made['until_s'])}"
@@ -95,20 +103,22 @@ def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
 def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
     """Drain a node and keep its machine out of use, until `nodes release`.
 
-    NODE may be an own machine by its name in cluster.yaml, which then gets no further node.
+    NODE may also be the name of one of your own machines in cluster.yaml; no further node is then started there.
     """
     _order("quarantine_node", node, reason, cluster, json)
 
 
 @nodes.command()
 def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Lift a quarantine, of a node or of an own machine. A node ends, because Ray takes no drained one back."""
+    """Lift the quarantine of a node or one of your own machines. A node in quarantine then ends, because Ray does not
+    take a drained node back.
+    """
     _order("release_node", node, reason, cluster, json)
 
 
 @nodes.command()
 def replace(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Drain a node and end it. Its work goes on elsewhere, on a new node if none has room."""
+    """Drain a node and end it. Its work moves to other nodes, or to a new one if they have no capacity."""
     _order("replace_node", node, reason, cluster, json)
 
 
@@ -133,6 +143,12 @@ def _alert_row(alert: dict[str, Any]) -> tuple[object, ...]:
 def _action_row(each: dict[str, Any]) -> tuple[object, ...]:
     fields = ("alert", "kind", "object", "state", "outcome")
     return (local_time(each["at_s"]), *(each[field] for field in fields))
+
+
+def _probe_row(each: dict[str, Any]) -> tuple[object, ...]:
+    answered, right = (_YES[each.get(field)] for field in ("success", "is_right"))
+    seconds = each.get("seconds")
+    return (each["endpoint"], each["probe"], answered, right, "-" if seconds is None else f"{seconds:.2f}")
 
 
 def _transition_row(each: dict[str, Any]) -> tuple[object, ...]:

@@ -1,4 +1,6 @@
-"""autoscaler explain and --dry-run: past decisions with their reasons, and the decision that would be made now."""
+"""The commands `autoscaler explain`, which shows past decisions with their reasons, and `autoscaler --dry-run`, which
+shows the present one.
+"""
 
 from __future__ import annotations
 

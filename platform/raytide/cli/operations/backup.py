@@ -1,4 +1,6 @@
-"""backup, resume: snapshots of a cluster in a restic repository, restores, drills, and the end of a hold."""
+"""The commands `backup`, for snapshots of a cluster in a restic repository, restores and drills, and `resume`, which
+ends a hold.
+"""
 
 from __future__ import annotations
 
@@ -210,7 +212,8 @@ def _repository(url: str | None, password_file: str | None, cluster: str | None,
 
 
 def _cluster_in(repository: str | None, cluster: str | None) -> str | None:
-    """Returns the cluster whose snapshots to use; None for those of all clusters in a repository that was named."""
+    """Returns the name of the cluster whose snapshots to use; None for all clusters' snapshots in the named
+    repository."""
     return cluster if repository is not None else _place(cluster).cluster
 
 

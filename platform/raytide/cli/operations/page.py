@@ -1,4 +1,4 @@
-"""page, token: opens the web page, and prints the API token that the page asks for."""
+"""The commands `page`, which opens the web page, and `token`, which prints the API token that the page asks for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from raytide.control.client import ApiClient
 from raytide.core.config import home
 
 SIGN_IN = "page.html"
-"""A file for the browser, which only its owner can read: in a browser's arguments everybody could read the token."""
+"""The file with which the browser opens the page. Only its owner can read it; a token in the browser's arguments could
+be read by every user.
+"""
 
 
 def page(
@@ -26,7 +28,7 @@ def page(
 ) -> None:
     """Show the address of the web page, and open it.
 
-    Where there is no screen, it prints the address; `raytide token` prints the token that the page asks for.
+    Without a screen, it only prints the address; `raytide token` prints the token that the page asks for.
     """
     access = ApiClient.find(cluster).access
     address = access["RAYTIDE_API"].rstrip("/") + "/"

@@ -1,4 +1,4 @@
-"""plan: what a training or an endpoint needs, and what a budget buys, without a cluster."""
+"""The command `plan`, which shows without a cluster what a training or an endpoint needs, and what a budget buys."""
 
 from __future__ import annotations
 

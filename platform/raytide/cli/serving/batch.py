@@ -1,4 +1,4 @@
-"""batch: answer the requests of a file in a job of the queue."""
+"""The command `batch`, which answers the requests of a file in a job of the queue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batch(
 ) -> None:
     """Answer the requests of a file, in a job of the queue.
 
-    The job is preemptible and goes on where it was stopped. Both files are on storage that all nodes read.
+    The job is preemptible and continues where it was stopped. Both files must be on storage that all nodes can read.
     """
     options: GangOptions = {
         **resources(gpus, cpus, memory, None, spot, labels),

@@ -1,4 +1,6 @@
-"""bench: load an endpoint, or measure a type of node before it is used."""
+"""The commands `bench endpoint`, which loads an endpoint, and `bench node`, which measures a node type before it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +94,10 @@ def endpoint(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Load an endpoint: first token, inter-token, throughput, and goodput against its SLO.
+    """Load an endpoint and measure its time to first token, inter-token latency, throughput, and goodput against its
+    SLO.
 
-    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt ends the load and reports what was seen.
+    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt ends the load and reports the results until then.
     """
     options: dict[str, Any] = {
         "api": "chat" if chat else "completions",
@@ -143,28 +146,43 @@ def node(
     nodes: Annotated[int, typer.Option(min=1, help="The nodes to measure; from two on, also an all-reduce.")] = 1,
     seconds: Annotated[float, typer.Option(min=0.01, help="The seconds for each figure.")] = 2.0,
     disk_mib: Annotated[int, typer.Option(min=0, help="The MiB that are written and read; 0 for none.")] = 512,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the `speed` into the type's entry of this cluster.yaml.")
+    ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Measure a node type before it is used: memory, matrix products, all-reduce and disk, and its `speed`.
 
-    The measurement is a job of the queue that takes whole nodes, and pays for them.
+    The measurement is a job of the queue, which takes whole nodes and is charged for them.
     """
     from raytide.cli.serving.node_job import measure
     from raytide.sdk.bench.node.report import yaml_line
 
+    if write is not None and not reference:
+        raise UsageError("--write needs --reference: a speed is relative.", hint="Name a type whose speed is known.")
+    if write is not None and not write.is_file():
+        raise UsageError(f"there is no file {write}.", hint="--write takes the path of cluster.yaml.")
     client = Client(ApiClient.find(cluster))
     names = [node_type, *([reference] if reference else [])]
     reports = [measure(client, name, nodes=nodes, seconds=seconds, disk_mib=disk_mib) for name in names]
     speed = reports[0].speed(reports[1]) if reference else None
+    change = None
+    if write is not None and speed is not None:
+        from raytide.sdk.bench.node.speed_entry import write_speed
+
+        change = write_speed(write, node_type, speed, reference)
     if json:
-        as_json({"speed": speed, "reports": [report.json() for report in reports]})
+        written = None if change is None else change.after
+        as_json({"speed": speed, "written": written, "reports": [report.json() for report in reports]})
         return
     for report in reports:
         print(f"{report.node_type}: {len(report.nodes)} nodes, {report.job}")
         as_table(("FIGURE", "MEDIAN", "LEAST", "GREATEST", "UNIT"), report.rows())
         print()
-    if speed is not None:
+    if change is not None:
+        print(f"{change} `raytide up` takes it over.")
+    elif speed is not None:
         print(f"for {node_type} in cluster.yaml:  {yaml_line(speed, reference)}")
 
 
@@ -184,7 +202,7 @@ def _load(name: str, options: dict[str, Any], cluster: str | None, *, quiet: boo
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[BenchProgress], None]]:
-    """Shows on a terminal how far the load is."""
+    """Shows the progress of the load on a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())

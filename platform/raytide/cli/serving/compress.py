@@ -1,4 +1,4 @@
-"""compress: a smaller model by a recipe, here or as a job of the queue."""
+"""The command `compress`, which makes a model smaller by a recipe, here or in a job of the queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compression(
 ) -> None:
     """Make a model smaller by a recipe: prune, distil, quantise.
 
-    Run again after an interruption, it goes on. The exit code is 1 if the recipe's gate is not passed.
+    Run it again after an interruption to continue. The exit code is 1 if the recipe's gate is not passed.
     """
     from raytide.pipelines.compress.chain import compress
     from raytide.pipelines.compress.recipe import CompressRecipe

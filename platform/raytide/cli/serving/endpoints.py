@@ -1,4 +1,4 @@
-"""endpoint: the revisions of endpoints and their rollouts, and the starts of their replicas."""
+"""The commands `endpoint`, for the revisions of endpoints, their rollouts, and the starts of their replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ endpoint = typer.Typer(
 def history(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """List the revisions of an endpoint, newest first, and its rollouts: who began them, when, why, and their ends."""
+    """List the revisions of an endpoint, newest first, and its rollouts: who began each, when and why, and how it
+    ended.
+    """
     client = ApiClient.find(cluster)
     revisions = client.revisions(name)
     if json:
@@ -48,10 +50,10 @@ def history(
 def startup(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """Show how long each phase of its replicas' starts took, or takes so far.
+    """Show how long each phase took in the starts of an endpoint's replicas, or has taken so far.
 
-    A start waits for a node, then for a process of Ray on it, copies the model from its object store, loads it, and
-    warms the engine up.
+    A start waits for a node, then for a Ray process on it, copies the model from its object store, loads it, and warms
+    up the engine.
     """
     startups = ApiClient.find(cluster).endpoint(name).startups
     if json:
@@ -78,7 +80,7 @@ def rollout(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the last rollout of an endpoint: its state and what was counted of both revisions; or end it."""
+    """Show the last rollout of an endpoint, its state and the counts of both revisions; or end it."""
     if (stop and promote) or (why and not (stop or promote)):
         raise UsageError(
             "give one of --stop and --promote; --why explains it.", hint="`raytide endpoint rollout NAME`."

@@ -1,4 +1,4 @@
-"""eval: a model beside its parent, by a suite of held-out text and tasks, with a gate."""
+"""The command `eval`, which measures a model beside its parent on a suite of held-out text and tasks with a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model: registered models, their versions, and their aliases."""
+"""The commands `model`, for registered models, their versions, and their aliases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def register(
 ) -> None:
     """Register a version of a model, which never changes.
 
-    The files are read here, and their digest is kept. The same version again is not registered twice.
+    Its files are read on this machine, and their digest is stored. Registering the same version again returns the
+    existing one.
     """
     metrics = _metrics(metric or ())
     version = _models(cluster).register(name, source, job=job, metrics=metrics, note=note, team=team)
@@ -61,7 +62,7 @@ def show(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the versions of a model, or the lineage of one."""
+    """Show the versions of a model, or the lineage of one version."""
     client = ApiClient.find(cluster)
     if ":" in which or "@" in which:
         version = ModelRegistry(client).get(which)
@@ -99,11 +100,10 @@ def promote(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Let an alias of a model name a version.
+    """Point an alias of a model at a version.
 
-    A rule has limits and gains of metrics, and the result that the last A/B test of both versions must have.
-
-    An endpoint that was started by the alias stays at its version until it is served again.
+    A rule has bounds of metrics and of their gains, and the result that the last A/B test of both versions must have.
+    An endpoint that was started by the alias keeps its version until it is served again.
     """
     models = _models(cluster)
     if remove:
@@ -129,7 +129,7 @@ def history(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show who let the aliases of a model name which version, when and why."""
+    """Show the changes of a model's aliases: who made each change, when and why."""
     until_s = None if at is None else _time(at)
     changes = _models(cluster).history(name, alias=alias, until_s=until_s, limit=1000 if at else limit)
     if at is not None:
@@ -150,7 +150,7 @@ def diff(before: Reference, after: Reference, cluster: ClusterName = None, json:
 
 @model.command()
 def verify(which: Reference, cluster: ClusterName = None, json: Json = False) -> None:
-    """Check that the files of a version are those that were registered."""
+    """Check that the files of a version are still those that were registered."""
     found = _models(cluster).verify(which)
     as_result(found, f"{which} is intact: {found.files} files, {found.bytes:,} bytes, sha256 {found.sha256[:12]}", json)
 

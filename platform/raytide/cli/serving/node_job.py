@@ -1,4 +1,4 @@
-"""Runs the measurement of a type as a job: it waits in the queue for whole nodes of the type, and pays for them."""
+"""Measures a node type in a job that waits in the queue for whole nodes of the type and is charged for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.sdk.client import Client
 from raytide.sdk.jobs.job_run import Run
 
 WHOLE = ("CPU", "GPU")
-"""The resources of a node that the job takes, all of them, so that nothing else runs on it."""
+"""The resources that the job takes completely on each node, so that nothing else runs there."""
 
 
 def measure(

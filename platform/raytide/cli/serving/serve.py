@@ -1,4 +1,4 @@
-"""serve: start, list and end endpoints."""
+"""The command `serve`, which starts, lists and ends endpoints."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
 
 
 def _canary(given: str) -> bool | dict[str, object]:
-    """Returns the fields of a canary's file; True for the default steps, False for no canary."""
+    """Returns the fields in a canary's file; True for the default steps, False for no canary."""
     return given == "defaults" or (dict(load_yaml(given)) if given else False)
 
 

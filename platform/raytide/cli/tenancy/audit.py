@@ -1,4 +1,4 @@
-"""audit: the log of all changes and of the gateway's requests, and the check of its chain."""
+"""The commands `audit`, for the log of all changes and of the gateway's requests, and the check of its chain."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def verify(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Check that no entry was changed, removed or moved. Exits with 1 if one was.
+    """Check that no entry was changed, removed or moved.
 
-    Note the last entry elsewhere: with --head, a later check also finds a log that was written anew.
+    Exits with 1 if one was. Keep the printed last entry elsewhere: given it as --head, a later check also detects a log
+    that was rewritten as a whole.
     """
     verdict = ApiClient.find(cluster).verify_audit(head)
     if json:

@@ -1,4 +1,4 @@
-"""key and usage: the API keys of the gateway, and what was requested with them."""
+"""The commands `key`, for the API keys of the gateway, and `usage`, which shows what was requested with them."""
 
 from __future__ import annotations
 
@@ -68,12 +68,7 @@ def list_keys(
 ) -> None:
     """List the keys of your team, with what they have spent."""
     head = ("KEY", "NAME", "TEAM", "USER", "STATE", "MODELS", "RPM", "TPM", "BUDGET", "THIS MONTH", "TOTAL", "RESERVED")
-    as_list(
-        ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended),
-        head,
-        lambda view: (view.key.id, *_facts(view).values()),
-        json,
-    )
+    as_list(ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended), head, _row, json)
 
 
 @key.command()
@@ -107,7 +102,7 @@ def rotate(
 
 @key.command()
 def revoke(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None:
-    """End a key at once."""
+    """Revoke a key at once."""
     view = ApiClient.find(cluster).revoke_key(key_id)
     as_result(view, f"{view.key.id} ({view.key.name}) is revoked", json)
 
@@ -136,7 +131,7 @@ def usage(
 
 
 def _count(text: str) -> int:
-    """Returns the number of `200k` or `1.5M`. Raises UsageError."""
+    """Returns the number that a text such as `200k` or `1.5M` names. Raises UsageError for other texts."""
     factor = _FACTORS.get(text[-1:], 1)
     number = finite(text[:-1] if factor > 1 else text, f"{text} is not a number.", "Write 600, 200k or 1.5M.")
     return round(number * factor)

@@ -1,4 +1,6 @@
-"""quota, budget, cost: limits on the resources and spending of teams, their usage, and the costs by group."""
+"""The commands `quota`, `budget` and `cost`: limits on the resources and spending of teams, their usage, and the costs
+by group.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +225,7 @@ def cost(
 
 
 def seconds(text: str) -> float:
-    """Returns the seconds of a duration such as `30d`. Raises UsageError."""
+    """Returns the seconds of a duration such as `30d`. Raises UsageError for other texts."""
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
         raise UsageError(f"{text!r} is not a duration.", hint="Write 45m, 12h, 30d or 4w.")
     return float(found[1]) * _UNITS_S[found[2]]

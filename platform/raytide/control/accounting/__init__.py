@@ -1,1 +1,1 @@
-"""The ledger's part of a tick: intervals, losses, usage of teams, final accounts."""
+"""The accounting of one controller tick: billing intervals, lost work, team usage and final accounts."""

@@ -1,4 +1,4 @@
-"""The ledger's part of a tick: opens, cuts and closes the billing intervals of nodes."""
+"""Opens, splits and closes the billing intervals of nodes in each controller tick."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STARTING: Occupancy = (Share(EntryKind.STARTUP, "", "", 1.0),)
 class Booking:
     entries: tuple[Entry, ...]
     intervals: tuple[OpenInterval, ...]
-    """New intervals, and those that were cut."""
+    """The intervals that are new or have changed and stay open."""
     closed: tuple[str, ...]
 
 
@@ -34,10 +34,11 @@ def update_intervals(
     at_once: Collection[str] = (),
     pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
-    """Books the billing intervals of `nodes`. No node among them was GONE before this tick, so each interval is closed
-    exactly once.
+    """Books the billing intervals of `nodes` up to `now_us`, if they are due. No node among them was GONE before this
+    tick, so each interval is closed exactly once.
 
-    Nodes held by jobs in `at_once` are booked up to now. `pending_mj`: each node's energy in mJ that is not booked yet.
+    Nodes held by jobs in `at_once` are always due. `booked_after(node_id, time_us)` returns a node's entries that end
+    after a time. `pending_mj` has each node's energy in mJ that is not booked yet.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []

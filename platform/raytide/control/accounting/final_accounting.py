@@ -1,4 +1,4 @@
-"""Ends the records of a cluster: its nodes become GONE, their costs are booked, and unfinished jobs FAILED.
+"""Ends the records of a cluster: its nodes become GONE and their costs are booked; unfinished jobs become FAILED.
 
 Its cost report compares the costs up to now with the provider's bill.
 """

@@ -30,14 +30,18 @@ class Losses:
 
 
 def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
-    """Returns the nodes that members lost, without those of members that were not usable or were giving way."""
+    """Returns the nodes that members lost between two states of a lease, except members that were unusable or giving
+    way.
+    """
     pairs = zip(before.members, after.members, strict=True)
     gone = [was.node_id for was, now in pairs if was.is_usable and not was.gives_way and now.node_id != was.node_id]
     return tuple(dict.fromkeys(gone))
 
 
 def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Records that `by` disrupted the job. A disruption soon after another one counts as the same."""
+    """Returns the job with a disruption by the causes in `by`. Disruptions within SAME_DISRUPTION_S of each other count
+    as one.
+    """
     if not by:
         return job
     is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= SAME_DISRUPTION_S
@@ -46,7 +50,7 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Records a preemption of the job, unless an earlier disruption explains the loss.
+    """Returns the job with a preemption by the causes in `by`, unless an earlier disruption explains the loss.
 
     A preempted gang saves its work first, so a loss soon after a disruption is due to the disruption, until the driver
     has reported that loss.
@@ -93,13 +97,15 @@ def _cause(job: Job) -> str:
 
 
 def _is_reported(job: Job) -> bool:
-    """Returns whether the driver has reported the loss of the last disruption, and it is booked."""
+    """Returns whether the driver has reported the loss of the job's last disruption, and the ledger contains that
+    loss."""
     is_since = job.struck_at_s is not None and _interrupted_at_s(job) >= job.struck_at_s - SAME_DISRUPTION_S
     return is_since and _reported_s(job) == job.lost_s
 
 
 def _reported_s(job: Job) -> float:
-    """Returns the seconds of lost work that the driver reports; those already booked if its report is incomplete."""
+    """Returns the seconds of lost work that the driver reports; the seconds already booked if the report is
+    incomplete."""
     lost_s = job.progress_number("lost_s")
     return job.lost_s if lost_s is None or job.progress_number("lost_at_s") is None else max(0.0, lost_s)
 

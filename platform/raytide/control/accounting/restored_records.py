@@ -1,7 +1,7 @@
-"""Keeps a restored controller from acting until it is told to go on, and then reconciles its records with the provider.
+"""Keeps a restored controller from acting until `raytide resume`, and then reconciles its records with the provider.
 
-A restored database names nodes that are gone, and lacks those that were bought since the backup. A controller that
-trusted it would end the machines without a record, and buy others for work that is lost.
+A restored database names nodes that are gone, and lacks nodes that were bought since the backup. A controller that
+trusted it would end the machines without a record, and buy other machines for work that no longer exists.
 """
 
 from __future__ import annotations

@@ -58,8 +58,10 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
 
 
 def recent_usage(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
-    """Returns the teams whose recent usage is due to be stored, with this usage in GPU-seconds: the stored usage,
-    decayed, plus what the team has held since."""
+    """Returns the teams whose recent usage is due to be stored, with their new usage.
+
+    The new usage is the stored usage after decay, plus the GPU-seconds that the team's jobs have held since.
+    """
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()
     for job in jobs:

@@ -40,8 +40,9 @@ class HealthMonitor:
         self._changed_s: float | None = None
 
     def live(self) -> Live:
-        """Returns the content of the controller's live.json: empty before its first tick, the last one that was read if
-        the file is unreadable."""
+        """Returns the content of the controller's live.json: empty before its first tick; while the file is unreadable,
+        the content that was read last.
+        """
         try:
             live = from_json(Live, json.loads(self._live_path.read_text()))
         except FileNotFoundError:

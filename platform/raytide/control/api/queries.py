@@ -1,7 +1,7 @@
 """The types of request paths, queries and bodies, with their bounds; and the thread pools in which routes block.
 
-Every route takes its input through these types, so that no number is infinite or beyond 64 bits, no text contains
-control characters, and no body has more depth or values than a spec.
+Every route takes its input through these types. So no number is infinite or beyond 64 bits, no text contains control
+characters, and no body has more depth or values than a spec.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def checked_name(name: str) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a body. Raises UsageError if it is not one, or holds what no spec may hold."""
+    """Returns the JSON object in a body. Raises UsageError if it is not an object, or contains something that no spec
+    may contain.
+    """
     try:
         found = json.loads(raw.decode(), parse_constant=_no_constant)
     except RecursionError:

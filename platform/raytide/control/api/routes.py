@@ -29,7 +29,7 @@ from raytide.ledger.report import By
 
 _LONGEST_POLL_S = 120.0
 _UPLOADS = 3
-"""The packages of one team that may be uploaded at once; the next upload waits."""
+"""The number of packages that one team may upload at once; the next upload waits."""
 _METRICS_S = 1.0
 """The age up to which a reading of the metrics is reused, so that requests cause at most one reading a second."""
 

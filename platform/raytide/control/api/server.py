@@ -1,4 +1,4 @@
-"""The HTTP server of the API, which bounds the connections that send nothing or never finish a request."""
+"""The API's HTTP server. It bounds the connections that send nothing or never finish a request."""
 
 from __future__ import annotations
 

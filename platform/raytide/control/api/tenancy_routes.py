@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-import time
+import math
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
+from starlette.background import BackgroundTask
 
 from raytide.control.api import queries as q
 from raytide.control.api.services.tenancy import TenancyService
@@ -17,7 +18,9 @@ from raytide.core.objects.api_key import UsageBy
 from raytide.core.state.tenancy.usage import UsageFilter
 
 POLL_S = 0.2
-"""The seconds between two checks for changed keys. Each is one small read of the store for all gateways."""
+"""The seconds between two checks for changed keys. Each is one small read of the store for all gateways. A gateway that
+waits knows of a revoked key after at most one and a half of these periods.
+"""
 _LEAVING_S = 2.0
 """The seconds between two checks whether a polling gateway is still connected."""
 _MOST, _LONGEST_POLL_S = 1000, 30.0
@@ -27,12 +30,12 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
     router = APIRouter(prefix="/v1")
     slow, polls, reports = CapacityLimiter(2), CapacityLimiter(4), CapacityLimiter(4)
 
-    latest = {"read_s": -POLL_S, "revision": -1}
+    latest = {"read_s": -math.inf, "revision": -1}
 
     async def revision() -> int:
         """Returns the revision of the key table, read at most half a polling period ago."""
-        if time.monotonic() - latest["read_s"] >= POLL_S / 2:
-            latest["read_s"] = time.monotonic()
+        if (now_s := asyncio.get_running_loop().time()) - latest["read_s"] >= POLL_S / 2:
+            latest["read_s"] = now_s
             latest["revision"] = await q.in_pool(polls, service.revision)
         return int(latest["revision"])
 
@@ -93,20 +96,21 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
 
     @router.get("/gateway/keys")
     async def key_table(request: Request) -> Response:
-        """Responds once the revision differs from `newer_than`, or on a timeout."""
-        poll = q.Poll.from_request(request)
-        if poll.gateway:
-            await q.in_pool(reports, service.seen, poll.gateway)
-        until_s = time.monotonic() + min(poll.timeout_s, _LONGEST_POLL_S)
-        leaving_s = time.monotonic() + _LEAVING_S
-        while poll.newer_than == await revision() and time.monotonic() < until_s:
+        """Responds once the revision differs from `newer_than`, or on a timeout. The gateway's presence is recorded
+        afterwards, so that the news of a revoked key does not wait for this write.
+        """
+        poll, clock = q.Poll.from_request(request), asyncio.get_running_loop()
+        until_s = clock.time() + min(poll.timeout_s, _LONGEST_POLL_S)
+        leaving_s = clock.time() + _LEAVING_S
+        while poll.newer_than == await revision() and clock.time() < until_s:
             await asyncio.sleep(POLL_S)
-            if time.monotonic() >= leaving_s:  # an expensive question
+            if clock.time() >= leaving_s:  # an expensive question
                 leaving_s += _LEAVING_S
                 if await request.is_disconnected():
                     break
         found = to_json(await q.in_pool(polls, service.key_table, poll.newer_than))
-        return Response(json.dumps(found), media_type="application/json")
+        seen = BackgroundTask(q.in_pool, reports, service.seen, poll.gateway) if poll.gateway else None
+        return Response(json.dumps(found), media_type="application/json", background=seen)
 
     @router.post("/gateway/reservations")
     async def reserve(body: q.Body) -> Any:

@@ -32,7 +32,7 @@ from raytide.registry.content_digest import digest_of_directory
 
 FolderKind = Literal["checkpoint", "dataset", "model", "run", "path"]
 _PINNED = ".backup"
-"""A folder beside checkpoints with links to the files of the one that is being saved."""
+"""A folder beside checkpoints, with links to the files of the checkpoint that is being saved."""
 _TRIES = 5
 _CHECKPOINTS = "checkpoints"
 """A run's folder of checkpoints, if its spec names no other."""
@@ -108,10 +108,10 @@ def pinned(contents: Contents) -> Iterator[Contents]:
 
 
 def _pin(folder: SavedFolder) -> SavedFolder | None:
-    """Returns the checkpoint with the path of its hard links; the run's newest one if it was removed; None if there is
-    none.
+    """Returns the checkpoint with the path of its hard links; if it was removed, the run's newest checkpoint; None if
+    there is none.
 
-    Where no links can be made, its own path stays: if it is then removed, the backup fails and is repeated.
+    If no links can be made, it keeps its own path: if it is then removed, the backup fails and is repeated.
     """
     for _ in range(_TRIES):
         source = Path(folder.stored_as)
@@ -166,7 +166,9 @@ def is_there(folder: SavedFolder) -> bool:
 
 
 def problem_of(folder: SavedFolder, path: Path) -> str:
-    """Reads every byte of a sealed folder, which is now at `path`; returns what is wrong with it, or an empty text."""
+    """Returns the problem of a sealed folder that is now at `path`, after reading every byte; an empty text if there is
+    none.
+    """
     try:
         if folder.kind == "checkpoint":
             manifest.verify(open_store(str(path.parent)), path.name)

@@ -139,9 +139,9 @@ class Repository:
         command = ["backup", "--json", "--quiet", "--host", cluster, "--tag", TAG, "--files-from-verbatim"]
         command += [str(list_file), *(f"--exclude={pattern}" for pattern in exclude)]
         command.append("--ignore-ctime")  # a link changes it
-        done = self._backup(command, parent or self._newest(cluster), pass_fds)
+        done = self._backup(command, self._parent(parent, cluster), pass_fds)
         if parent and _NO_SNAPSHOT in done.stderr:
-            done = self._backup(command, self._newest(cluster), pass_fds)
+            done = self._backup(command, self._parent("", cluster), pass_fds)
         summary = next((line for line in _json_lines(done.stdout) if line.get("message_type") == "summary"), None)
         if summary is not None and (done.returncode == 0 or has_all(done, may_vanish)):
             return BackupSummary(
@@ -154,12 +154,16 @@ class Repository:
             self.remove(str(summary["snapshot_id"]))
         raise self._failed("has no new snapshot", done)
 
-    def _newest(self, cluster: str) -> str:
-        """Returns the id of the cluster's newest snapshot; empty if there is none. An empty repository on this machine
-        is recognised without restic, which takes a second to open one."""
-        snapshots = Path(self.url) / "snapshots"
-        if snapshots.is_dir() and not any(snapshots.iterdir()):
+    def _parent(self, wanted: str, cluster: str) -> str:
+        """Returns the snapshot whose unchanged files are not read again: `wanted`, unless the repository lacks it, or
+        the cluster's newest; empty if there is none. The files of a repository on this machine answer without restic,
+        which takes a second to open one."""
+        folder = Path(self.url) / "snapshots"
+        known = [file.name for file in folder.iterdir()] if folder.is_dir() else None
+        if known == []:
             return ""
+        if wanted and (known is None or any(name.startswith(wanted) for name in known)):
+            return wanted
         return next((each.id for each in reversed(self.snapshots(cluster))), "")
 
     def _backup(self, command: Sequence[str], parent: str, pass_fds: Sequence[int]) -> subprocess.CompletedProcess[str]:
@@ -195,14 +199,18 @@ class Repository:
         return _problems(self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S))
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
-        """Returns the problems of the repository's structure; with `part`, also those of one of `parts` parts of its
-        data, counted from 1."""
+        """Returns the problems of the repository's structure. With `part`, also reads that part of the data, of `parts`
+        parts counted from 1, and returns its problems.
+        """
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
     def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
-        """Removes the snapshots that no rule keeps, and the data that no other snapshot uses. Returns the numbers of
-        snapshots kept and removed. The newest is always kept; without rules, no other is."""
+        """Removes the snapshots that no rule in `keep` keeps, and the data that no other snapshot uses.
+
+        Returns the numbers of snapshots kept and removed. The newest snapshot is always kept; without rules, all others
+        are removed.
+        """
         rules = [f"--keep-{name}={count}" for name, count in keep.items() if count]
         command = ["forget", "--json", "--prune", "--tag", TAG, "--host", cluster, "--group-by", "host"]
         done = self._checked([*command, *(rules or ["--keep-last=1"])], "was not cleaned", timeout_s=_TRANSFER_S)
@@ -320,7 +328,7 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether all files that a snapshot lacks were removed meanwhile, and were below a path in `may_vanish`."""
+    """Returns whether all files that a snapshot lacks were below a path in `may_vanish` and were removed meanwhile."""
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]
     return (

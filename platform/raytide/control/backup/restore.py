@@ -33,8 +33,9 @@ from raytide.core.state.database import Database
 from raytide.core.state.tables import counters, leaders, orders
 
 SKIPPED_NUMBERS = 1000
-"""Ids that jobs, leases and nodes may have got after the backup and that are not given again: Ray and the provider may
-still know them."""
+"""The number of ids that a restore skips for jobs, leases and nodes. They may have been given out after the backup, and
+Ray and the provider may still know them.
+"""
 _NUMBERED = ("job", "lease", "node")
 _SCRATCH = "restore-"
 
@@ -72,8 +73,9 @@ class Restored:
 
 
 def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest") -> RepositorySnapshot:
-    """Returns the snapshot with this id, or the newest. Raises NotFoundError if there is none, or if several clusters
-    have one."""
+    """Returns the snapshot with this id, or the newest, of a cluster; without `cluster`, of any cluster. Raises
+    NotFoundError if there is none, or if those found belong to several clusters.
+    """
     found = repository.snapshots(cluster)
     if id != "latest":
         found = tuple(each for each in found if each.id.startswith(id[:8]))
@@ -174,7 +176,7 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
     """Puts a hold into a copied state, so that its controller only observes until `raytide resume`. A second call has
     no effect.
 
-    It also skips ids that may have been given after the backup, and clears the leader that the backup has.
+    It also skips ids that may have been given out after the backup, and clears the leader that the backup names.
     """
     order = Order(
         id=f"restore-{snapshot}",

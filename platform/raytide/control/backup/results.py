@@ -60,7 +60,8 @@ class BackupResults(Config):
 
 def work_dir_of(cluster: str) -> Path:
     """Returns the folder for a cluster's unfinished backups, their lock and their results. It is outside of the run
-    folder, which may be lost or renamed."""
+    folder, because that may be lost or renamed.
+    """
     return home().resolve() / "backup" / cluster
 
 
@@ -80,7 +81,7 @@ def record_backup(place: BackupPlace, at_s: float, summary: BackupSummary, took_
 
 
 def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "") -> None:
-    """Records a successful `forget` or `cold`."""
+    """Records a successful run of `took_s` seconds of the task `kind`: `forget` or `cold`."""
     _update(place, {kind: LastRun(at_s=time.time(), took_s=took_s, snapshot=snapshot)})
 
 

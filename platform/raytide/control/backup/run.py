@@ -17,9 +17,8 @@ from raytide.control.backup.place import CONFIG, BackupPlace
 from raytide.control.backup.repository import BackupSummary
 from raytide.control.backup.results import failures_recorded, read_results, record_backup, work_dir_of
 from raytide.control.backup.state_copy import copy_sqlite, copy_state, is_sqlite_file
-from raytide.control.bootstrap.cluster_record import installed_version
 from raytide.core import bounds
-from raytide.core.config import Config
+from raytide.core.config import Config, raytide_version
 from raytide.core.errors import ConflictError, StorageError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.private_folder import lock_file, take
@@ -28,7 +27,9 @@ from raytide.core.io.storage import full_disk_is_an_error
 MANIFEST, STATE, FILES, STAGING = "backup.json", "state.db", "files", "staging"
 _LOCK = "lock"
 _WAIT_S, _POLL_S = 300.0, 0.2
-"""The time for which a command waits for the scheduled backup of the same cluster."""
+"""The time for which a command waits for the scheduled backup of the same cluster, and the interval of its checks, in
+seconds.
+"""
 _TRANSIENT = (
     *("pids", "logs", "monitoring", "targets"),
     *("nodes/events", "nodes/*/[^me]*", "nodes/*/meter*"),  # the bill stays: machine.json and ended.json
@@ -124,7 +125,7 @@ def _stage(place: BackupPlace, staging: Path, contents: Contents, at_s: float) -
     manifest = BackupManifest(
         cluster=place.cluster,
         at_s=at_s,
-        raytide=installed_version(),
+        raytide=raytide_version(),
         run_dir=str(place.run_dir),
         state_sha256=sha256_of(staging / STATE),
         staging=str(staging),

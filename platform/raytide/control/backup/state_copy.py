@@ -39,7 +39,8 @@ def copy_state(url: str, target: Path) -> None:
 
 
 def copy_sqlite(source: Path, target: Path) -> None:
-    """Copies a SQLite file in one step: in several, each write of another process would restart the copy."""
+    """Copies a SQLite file in one step, because a copy in several steps would restart at each write of another
+    process."""
     try:
         with (
             full_disk_is_an_error(str(target)),

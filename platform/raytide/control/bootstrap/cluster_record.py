@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from raytide.control.supervision.log_rotation import KEPT_FILES, MOST_BYTES
@@ -21,11 +20,14 @@ MARK = "RAYTIDE_CLUSTER"
 
 
 PROMETHEUS_PORT, ALERTMANAGER_PORT = 7490, 7493
-"""They differ from the programs' default ports, which may be taken by others on this machine."""
+"""The ports of Prometheus and Alertmanager. They differ from the default ports, which others on this machine may
+use."""
 
 GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE = 6379, 8266, 9600
-"""Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
-which starts the drivers of jobs, also on 127.0.0.1. An agent that cannot bind both never takes jobs."""
+"""The base ports, to which cluster K adds K. They differ between clusters, because the GCS listens on all addresses of
+the machine, and the head's agent, which starts the drivers of jobs, also on 127.0.0.1. An agent that cannot bind both
+never takes jobs.
+"""
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on all addresses
@@ -62,9 +64,11 @@ class RunningCluster(Config):
     version: str
     owner_pid: int = 0
     owner_start_time: int = 0
-    """The process whose end ends the cluster, if any; see `raytide.control.bootstrap.owner_watch`."""
+    """The start time of the process `owner_pid`, whose end ends the cluster; 0 without one. See
+    `raytide.control.bootstrap.owner_watch`.
+    """
     monitoring: bool = False
-    """Prometheus and Alertmanager run beside the cluster."""
+    """True if Prometheus and Alertmanager run beside the cluster."""
     head_name: str = ""
     """The name of this machine among the heads of the cluster; the host name if empty."""
     head_epoch: int = 0
@@ -89,7 +93,7 @@ class RunningCluster(Config):
 
     @property
     def client_file(self) -> Path:
-        """The file {address, token} of the API for users, which exists while the cluster is up."""
+        """The file {address, token} of the API for users. It exists while the cluster is up."""
         return self.run_dir / "client.json"
 
     @property
@@ -122,7 +126,7 @@ class RunningCluster(Config):
 
     @property
     def ray_token_file(self) -> Path | None:
-        """The file of Ray's token, which allows everything in this cluster's Ray; None if Ray uses no token."""
+        """The file of Ray's token; None if Ray uses no token. The token allows everything in this cluster's Ray."""
         raise NotImplementedError
 
     @property
@@ -182,7 +186,9 @@ class LocalCluster(RunningCluster):
 
     k: int
     temp_dir: Path
-    """Accessible only to raytide's user. Short, because paths of unix sockets have at most 107 characters."""
+    """A folder for Ray that only raytide's user can access. Its path is short, because paths of unix sockets have at
+    most 107 characters.
+    """
 
     @property
     def loopback_ip(self) -> str:
@@ -243,13 +249,6 @@ def load(run_dir: Path) -> RunningCluster | None:
         return None
     kind: type[RunningCluster] = LocalCluster if "k" in record else HeadCluster
     return kind.parse(record, where=str(run_dir / "cluster.json"))
-
-
-def installed_version() -> str:
-    try:
-        return version("raytide")
-    except PackageNotFoundError:
-        return "0+checkout"
 
 
 def _import_root() -> str:

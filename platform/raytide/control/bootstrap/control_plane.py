@@ -23,12 +23,13 @@ _GATEWAY = {"role": "gateway"}
 _ALERTMANAGER = {"role": "alertmanager"}
 _POLL_S = 0.5
 _STOP_GRACE_S = 12.0
-"""Longer than the supervisor's own grace period for its children."""
+"""The seconds that the supervisor has to end: more than its own grace period for its children."""
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Creates API tokens, and writes the operator's to `client.json`, the gateways' to `gateway.json`, and that of
-    Alertmanager, if the cluster runs it, to its own file. Tokens of users and of earlier starts stay valid."""
+    """Creates API tokens, and writes the operator's to `client.json` and the gateways' to `gateway.json`. If the
+    cluster runs Alertmanager, its token gets a file of its own. Tokens of users and of earlier starts stay valid.
+    """
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:

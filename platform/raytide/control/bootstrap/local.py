@@ -25,7 +25,6 @@ from raytide.control.bootstrap.cluster_record import (
     GCS_PORT_BASE,
     MARK,
     LocalCluster,
-    installed_version,
     load,
     run_dir_of,
 )
@@ -42,7 +41,7 @@ from raytide.control.bootstrap.wiring import bill, provider
 from raytide.control.supervision.daemon import hold_lock
 from raytide.control.supervision.supervisor import CHILDREN, ensure_owner_watched
 from raytide.core.clock import SystemClock
-from raytide.core.config import environment
+from raytide.core.config import environment, raytide_version
 from raytide.core.errors import ConflictError, NotFoundError, UsageError
 from raytide.core.io.process import Process, kill_marked
 from raytide.core.io.storage import full_disk_is_an_error
@@ -65,10 +64,11 @@ def up(
     owner: Process | None = None,
     monitoring: bool = False,
 ) -> LocalCluster:
-    """Starts a cluster, or adopts one whose supervisor was killed. If the start of a new one fails, it is ended again.
+    """Starts a cluster, or adopts one whose supervisor was killed; returns it.
 
-    A new cluster with an `owner` is ended when that process is gone. With `monitoring`, Prometheus and Alertmanager,
-    which must be installed, run beside it and keep what an earlier cluster of this name measured.
+    If the start of a new cluster fails, the cluster is ended again. A new cluster with an `owner` is ended when that
+    process is gone. With `monitoring`, Prometheus and Alertmanager, which must be installed, run beside it and keep the
+    measurements of an earlier cluster of this name.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
@@ -135,7 +135,9 @@ def down(name: str = "local") -> Closed | None:
 
 
 def find(name: str | None = None) -> LocalCluster:
-    """Returns the running cluster of that name (default: RAYTIDE_CLUSTER_NAME, else `local`). Raises NotFoundError."""
+    """Returns the running cluster of that name (default: RAYTIDE_CLUSTER_NAME, else `local`). Raises NotFoundError if
+    it is not running.
+    """
     name = name or environment("CLUSTER_NAME") or "local"
     cluster = _load(name)
     if cluster is None or not cluster.is_alive("head"):
@@ -199,7 +201,7 @@ def _create(
         state_url=state_url or f"sqlite:///{run_dir / 'state.db'}",
         config_path=run_dir / "cluster.yaml",
         created_at_s=time.time(),
-        version=installed_version(),
+        version=raytide_version(),
         owner_pid=0 if owner is None else owner.pid,
         owner_start_time=0 if owner is None else owner.start_time,
         monitoring=monitoring,

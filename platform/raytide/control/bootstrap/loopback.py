@@ -12,7 +12,7 @@ FIRST_K, LAST_K = 2, 250
 
 
 ANY = "0.0.0.0"  # only probed  # nosec B104
-"""The address with which a probe asks for a port that is free on all addresses of the machine."""
+"""The address at which a probe looks for a port that is free on all addresses of the machine."""
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
@@ -40,7 +40,7 @@ def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.s
 
 
 def is_free(ip: str, port: int) -> bool:
-    """Returns whether nothing listens there; closing connections do not count."""
+    """Returns whether nothing listens at this address and port; closing connections do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -41,8 +41,9 @@ def watch_notices(cloud: str) -> Process:
 
 
 def export_metrics() -> Process:
-    """Starts this node's exporter, which outlives the caller, or returns the running one. On a machine with neither an
-    NVIDIA driver nor energy counters the exporter ends at once."""
+    """Starts this node's exporter, which outlives the caller, or returns the running one. The exporter ends at once on
+    a machine where it can measure nothing.
+    """
     here = _here()
     return _start("exporter", ["raytide.autoscaler.nodes.exporter.server", *here], here, lambda: None)
 
@@ -58,7 +59,9 @@ def _here() -> _Here:
 
 
 def _start(what: str, module: list[str], here: _Here, check: Callable[[], None]) -> Process:
-    """Calls `check`, starts the module as a process of this node and returns it; if it runs, only returns it."""
+    """Starts the module as a process of this node, after calling `check`, and returns it. If it runs already, only
+    returns it.
+    """
     folder = home().resolve() / "nodes" / here.node_id
     running = Process.read(folder / "pids" / f"{what}.json")
     if running is not None and running.alive:

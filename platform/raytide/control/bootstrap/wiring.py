@@ -48,11 +48,12 @@ RAY_NAMESPACE = "raytide"
 HOSTS, SLURM = "hosts", "slurm"
 CLOUDS_FOLDER, PURCHASES = "providers", "purchases"
 GCS_GONE_S = 600
-"""The time that a node waits for another head. Ray's default is a minute, after which its raylet ends."""
+"""The seconds for which a node waits for another head. Ray's default is a minute, after which the node's raylet
+ends."""
 
 
 def sources(cluster: RunningCluster) -> Sources:
-    """Returns the controller's connections. Connects this process to Ray."""
+    """Connects this process to Ray, and returns the controller's connections."""
     import ray
 
     settings = load_cluster(cluster.config_path).settings
@@ -81,8 +82,8 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock | None = None) -> Provider:
-    """Returns one provider for all node types: that of the `provider` section, combined with further clouds, own
-    machines and Slurm. An embedded cluster has only the local provider, unless the section says `fake`.
+    """Returns one provider for all node types: that of the `provider` section, combined with further clouds, the
+    operator's own machines, and Slurm. An embedded cluster has only the local provider, unless the section says `fake`.
 
     With `only_ends` the provider can end nodes, but not set them up.
     """

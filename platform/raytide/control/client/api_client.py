@@ -64,7 +64,7 @@ class ApiClient:
     """A client of one cluster. Its methods raise the errors that the API returns."""
 
     def __init__(self, address: str, token: str) -> None:
-        """Raises ConfigError if the address is none of HTTP, or the token cannot be sent."""
+        """Raises ConfigError if the address is not an HTTP address, or if the token cannot be sent in a header."""
         if not (token.isascii() and token.isprintable()):
             raise ConfigError("the token has characters that no token has.", hint="Check RAYTIDE_TOKEN.")
         self.address = address
@@ -89,8 +89,8 @@ class ApiClient:
 
     @classmethod
     def of_job(cls, run_dir: Path | str, job_id: str) -> ApiClient:
-        """Returns the client of a managed driver, which has the rights of its job (docs/security.md) until the job is
-        over.
+        """Returns the client of a managed driver. It has the rights of the driver's job (docs/security.md) until the
+        job is over.
 
         It reads the cluster's key, which only raytide's own user can read.
         """
@@ -115,7 +115,7 @@ class ApiClient:
         return from_json(ClusterStatus, self._get("/v1/status"))
 
     def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
-        """Queues a job. The same `key` never queues a second job."""
+        """Queues a job and returns its view. Repeating the call with the same `key` does not queue another job."""
         return from_json(JobView, self._post("/v1/jobs", _to_body(spec), {"key": key or secrets.token_hex(8)}))
 
     def upload(self, package: bytes) -> str:
@@ -149,12 +149,15 @@ class ApiClient:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
     def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False, per: BudgetPer = "job") -> JobView:
-        """Sets the most that the job may cost in total or per month (`soft`: on demand); None removes the limit."""
+        """Sets the most dollars that the job may cost, in total or per month; None removes the limit.
+
+        Above a `soft` budget the job gets spot nodes only.
+        """
         query = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
         return from_json(JobView, self._write("PUT", f"/v1/jobs/{job_id}/budget", query=query))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
-        """Returns at most a megabyte of the driver's output, from `after` on, or the last `tail` lines."""
+        """Returns at most a megabyte of the driver's output, from the position `after`, or its last `tail` lines."""
         where = {"after": after} if tail is None else {"tail": tail}
         return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
@@ -207,7 +210,8 @@ class ApiClient:
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/rollback", query={"revision": revision}))
 
     def start_rollout(self, spec: ServeSpec, rollout: Mapping[str, Any], why: str = "") -> RolloutStatus:
-        """Starts a new revision beside the one that serves. `rollout` is a RolloutSpec as JSON."""
+        """Starts a rollout of a new revision beside the revision that serves, and returns its status. `rollout` is a
+        RolloutSpec as JSON."""
         body = {"spec": _to_body(spec), "rollout": rollout, "why": why}
         return from_json(RolloutStatus, self._post("/v1/rollouts", body))
 
@@ -216,7 +220,7 @@ class ApiClient:
         return from_json(list[RolloutStatus], self._get(f"/v1/endpoints/{name}/rollouts", {"limit": limit}))
 
     def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str = "") -> RolloutStatus:
-        """Asks for the end of the rollout that runs."""
+        """Requests the end of the running rollout: "stop" returns to the champion, "promote" keeps the challenger."""
         query = {"why": why or None}
         return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
 
@@ -244,7 +248,7 @@ class ApiClient:
         return from_json(ModelVersion, self._get(f"/v1/models/{reference.name}/versions/{which}"))
 
     def promote(self, name: str, alias: str, change: AliasSpec) -> AliasChange:
-        """Makes an alias of a model name another version, or none."""
+        """Points an alias of a model at another version, or at none."""
         body = change.model_dump(mode="json")
         return from_json(AliasChange, self._write("PUT", f"/v1/models/{name}/aliases/{alias}", body))
 
@@ -257,8 +261,7 @@ class ApiClient:
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
         """Returns the latest plans, newest last, with their actions as `Plan.to_json` writes them. With `until_s`, only
-        those made by then.
-        """
+        plans made up to that time."""
         return list(self._get("/v1/plans", {"limit": limit, "until_s": until_s}))
 
     def corrections(self) -> Corrections:
@@ -303,19 +306,20 @@ class ApiClient:
         return from_json(KeyView, self._post(f"/v1/keys/{key_id}/revoke"))
 
     def usage(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> UsagePage:
-        """Returns a page of requests, newest first. `which`: key, team, user, model, since_s, until_s."""
+        """Returns a page of requests, newest first. Filters: key, team, user, model, since_s, until_s."""
         return from_json(UsagePage, self._get("/v1/usage", {**which, "before": before, "limit": limit}))
 
     def usage_sums(self, by: UsageBy, **which: str | float | None) -> list[UsageSum]:
-        """Returns the usage by group, of the requests that `usage` would return."""
+        """Returns sums of usage by group, over the requests that `usage` would return."""
         return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", which))
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
-        """Returns entries of the audit log, newest first. `which`: actor, action, object, since_s, until_s."""
+        """Returns entries of the audit log, newest first. Filters: actor, action, object, since_s, until_s."""
         return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:
-        """Checks the audit log's chain; with an entry `NUMBER:HASH`, also that the log still contains it."""
+        """Checks the audit log's hash chain. With `head`, an entry `NUMBER:HASH`, it also checks that the log still
+        contains this entry."""
         return from_json(ChainVerdict, self._get("/v1/audit/verify", {"head": head}, timeout_s=_UPLOAD_TIMEOUT_S))
 
     def close(self) -> None:

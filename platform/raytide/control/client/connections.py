@@ -19,7 +19,7 @@ class HttpConnections:
     """
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:
-        """Raises ConfigError if the address is none of HTTP."""
+        """Raises ConfigError if the address is not an HTTP address."""
         url = urlsplit(address)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(f"{address!r} is not the address of an API.", hint="Write http://HOST:PORT.")
@@ -32,9 +32,9 @@ class HttpConnections:
     ) -> tuple[int, bytes]:
         """Sends a request and returns the status and the body of the response.
 
-        A body of bytes is sent as it is, None not at all, any other one as JSON. Query parameters that are None are
-        left out. Raises OSError or HTTPException if no response comes. A request that fails on a reused connection,
-        which the server may have closed, is sent again on another.
+        A `bytes` body is sent as it is, any other one as JSON, None as no body. Query parameters that are None are left
+        out. Raises OSError or HTTPException if no response comes. A request that fails on a reused connection, which
+        the server may have closed, is sent again on another.
         """
         headers, content = dict(self._headers), body if isinstance(body, bytes) else None
         if body is not content:

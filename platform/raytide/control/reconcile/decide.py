@@ -1,7 +1,7 @@
-"""The decision of one tick. Each step sees the outcome of the step before, so that they cannot race.
+"""The decision of one tick. Each step sees the result of the step before, so that they cannot conflict.
 
-Deadline jobs get their market constraints, and nodes above the fleet's cost limit leave; endpoints get their targets;
-the queue admits, preempts and grows; then the autoscaler plans nodes and placements.
+First, deadline jobs get their market constraints and nodes above the fleet's cost limit are drained. Then endpoints get
+their target replicas, the queue admits, preempts and grows gangs, and the autoscaler plans nodes and placements.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
 
 
 def data_costs(snapshot: Snapshot) -> dict[str, str]:
-    """Returns a text for each job that pays for moving data to its nodes: the cost per hour that this adds, on the
-    job's nodes or, if it has none, on the cheapest that could be bought."""
+    """Returns a text for each job that pays for moving data to its nodes: the cost per hour that this adds. For a job
+    without nodes, it is the cost on the cheapest nodes that could be bought.
+    """
     if snapshot.transfer is None:
         return {}
     table = OfferingTable.from_snapshot(snapshot)
@@ -109,7 +110,7 @@ def data_costs(snapshot: Snapshot) -> dict[str, str]:
 def _pools(
     table: OfferingTable, shape: Shape, lease: Lease | None, pool_of: Mapping[str, Offering | None]
 ) -> list[Offering]:
-    """Returns the offerings of a lease's nodes; without nodes, the cheapest offering for the shape."""
+    """Returns the offerings on which a lease's nodes run; without nodes, the cheapest offering for the shape."""
     if lease is not None and (own := [pool for m in lease.members if (pool := pool_of.get(m.node_id)) is not None]):
         return own
     data = table.data_cost((shape,))

@@ -1,4 +1,5 @@
-"""Adds to the Snapshot what its records do not hold: spot risk, spending limits, and the value of replicas."""
+"""Adds the inputs to the Snapshot that its records do not hold: spot risk, spending limits, and the value of
+replicas."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ _PAST_NODES = 1000
 
 
 class DecisionInputs:
-    """Computes these inputs, and keeps the state that they need from tick to tick. A new controller learns this state
-    again from the records of nodes."""
+    """Computes the inputs of the decision beside the records, and keeps their state from tick to tick.
+
+    A new controller learns this state again from the records of nodes.
+    """
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
-        """`known` holds what an earlier controller learned of endpoints with an SLO."""
+        """`known` holds the data about endpoints with an SLO that an earlier controller learned."""
         self._store, self._books, self._config = store, store.books, config
         self._risk, self.fleets = PoolRisk(), SloController(known)
         self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)

@@ -1,7 +1,7 @@
-"""Measures for how long the drivers of gangs have not polled their leases, in the controller's time.
+"""Measures for how long the drivers of gangs have not polled their leases, by the controller's clock.
 
-A heartbeat is a time of the API's clock and is only compared with the previous heartbeat: a change shows that the
-driver is alive, and no step of a clock can make it look dead.
+Heartbeat times come from the API's clock. A heartbeat is only compared with the previous one: a change shows that the
+driver is alive, so no clock step can make a live driver look dead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from raytide.core.objects.job import Job, JobKind
 DISCONNECT_GRACE_S = 4.0
 """The time that a driver has left after it disconnected from a pending poll."""
 _MIN_OBSERVATIONS = 3
-"""The fewest observations in a timeout, so that a paused controller or machine does not count as the driver's
-silence."""
+"""The fewest observations in a timeout, so that a pause of the controller or machine does not count as the driver's
+silence.
+"""
 
 
 def disconnected_heartbeat_s(heartbeat_at_s: float | None, now_s: float, timeout_s: float) -> float:
-    """Returns the heartbeat to store for a driver that disconnected from a pending poll.
+    """Returns the heartbeat time to store for a driver that disconnected from a pending poll.
 
-    It is older than the driver's last one, so that DISCONNECT_GRACE_S is left of its timeout.
+    It is so early that only DISCONNECT_GRACE_S of the driver's timeout is left.
     """
     earlier_s = now_s - timeout_s + min(DISCONNECT_GRACE_S, timeout_s)
     return earlier_s if heartbeat_at_s is None else min(earlier_s, heartbeat_at_s - 1e-3)
@@ -35,7 +36,7 @@ class _Silence:
 
 
 class DriverSilence:
-    """Measures the silence of all drivers. Call `observe` on every tick, `forget` after one that could not act."""
+    """The silence of all drivers. Call `observe` on every tick, and `forget` after a tick that could not act."""
 
     def __init__(self) -> None:
         self._silences: dict[str, _Silence] = {}

@@ -48,7 +48,9 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """The learned facts about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
+    """The learned facts about replicas (speeds, start times), about endpoints with an SLO (`fleets`), and about jobs
+    (`strides`).
+    """
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)

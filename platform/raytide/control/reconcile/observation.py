@@ -42,10 +42,10 @@ class ClusterObservation:
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad]
     serve_answers: bool = True
-    """False if Ray Serve did not answer: no load is known, which says nothing about the replicas."""
+    """False if Ray Serve did not answer: the load is unknown then, but replicas may still run."""
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """Texts of the provider for operators, which are no failures of the tick."""
+    """Messages of the provider for operators; they are not failures of the tick."""
     api_answers: bool = False
     """True if drivers can reach the API."""
     silent_s: Mapping[str, float] | None = None
@@ -56,7 +56,7 @@ class ClusterObservation:
     """The last measured utilization of each node."""
     measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    """Node ids by Ray's name of the machine where the two differ, from the provider's last answer."""
+    """Node ids by Ray's name of the machine, where id and name differ, from the provider's last answer."""
     targets: tuple[Target, ...] = ()
     """The metrics pages of nodes and replicas."""
 
@@ -94,8 +94,8 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Queries every source once. A failed source gives None, or an empty value where that is safe: it never proves that
-    something is gone.
+    """Queries every source once. A source that fails is named in `errors` and gives None, or an empty value where that
+    is safe: a failure is never taken as proof that something is gone.
 
     `names` are the node names of the last observation, used if the provider does not answer.
     """
@@ -188,7 +188,7 @@ def _targets(
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
-    """Returns raytide's node id for each of Ray's names of a machine that differs from it."""
+    """Returns raytide's node id by Ray's name of the machine, for machines whose name in Ray differs from it."""
     return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
 
 

@@ -82,8 +82,9 @@ class Quarantine:
         self.trying = {subject for subject, entry in self.held.items() if entry.retry_at_s <= now_s}
 
     def attempt(self, what: str, act: Callable[[], T], default: T) -> T:
-        """Returns the result of `act`, which concerns no single record. If it raises, returns `default` and notes the
-        error."""
+        """Returns the result of `act`. If `act` raises, returns `default` and notes the error, which concerns no single
+        record.
+        """
         try:
             return act()
         except Exception as error:  # must not stop the tick
@@ -92,7 +93,9 @@ class Quarantine:
             return default
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
-        """Returns the result of `act` on one record. If it raises, returns `default` and quarantines the record."""
+        """Returns the result of `act`, which handles this one record. If `act` raises, returns `default` and
+        quarantines the record.
+        """
         try:
             return act()
         except Exception as error:  # it concerns only this record
@@ -101,9 +104,10 @@ class Quarantine:
             return default
 
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
-        """Returns the snapshot that the stage handled, and the stage's result; None if it raises even without records.
+        """Runs a stage, without quarantined records whose retry is not due.
 
-        Quarantined records are left out until their retry is due.
+        Returns the snapshot that the stage handled, and the stage's result; None as the result if the stage raises even
+        without records.
         """
         known = self.held.keys() - self.trying
         subjects = [subject for subject in _subjects(snapshot) if subject not in known]
@@ -209,7 +213,9 @@ def _occupied(view: NodeView) -> NodeView:
 
 
 def _subjects(snapshot: Snapshot) -> Iterator[str]:
-    """Yields the ids of records, oldest first, so that new ones, which are likelier at fault, end up in one half."""
+    """Yields the ids of records, oldest first, so that bisection separates new records, which are likelier at fault,
+    from old ones.
+    """
     yield from (view.endpoint.name for view in snapshot.endpoints)
     yield from (job.id for job in snapshot.jobs)
     if snapshot.demand:
@@ -244,7 +250,7 @@ def _error_text(error: Exception) -> str:
 
 @contextmanager
 def _raise_after(limit_s: float) -> Iterator[None]:
-    """Raises StageOvertimeError in the block after `limit_s` seconds. Only the main thread can be interrupted."""
+    """Raises StageOvertimeError in the block after `limit_s` seconds. It works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -133,7 +133,7 @@ def served_names(records: ClusterRecords) -> tuple[str, ...]:
 
 
 def has_drivers(records: ClusterRecords) -> bool:
-    """Returns whether any job driver may exist. If none does, the tick saves the request to Ray."""
+    """Returns whether any job driver may exist. If none does, the tick does not ask Ray for drivers."""
     return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
 
 
@@ -142,7 +142,7 @@ def has_gangs(records: ClusterRecords) -> bool:
 
 
 def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
-    """Returns the records that differ from what was loaded."""
+    """Returns the records that differ from the loaded ones in `stored`."""
     old = ClusterRecords.of(stored)
     return Changes(
         at_s=now_s,
@@ -162,7 +162,7 @@ def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Pl
 
 
 def metered(records: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
-    """Returns the node types by id of the node, for ready nodes whose physical utilization counts (`busy_above`)."""
+    """Returns the node types by node id, for ready nodes whose physical utilization counts (`busy_above`)."""
     ready = {node.id: types[node.type] for node in records.nodes.values() if node.ready_at_s and node.type in types}
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 

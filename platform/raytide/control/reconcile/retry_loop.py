@@ -26,11 +26,11 @@ log = logger(__name__)
 
 
 class RetryLoop:
-    """Runs ticks with back-off. `attempt` returns the seconds until the next tick: `period_s`; after a failure a delay
-    that doubles with each further failure, up to ten seconds.
+    """Runs ticks with back-off.
 
-    Storage errors are retried without limit, because they end by themselves. Any other exception is a bug: the fifth in
-    a row is raised, so that the supervisor restarts the process.
+    `attempt` returns the seconds until the next tick: `period_s`, or after a failure a delay that doubles with each
+    further failure, up to ten seconds. Storage errors are retried without limit, because they end by themselves. Any
+    other exception is a bug: the fifth in a row is raised, so that the supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -58,14 +58,15 @@ class RetryLoop:
 
 
 def is_idle(snapshot: Snapshot, plan: Plan) -> bool:
-    """Returns whether nothing is to be done until an event: no job, endpoint or other demand exists, and no node
-    changes state."""
+    """Returns whether there is nothing to do until the next event: no job, endpoint or other demand exists, and no node
+    changes state.
+    """
     is_wanted = snapshot.jobs or snapshot.leases or snapshot.endpoints or snapshot.demand or plan.actions
     return not is_wanted and all(view.node.state is NodeState.READY for view in snapshot.nodes)
 
 
 def wait_for_lead(store: Store, holder: str, clock: Clock, live_path: Path) -> None:
-    """Returns once this process leads; meanwhile logs and shows which controller leads."""
+    """Returns once this process leads. Until then it logs and publishes which controller leads."""
     logged = ""
     while other := store.lead(holder):
         if other != logged:

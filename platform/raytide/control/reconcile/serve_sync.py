@@ -16,7 +16,9 @@ from raytide.registry.rollout.routes import EndpointRoute
 log = logger(__name__)
 
 _NODE_DIED = "its node has died"
-"""Ray's message. Serve blames the model for a replica that dies with its node during its start."""
+"""The message with which Ray reports a dead node. Serve blames the model for a replica that dies with its node during
+its start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class ServeObservation:
     gone: frozenset[tuple[str, float]] = frozenset()
     """Deleted endpoints that are gone from Serve, by name and creation time, because names are reused."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """The errors of endpoints that Serve gave up."""
+    """The errors of endpoints whose deployment Serve gave up."""
     unseen: Mapping[str, str] = field(default_factory=dict)
     """The errors of endpoints whose state is unknown."""
 

@@ -32,10 +32,10 @@ DRIVERS_BYTES = 2 << 30
 _LEAST_BYTES = 64 << 10
 _EVERY_S = 1.0
 _LAST_CUT_S = 10.0
-"""The most time that the end of a driver waits for the last cut."""
+"""The most seconds for which an ending driver waits for the last cut."""
 _COPY_BYTES = 1 << 20
 _IN_FLIGHT_S = 0.02
-"""The time that a write to the old file may last after the new one replaced it."""
+"""The seconds that a write to the old file may last after the new one replaced it."""
 _DRIVER_LOGS = "job-driver-raytide-*.log"
 
 _HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"
@@ -69,9 +69,10 @@ def _rotate(path: Path) -> None:
 
 
 def bound_driver_log(fd: int = 1) -> None:
-    """Limits the log of this process, a job's driver, while it runs and when it ends, and deletes old logs of others.
+    """Limits the log of this process, which is a job's driver, while it runs and when it ends, and deletes old drivers'
+    logs.
 
-    Does nothing unless its output is a file opened for appending.
+    Does nothing unless the process's output is a file opened for appending.
     """
     if not _is_appended(fd):
         return
@@ -101,10 +102,10 @@ def _bound_at_exit(thread: threading.Thread, ended: threading.Event) -> None:
 
 
 def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
-    """Cuts a log of more than `most` bytes to its last lines, and returns whether it did. A header with the number of
-    dropped bytes keeps positions in the log valid.
+    """Cuts a log of more than `most` bytes to its last lines, at most `kept` bytes, and returns whether it did.
 
-    A new file replaces the old one, also as this process's output, so that lines written meanwhile are not lost.
+    A header with the number of dropped bytes keeps positions in the log valid. A new file replaces the old one, also as
+    this process's output, so that lines written meanwhile are not lost.
     """
     if os.fstat(fd).st_size <= most:
         return False

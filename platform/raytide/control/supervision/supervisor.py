@@ -50,10 +50,10 @@ _MARKS = ("RAYTIDE_CLUSTER", "RAYTIDE_HEAD")
 """The variables by which the processes of a cluster, and of one of its heads, are found."""
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
 _HEALTHY_S = 30.0
-"""A child that ran this long is restarted with the first delay."""
+"""The seconds after which a child counts as healthy: when it ends later, it is restarted with the first delay."""
 _STOP_GRACE_S = 8.0
 _CHORES_S = 5.0
-"""The interval of checking conditions that send no events."""
+"""The interval in seconds of checking conditions that send no events."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Child:
     is_recorded: bool = True
 
     def on_end(self, now_s: float) -> None:
-        """Schedules the restart. Each quick end doubles the delay."""
+        """Schedules the restart of the child after its end. Each quick end doubles the delay."""
         if now_s - self.started_s >= _HEALTHY_S:
             self.delay_s = _FIRST_DELAY_S
         self.process = None
@@ -96,7 +96,7 @@ def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | Non
 
 
 def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
-    """Starts the watcher of the cluster's owner, if the cluster has an owner and none runs."""
+    """Starts the process that ends the cluster once its owner is gone, unless it runs already or there is no owner."""
     if (owned := owner_of(run_dir)) is None:
         return
     arguments = ["-m", "raytide.control.bootstrap.owner_watch", str(run_dir), owned.cluster_id]
@@ -190,7 +190,9 @@ def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
 
 
 def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
-    """Returns a child with the process that an earlier supervisor started, dead or alive, or without any."""
+    """Returns the child with the process that an earlier supervisor started, dead or alive; without a process if there
+    was none.
+    """
     child = Child(what, argv, started_s=time.monotonic())
     recorded = _recorded(run_dir, what)
     child.process = recorded or next(iter(running(argv[1:])), None)

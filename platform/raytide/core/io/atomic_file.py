@@ -39,7 +39,9 @@ def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True
 
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
-    """Writes the file unless it exists. Exactly one of several writers gets True, and its text stays."""
+    """Writes the file unless it exists, and returns whether it did. Of several concurrent writers, exactly one gets
+    True.
+    """
     staged = _staged(path, _json(data), mode, is_kept=True)
     try:
         os.link(staged, path)
@@ -52,7 +54,9 @@ def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) ->
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the file's mapping, or None if the file does not exist. Raises ValueError if it holds no mapping."""
+    """Returns the mapping in the file; None if the file does not exist. Raises ValueError if it does not contain a
+    mapping.
+    """
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
@@ -99,7 +103,7 @@ def _json(data: Mapping[str, object]) -> str:
 
 
 def _staged(path: Path, text: str, mode: int, *, is_kept: bool) -> Path:
-    """Writes the text beside its final path; leaves no file on an error."""
+    """Writes the text to a staged file beside its final path, and returns that file; leaves no file on an error."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         _write(staged, text.encode(), mode, is_kept=is_kept)

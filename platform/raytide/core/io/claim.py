@@ -76,8 +76,9 @@ class Claim:
         beat_s: float = BEAT_S,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`places` are folders or URLs, `is_over(holder)` returns whether another holder's job has ended. Without a
-        `holder` this process counts as a run of its own."""
+        """`places` are folders or URLs. `is_over(holder)` returns whether another holder's job has ended. Without a
+        `holder`, the claim belongs to this process alone.
+        """
         self.token = secrets.token_hex(8)
         self.holder = holder or f"a process without a job, {secrets.token_hex(4)}"
         self._is_over, self._beat_s, self._watch_s = is_over, beat_s, watch_s
@@ -100,7 +101,7 @@ class Claim:
         return max(held.epoch for held in self._held.values())
 
     def check(self) -> None:
-        """Raises ConflictError if a heartbeat found that another run took a folder over."""
+        """Raises ConflictError if a heartbeat found that another run took over a folder."""
         if self._lost is not None:
             raise self._lost
 
@@ -144,8 +145,10 @@ class Claim:
         return claim
 
     def _may_take(self, place: str, found: ClaimRecord) -> bool:
-        """Returns whether the holder has ended, so that its claim may be taken over. If that is unknown, heartbeats
-        decide. Raises ConflictError if the holder is alive.
+        """Returns whether the holder has ended, so that its claim may be taken over.
+
+        If this is not known, missing heartbeats over the next WATCH_S show it. Raises ConflictError if the holder is
+        alive.
         """
         if found.holder == self.holder or self._is_over(found.holder):
             return True
@@ -263,7 +266,7 @@ def _plain(place: str) -> str:
 
 
 def _beat_of(place: str) -> object:
-    """Returns the part of a heartbeat that is not in the claim's content: the modification time of a local file."""
+    """Returns the part of a heartbeat that is outside of the claim's content: the modification time of a local file."""
     if not is_local(place):
         return None
     try:

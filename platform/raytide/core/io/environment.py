@@ -38,7 +38,9 @@ ON_NODES = (
     "RAYTIDE_MLFLOW_*",
     "RAYTIDE_MODEL_*",
 )
-"""The environment of raylets, and so of the drivers, trainers and replicas below them, which are raytide's programs."""
+"""The environment of raylets, which the drivers, trainers and replicas that they start inherit: all are raytide's
+programs.
+"""
 
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 _NOT_SECRET = {"TOKENIZERS_PARALLELISM", "RAYTIDE_MLFLOW_TOKEN"}
@@ -48,7 +50,7 @@ NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*\*?$"
 
 
 def passed(inherited: Mapping[str, str], allowed: Iterable[str], named: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the variables that match a pattern of `allowed`, and those that the operator `named`.
+    """Returns the variables that match a pattern of `allowed` or one that the operator `named`.
 
     A name that looks like a secret must be `named` in full, because `HF_*` is meant for caches and not for HF_TOKEN.
     """

@@ -1,6 +1,6 @@
-"""Objects as HTML for notebooks: one style for all, readable on light and dark ground, every text escaped.
+"""Renders objects as HTML for notebooks: in one style, readable on light and dark backgrounds, with all texts escaped.
 
-The style takes its colours from the text around it. Each piece of HTML contains it, since a notebook shows the pieces
+The style takes its colours from the text around it. Each piece of HTML contains it, because a notebook shows the pieces
 one by one.
 """
 
@@ -70,7 +70,7 @@ def framed(*parts: str) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table; the rows after the 200th are counted, not shown. Columns without a name have no head."""
+    """Returns an HTML table. Rows after the 200th are counted, not shown; columns without a name have no header."""
     found = list(rows)
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
@@ -91,7 +91,7 @@ def bar(done: float, total: float) -> str:
 
 
 def pairs_of(value: object) -> list[tuple[str, str]]:
-    """Returns the name and value of each field of a dataclass or Config. A field's unit stands with its value, not in
+    """Returns the name and value of each field of a dataclass or Config. A field's unit is shown with its value, not in
     its name.
     """
     if is_dataclass(value):

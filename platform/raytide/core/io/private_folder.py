@@ -20,14 +20,14 @@ from raytide.core.errors import StorageError, WaitTimeoutError
 from raytide.core.io.storage import full_disk_is_an_error
 
 LOCK_TIMEOUT_S = 6 * 3600.0
-"""Time limit for waiting on another process's copy. The lock is released when that process ends."""
+"""The timeout in seconds of waiting for another process's copy. That process's end releases the lock."""
 MARGIN_BYTES = 16 << 20
-"""Disk space left free beside a copy."""
+"""The disk space in bytes that must stay free beside a copy."""
 _POLL_S = 0.05
 
 
 def private_folder(*names: str) -> Path:
-    """Returns a folder that only this user can write to. StorageError if another user owns the name."""
+    """Returns a folder that only this user can write to. Raises StorageError if another user owns the name."""
     top = Path(tempfile.gettempdir()) / f"raytide-{os.getuid()}"
     with full_disk_is_an_error(str(top)):
         top.mkdir(mode=0o700, exist_ok=True)
@@ -76,8 +76,8 @@ def lock_file(path: Path) -> int:
 
 
 def take(handle: int, kind: int) -> bool:
-    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting; returns whether it did. It replaces a lock that
-    `handle` holds already.
+    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting, and returns whether it did. It replaces a lock that
+    is already held through `handle`.
     """
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)

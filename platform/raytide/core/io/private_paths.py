@@ -24,7 +24,7 @@ from raytide.core.errors import DeniedError
 ROOTS = "RAYTIDE_DATA_ROOTS"
 """The environment variable that carries the data roots, as JSON, from the driver to its actors and tasks."""
 MOST_ENTRIES = 10_000
-"""The number of entries of a folder tree that are checked for links."""
+"""The most entries of a folder tree that are checked for links."""
 _LEVELS = 3
 
 _DATA_IN_HOME = (".cache", ".local/share")
@@ -61,27 +61,30 @@ def inherited_restriction() -> dict[str, dict[str, str]] | None:
 def check_path(path: str, what: str = "") -> None:
     """Raises DeniedError if the resolved path is private or outside the data roots.
 
-    `safe_opener` and `guarded_files` check again what is actually opened.
+    `safe_opener` and `guarded_files` check the file again when it is opened.
     """
     real = os.path.realpath(os.path.expanduser(path))
     if _is_in(real, _staged()):
         raise DeniedError(f"{what or path} is a local copy made by raytide.", hint="Name the original data.")
-    check_opened(real, what or path)
+    _check_resolved(real, what or path)
 
 
 def check_opened(path: str, what: str = "") -> None:
     """Checks the path of an opened file as `check_path` does, but allows raytide's own local copies."""
     real = os.path.realpath(path)
-    if _is_in(real, _staged()):
-        return
+    if not _is_in(real, _staged()):
+        _check_resolved(real, what or path)
+
+
+def _check_resolved(real: str, what: str) -> None:
     if _is_private(real):
         raise DeniedError(
-            f"{what or path} is in a folder of raytide or the system.",
+            f"{what} is in a folder of raytide or the system.",
             hint="Name another path, or leave the file out: a build has `exclude` for that.",
         )
     roots = _roots()
     if roots and not any(_is_in(real, root) for root in roots):
-        raise _outside(what or path, roots)
+        raise _outside(what, roots)
 
 
 def check_links(folder: str, what: str = "") -> None:
@@ -106,7 +109,11 @@ def check_links(folder: str, what: str = "") -> None:
 
 
 def check_named(config: object, where: str, *, links: bool = False) -> None:
-    """Checks every path or URL in a spec, at any depth; with `links`, also the links below those paths."""
+    """Raises DeniedError if a path or URL in a spec, at any depth, is private; with `links`, also for links below these
+    paths.
+
+    `where` names the spec in the error.
+    """
     if isinstance(config, Mapping):
         for key, value in config.items():
             check_named(value, f"{where}.{key}", links=links)
@@ -152,13 +159,13 @@ def safe_opener(path: str, flags: int) -> int:
 
 
 def _is_private(real: str) -> bool:
-    if any(part in _SECRETS or _NAMED.fullmatch(part) for part in Path(real).parts):
+    if any(part in _SECRETS or _NAMED.fullmatch(part) for part in real.split("/")):
         return True
     is_allowed = any(_is_in(real, allowed) for allowed in _ALLOWED)
     places = [place for place in _places() if not (is_allowed and place == "/dev")]
     if any(_is_in(real, place) for place in places):
         return True
-    user = os.path.realpath(Path.home())
+    user = os.path.realpath(os.path.expanduser("~"))
     if user == "/" or not real.startswith(f"{user}/"):
         return False
     below = real[len(user) + 1 :]
@@ -177,7 +184,7 @@ def _python() -> tuple[str, ...]:
 
 
 def _places() -> tuple[str, ...]:
-    return _resolved(str(home()), str(Path.home()), os.environ.get("RAY_AUTH_TOKEN_PATH", ""))
+    return _resolved(str(home()), os.path.expanduser("~"), os.environ.get("RAY_AUTH_TOKEN_PATH", ""))
 
 
 def _staged() -> str:
@@ -198,7 +205,7 @@ def _roots() -> tuple[str, ...]:
 
 @lru_cache
 def _parsed(text: str) -> tuple[str, ...]:
-    """Returns the roots: URLs unchanged, paths with links resolved."""
+    """Returns the data roots in a JSON text: URLs unchanged, paths with links resolved."""
     roots = json.loads(text) if text else []
     return tuple(root.rstrip("/") if "://" in root else os.path.realpath(os.path.expanduser(root)) for root in roots)
 

@@ -2,15 +2,17 @@
 only.
 
 Every process of a cluster carries a mark in its environment (`NAME=value`), which its children inherit: `marked` finds
-processes that are in no record.
+processes that are in no record. `free_port` is for a process that is about to start.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,6 +24,11 @@ from raytide.core.io.atomic_file import read_json, write_json
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
+_EPHEMERAL_PORTS = _PROC / "sys/net/ipv4/ip_local_port_range"
+_FIRST_PORT = 20_000
+"""Ray gives the ports below, from 10002 on, to its workers."""
+_LEAST_PORTS = 1000
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class Process:
         return _start_time(self.pid) == self.start_time
 
     def open(self) -> int | None:
-        """Returns a pidfd, readable once the process has ended; None if it has ended. The caller closes it."""
+        """Returns a pidfd, which becomes readable when the process ends; None if it has ended. The caller closes it."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -124,7 +131,9 @@ def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
 
 
 def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
-    """Sends SIGKILL to marked processes until none is left; returns their number. Raises ClusterError if some stay."""
+    """Sends SIGKILL to the processes that `marked` returns until there are none; returns the number killed. Raises
+    ClusterError if some are left after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     killed: set[Process] = set()
     while left := marked(name, value):
@@ -148,6 +157,22 @@ def _start_time(pid: int) -> int | None:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()  # the command name may hold spaces and parentheses
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def free_port() -> int:
+    """Returns a random port on which no address of this host listens, for a process that opens it a moment later.
+
+    The kernel gives it to no outgoing connection meanwhile: it lies outside of the ephemeral range, where there is
+    room. Another process may still open it, so the caller tries again where that process says EADDRINUSE.
+    """
+    first, last = map(int, _EPHEMERAL_PORTS.read_text().split())
+    spans = (range(_FIRST_PORT, first), range(last + 1, 1 << 16))
+    ports = next((span for span in spans if len(span) >= _LEAST_PORTS), range(1))  # 0: the kernel chooses
+    for _ in range(_MOST_TRIES):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", random.choice(ports)))  # nosec B311
+            return int(probe.getsockname()[1])
+    raise ClusterError("this host has no free port.", hint="End the processes that listen; `ss -tln` lists them.")
 
 
 def die_with_parent(signum: signal.Signals) -> None:

@@ -56,7 +56,7 @@ def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bool = True) -> None:
-    """Writes the parts one after another to a file, as `write_bytes` does. A local file needs no copy of them all in
+    """Writes the parts one after another to one file, as `write_bytes` does. For a local file, they are not joined in
     memory.
     """
     fs, path = open_url(url)
@@ -136,7 +136,7 @@ def is_local(url: str) -> bool:
 
 
 def sha256(*parts: bytes | memoryview) -> str:
-    """Returns the hash of these parts, one after the other."""
+    """Returns the SHA-256 of the concatenated parts, in hex."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
@@ -145,7 +145,7 @@ def sha256(*parts: bytes | memoryview) -> str:
 
 @contextmanager
 def full_disk_is_an_error(what: str) -> Iterator[None]:
-    """Turns an OSError inside the block into a StorageError that names the object."""
+    """Turns an OSError inside the block into a StorageError that names the object `what`."""
     try:
         yield
     except OSError as error:

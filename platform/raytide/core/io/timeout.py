@@ -1,4 +1,4 @@
-"""A timeout for calls that have none."""
+"""A timeout for calls that have no timeout of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 def call_with_timeout(timeout_s: float, what: str, call: Callable[[], T]) -> T:
-    """Returns the call's result. The call runs in a thread, which is abandoned on a timeout."""
+    """Returns the result of `call`. Raises WaitTimeoutError, which names `what`, after `timeout_s`.
+
+    The call runs in a thread, which is abandoned on a timeout.
+    """
     done: list[T] = []
     failed: list[Exception] = []
 

@@ -31,7 +31,7 @@ CONFIG = "tokenizer_config.json"
 VERSION: Final = 2
 """Version 1 had no index of document ends. Both are read."""
 END_BYTES = 8
-"""An index holds unsigned little-endian integers of 64 bits."""
+"""The bytes of each number in an index: unsigned little-endian integers of 64 bits."""
 
 TokenDtype = Literal["uint16", "uint32"]
 ShardFormat = Literal["bin", "parquet"]
@@ -40,7 +40,7 @@ ITEM_BYTES: dict[str, int] = {"uint16": 2, "uint32": 4}
 CHUNK_BYTES = 1 << 20
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""A shard takes 0.35 KiB of it."""
+"""The largest manifest; it has 0.35 KiB for each shard."""
 
 _REBUILD = "Build the dataset again."
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
@@ -75,7 +75,7 @@ class Shard(DatasetFile):
 
     tokens: int = Field(ge=0, lt=1 << 60)
     index: DocumentIndex | None = None
-    """None in datasets of version 1."""
+    """The ends of its documents; None in datasets of version 1."""
 
 
 class TextFile(DatasetFile):
@@ -100,9 +100,11 @@ class Source(Config):
     signatures: DatasetFile | None = None
     """The MinHash signatures of the kept documents, for later builds to compare with."""
     engine: str = ""
-    """The library that encoded: the first of `engines`, or the second where the first was not exact."""
+    """The library that encoded the tokens: the first of `engines`, or the second where the first did not give exact
+    results.
+    """
     engines: dict[str, str] = Field(default_factory=dict, max_length=8)
-    """The versions of both, which are part of the digest."""
+    """The versions of both libraries, which are part of the digest."""
 
 
 class TokenManifest(Config):
@@ -178,7 +180,9 @@ def load_manifest(url: str) -> TokenManifest:
 
 
 def sha256_of(url: str) -> str:
-    """Returns the SHA-256 of the manifest at `url`, which covers that of each of the dataset's files."""
+    """Returns the SHA-256 of the manifest at `url`. It covers the whole dataset, because the manifest has the SHA-256
+    of each file.
+    """
     return hashlib.sha256(read_bytes(join(url, MANIFEST))).hexdigest()
 
 

@@ -138,7 +138,7 @@ def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
 
 @contextmanager
 def _named(path: Path, name: str) -> Iterator[None]:
-    """Turns an error on reading `path` into a DataError that names it."""
+    """Turns an OSError on reading `path` inside the block into a DataError that names the path."""
     try:
         yield
     except OSError as error:

@@ -14,12 +14,12 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.money import micro_usd
 
-UsageBy = Literal["key", "team", "user", "model", "day"]
+UsageBy = Literal["key", "team", "user", "model", "version", "day"]
 LIFE = "life"
 """The period of a budget that is never renewed."""
 _PREFIX = "rk-"
 _PICO = 1_000_000
-"""Pico-dollars of a micro-dollar. A token's price in them is a whole number."""
+"""The pico-dollars in a micro-dollar. A token's price is a whole number of pico-dollars."""
 MOST_BATCH = 1000
 """The most requests in one report of a gateway."""
 MOST_BATCH_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class KeyBudget(Config):
 
     usd: float = Field(ge=0, le=bounds.MOST_USD)
     per: Literal["month", "life"] = "month"
-    """Each calendar month (UTC), or in total."""
+    """The period: each calendar month (UTC), or the key's whole life."""
 
 
 class KeySpec(Config):
@@ -50,18 +50,21 @@ class KeySpec(Config):
     name: bounds.Name
     team: bounds.Name = "default"
     models: tuple[_MODEL, ...] = Field(default=(), max_length=bounds.MOST_LABELS)
-    """The endpoints that it may use, with their adapters, and single adapters (`NAME:ADAPTER`); all if empty."""
+    """The endpoints that the key may use, including their adapters, and single adapters (`NAME:ADAPTER`). It may use
+    all if this is empty.
+    """
     expires_in_s: float | None = Field(default=None, gt=0, le=bounds.MOST_DELAY_S)
     requests_per_min: int | None = Field(default=None, ge=1, le=10**9)
     tokens_per_min: int | None = Field(default=None, ge=1, le=10**12)
     """The limit on tokens of prompts and completions together."""
     budget: KeyBudget | None = None
     priority: int = Field(default=0, ge=-100, le=100)
-    """The priority of its requests, lower being more urgent, and the most urgent that they may ask for. Below 0 it
-    needs a token for all teams."""
+    """The default priority of the key's requests, and the most urgent that they may request; lower is more urgent. A
+    priority below 0 needs a token for all teams.
+    """
     answer_cache: bool = False
-    """Exact answers to its requests may be kept for equal requests of its team's keys that allow this too, where the
-    endpoint has an `answer_cache`.
+    """True if answers to the key's requests may be stored and given to equal requests of keys of its team that also
+    allow this. It applies to endpoints with an `answer_cache`.
     """
 
 
@@ -113,7 +116,9 @@ class ApiKey:
         return self.revoked_at_s is None and (self.expires_at_s is None or now_s < self.expires_at_s)
 
     def allows(self, model: str) -> bool:
-        """Returns whether the key may use a model; who may use an endpoint may use its adapters (`NAME:ADAPTER`)."""
+        """Returns whether the key may use a model. A key that may use an endpoint may use its adapters
+        (`NAME:ADAPTER`).
+        """
         return not self.models or model in self.models or model.partition(":")[0] in self.models
 
 
@@ -132,7 +137,7 @@ class TokenPrice(Config):
     prompt: float = Field(default=0.0, ge=0, le=1e6)
     """The price of prompt tokens that are not in the prefix cache."""
     cached: float = Field(default=0.0, ge=0, le=1e6)
-    """The price of prompt tokens that are in it."""
+    """The price of prompt tokens that are in the prefix cache."""
     completion: float = Field(default=0.0, ge=0, le=1e6)
 
     def cost_pico_usd(self, prompt: int, cached: int, completion: int) -> int:
@@ -148,15 +153,15 @@ class TokenPrice(Config):
 
 
 class HostedBackend(Config):
-    """A model of a hosted OpenAI-compatible API, one of those in `metadata.raytide.gateway.hosted`."""
+    """A model that a hosted API serves. `metadata.raytide.gateway.hosted` lists the APIs."""
 
     base_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    """Its name there."""
+    """The model's name at the hosted API."""
     price: TokenPrice = TokenPrice()
     """The price of its tokens, which API keys pay for its answers."""
     max_tokens: int = Field(default=4096, ge=1, le=10**7)
-    """The most tokens of an answer: what a request may ask for, and gets if it asks for nothing."""
+    """The most tokens of an answer, and the default for a request that sets no limit."""
 
 
 def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, int]:
@@ -173,7 +178,7 @@ class RequestUsage(Config):
     """A gateway's report on one request."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
-    """Made by the gateway. A request that is reported again is not billed again."""
+    """The id that the gateway made. A request that is reported again is not billed again."""
     at_s: float = Field(ge=0, le=1e11)
     key: Annotated[str, StringConstraints(max_length=64)] = ""
     """The id of its API key; empty without one."""
@@ -184,7 +189,7 @@ class RequestUsage(Config):
     """The version of the model, where the endpoint has several."""
     prompt_tokens: int = Field(default=0, ge=0, le=10**12)
     cached_tokens: int = Field(default=0, ge=0, le=10**12)
-    """The part of the prompt that was in the prefix cache."""
+    """The prompt tokens that were in the prefix cache."""
     completion_tokens: int = Field(default=0, ge=0, le=10**12)
     cost_pico_usd: int = Field(default=0, ge=0, le=2**62)
     status: int = Field(ge=100, le=599)
@@ -201,7 +206,7 @@ class AskedReservation(Config):
 
 
 class ReservationBatch(Config):
-    """The reservations that a gateway asks for together."""
+    """The reservations that a gateway requests together."""
 
     most_bytes: ClassVar[int] = MOST_BATCH_BYTES
 
@@ -210,16 +215,16 @@ class ReservationBatch(Config):
 
 
 class UsageBatch(Config):
-    """The requests that a gateway has finished, or given up before they cost anything."""
+    """The requests that a gateway has finished, or has dropped before they cost anything."""
 
     most_bytes: ClassVar[int] = MOST_BATCH_BYTES
 
     gateway: bounds.Name
     requests: tuple[RequestUsage, ...] = Field(default=(), max_length=MOST_BATCH)
     released: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field(default=(), max_length=MOST_BATCH)
-    """Reservations of requests that cost nothing."""
+    """The ids of the reservations of requests that cost nothing."""
     refused: int = Field(default=0, ge=0, le=10**12)
-    """Further requests that were refused: without a valid key, or too many at once to report each."""
+    """The number of further refused requests: without a valid key, or too many at once to report each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +235,7 @@ class KeyTableChange:
     is_whole: bool
     """True if `keys` replaces all keys that the gateway knows."""
     keys: Mapping[str, ApiKey]
-    """Keyed by the SHA-256 of the secret."""
+    """The keys by the SHA-256 of their secret."""
     prices: Mapping[str, TokenPrice]
     """The prices of all endpoints, by name."""
     weights: Mapping[str, float]
@@ -254,7 +259,7 @@ class UsageRow:
     cost_micro_usd: int
     """The billed part of its cost."""
     waived_micro_usd: int
-    """The part of its cost that was not billed, because the budget had no room for it any more."""
+    """The part of its cost that was not billed because it would have exceeded the budget."""
     status: int
 
 
@@ -294,12 +299,14 @@ class ChainVerdict:
     first_seq: int
     head_seq: int
     head_hash: str
-    """Noted elsewhere, it proves later that nothing up to here was rewritten."""
+    """The hash of the last entry. If it is stored elsewhere, it can later prove that no entry up to this one was
+    rewritten.
+    """
     broken_seq: int | None = None
-    """The first entry that is wrong or missing."""
+    """The number of the first entry that is wrong or missing; None if there is none."""
     problem: str = ""
     requests: int = 0
-    """Usage rows that were compared with the entries of their batches."""
+    """The number of usage rows that were compared with the entries of their batches."""
 
     @property
     def is_whole(self) -> bool:

@@ -16,6 +16,7 @@ from raytide.core.errors import ConfigError, DeniedError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
 from raytide.core.objects.hardware.clouds import CloudSection, check_clouds, cloud_files, node_type_sources
+from raytide.core.objects.hardware.energy import EnergySection
 from raytide.core.objects.hardware.host import HostsSection, with_hosts
 from raytide.core.objects.hardware.provider_section import check_gcp, check_owned, provider_section
 from raytide.core.objects.hardware.slurm import SlurmSection, check_slurm
@@ -36,49 +37,59 @@ class NodeTypeSection(Config):
 
     price_usd_h: float | None = Field(default=None, ge=0)
     power_w: float | None = Field(default=None, gt=0, le=1_000_000)
-    """The power of an own machine at work, which with `hosts.usd_per_kwh` is its price."""
+    """The power in watts of an own machine at work. Multiplied by `hosts.usd_per_kwh`, it is the machine's price."""
     market: CapacityType = CapacityType.ON_DEMAND
     zones: tuple[str, ...] = ("local",)
-    """Tried in this order."""
+    """The zones, in the order in which they are tried."""
     zone_prices_usd_h: dict[str, float] = Field(default_factory=dict)
-    """Prices of zones that differ."""
+    """The prices by zone, for zones whose price differs from the type's."""
     warm_nodes: int = Field(default=0, ge=0)
-    """Empty nodes kept ready ahead of demand."""
+    """The number of empty nodes kept ready ahead of demand."""
     schedule: tuple[ScheduledMinimum, ...] = Field(default=(), max_length=100)
     """Minimums by hour and weekday, in place of Ray's `min_workers`."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
     busy_above: dict[Meter, float] | None = None
-    """Physical use, 0 to 1, above which a node that is idle in Ray stays: by default `{gpu: 0.05}` for types with
-    GPUs, nothing for others. Set `{}` for GPUs that Ray's agent cannot measure: else none of their nodes ever
-    leaves."""
+    """Physical use, from 0 to 1, by meter, above which a node is kept although it is idle in Ray.
+
+    The default is `{gpu: 0.05}` for types with GPUs, and nothing for others. Set `{}` for GPUs that Ray's agent cannot
+    measure: otherwise none of their nodes is ever removed.
+    """
     speed: float = Field(default=1.0, gt=0)
-    """The speed of work on one of its GPUs (or on the node, without any) relative to types of speed 1, until it is
-    measured. Nodes are bought by cost per work, not per hour."""
+    """The speed of work on one of the type's GPUs (without GPUs, on the whole node), relative to types of speed 1,
+    until it is measured.
+
+    Nodes are bought by cost per work, not per hour.
+    """
     gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
-    """10^9 bytes of memory of each GPU, for shapes that ask for some and for plans; by default what is known of the
-    accelerator that its label names."""
+    """The memory of each GPU in 10^9 bytes, for shapes that ask for GPU memory and for plans. By default it is the
+    known size for the accelerator in the type's label."""
     network_gbps: float | None = Field(default=None, gt=0, le=100_000)
-    """10^9 bits a second of the node's network, for plans."""
+    """The bandwidth of the node's network in 10^9 bits a second, for plans."""
 
 
 class LimitsSection(Config):
     """Limits on the cost of the whole fleet and on the rate of change. A limit that is left out does not apply."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
-    """Above it only spot is bought."""
+    """The cost in dollars an hour above which only spot nodes are bought."""
     hard_usd_h: float | None = Field(default=None, ge=0)
-    """Above it nothing is bought; if the fleet still costs 5 % more, the least valuable nodes leave."""
+    """The cost in dollars an hour above which nothing is bought. If the fleet still costs 5 % more, the least valuable
+    nodes are removed."""
     month_usd: float | None = Field(default=None, ge=0)
-    """The limit of a calendar month (UTC): nothing is bought that would exceed it if all that runs stayed until its
-    end; nodes that would still exceed it leave as above `hard_usd_h`."""
+    """The limit in dollars of a calendar month (UTC).
+
+    Nothing is bought that would exceed it if all that runs stayed until the month's end. Running nodes that would
+    exceed it are removed as above `hard_usd_h`.
+    """
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
-    """The age from which replicas and gangs may leave a node for a cheaper one; null: never."""
+    """The age in seconds from which replicas and gangs may leave a node for a cheaper one; null: never."""
     team_members: int = Field(default=bounds.TEAM_MEMBERS, ge=1)
-    """The most members that the leases of one team have together. Jobs beyond that wait: every tick visits each
+    """The most members that the leases of one team have together. Further jobs wait, because every tick visits each
     member."""
     shrink_for_serving: bool = True
-    """Replicas without room preempt members of elastic trainers, never below their minimum, until the load falls."""
+    """True if replicas that do not fit preempt members of elastic trainers, never below their minimum, until the load
+    falls."""
 
 
 class UnmanagedSection(Config):
@@ -92,16 +103,17 @@ class HostedApi(Config):
     """A hosted OpenAI-compatible API that endpoints may use, with the operator's key."""
 
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
-    """Such as `https://api.openai.com/v1`."""
+    """The base URL, such as `https://api.openai.com/v1`."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
-    """The variable with its key, where the cluster is started. Only gateways get it, besides controller and API."""
+    """The name of the environment variable with the API's key where the cluster is started. Only the controller, the
+    API and gateways get it."""
 
 
 class GatewaySection(Config):
     """The OpenAI address of all endpoints."""
 
     require_keys: Literal["auto"] | bool = "auto"
-    """With true, requests need an API key; with `auto`, unless the gateway listens on a loopback address."""
+    """True if requests need an API key; with `auto`, they need one unless the gateway listens on a loopback address."""
     hosted: tuple[HostedApi, ...] = Field(default=(), max_length=64)
     """The hosted APIs that the specs of endpoints may name."""
     usage_retention_days: int = Field(default=400, ge=1, le=36_500)
@@ -114,17 +126,9 @@ class GatewaySection(Config):
         return not is_loopback if self.require_keys == "auto" else self.require_keys
 
 
-class EnergySection(Config):
-    """The figures that estimate energy where it is not measured, and that turn energy into emissions."""
-
-    watts_per_core: float = Field(default=3.5, ge=0, le=1000)
-    """The power of a core that works all the time: the Cloud Carbon Footprint project's mean for AWS (2022)."""
-    grams_co2_per_kwh: float = Field(default=445.0, ge=0, le=5000)
-    """The emissions of electricity where the nodes are: the world's mean in 2024 (IEA, Electricity 2025)."""
-
-
 class BackupRetention(Config):
-    """The snapshots that stay: the newest `last`, and the newest of each of the last hours, days, weeks and so on."""
+    """The snapshots to keep: the newest `last` ones, and the newest of each of the last hours, days, weeks and so
+    on."""
 
     last: int = Field(default=4, ge=1, le=10_000)
     hourly: int = Field(default=24, ge=0, le=10_000)
@@ -135,7 +139,7 @@ class BackupRetention(Config):
 
 
 class SftpSection(Config):
-    """The login of repositories at `sftp:`, in place of the user's own ssh configuration. Host keys are checked."""
+    """The login at `sftp:` repositories, in place of the user's own ssh configuration. Host keys are checked."""
 
     key: str = Field(default="~/.ssh/id_ed25519", pattern=r"^(/|~/)", max_length=4096)
     """The file of the private key, without a passphrase."""
@@ -146,28 +150,31 @@ class BackupSection(Config):
     """Backups through restic, which `raytide backup` and, on a schedule, a process of the cluster make."""
 
     repository: Annotated[str, Field(min_length=1, max_length=4096)]
-    """A path, or what restic takes: `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path`, `rest:https://host/`."""
+    """The repository: a path or a restic URL, such as `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path` or
+    `rest:https://host/`."""
     password_file: Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)]
     """The file with the password that encrypts the repository. Keep a copy of it outside of the cluster."""
     environment_file: Annotated[str, Field(pattern=r"^((/|~/).*)?$", max_length=4096)] = ""
-    """A file of this user alone with lines such as `AWS_SECRET_ACCESS_KEY=...`: what opens the object store. Without it
-    those variables are taken from where the cluster was started."""
+    """The file with credentials of the object store, such as `AWS_SECRET_ACCESS_KEY=...`, one in each line; only this
+    user may read it.
+
+    Without it these variables come from the environment in which the cluster was started.
+    """
     sftp: SftpSection | None = None
     every_s: float = Field(default=900.0, ge=60, le=30 * 86_400)
-    """The time between two backups: what a loss of the head can cost."""
+    """The seconds between two backups: the most work that a loss of the head can cost."""
     keep: BackupRetention = BackupRetention()
-    """Applied once a day."""
+    """The snapshots to keep; applied once a day."""
     drill_every_s: float = Field(default=86_400.0, ge=600, le=366 * 86_400)
     """The time between two restores into a scratch folder, which are checked and measured."""
     drill_parts: int = Field(default=30, ge=1, le=1000)
-    """The number of parts of the whole repository. Each drill reads one part, besides all that the newest snapshot
-    needs.
-    """
+    """The number of parts into which the repository is divided. Each drill reads one part, besides all data of the
+    newest snapshot."""
     cold_repository: Annotated[str, Field(max_length=4096)] = ""
     """A second repository with the same password, to which the newest snapshot is copied; none if empty."""
     cold_every_s: float = Field(default=7 * 86_400.0, ge=600, le=366 * 86_400)
     paths: tuple[Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)], ...] = Field(default=(), max_length=1000)
-    """Further files and folders of this machine."""
+    """Further files and folders of this machine to save."""
 
     @model_validator(mode="after")
     def _one_login(self) -> BackupSection:
@@ -190,7 +197,7 @@ class RaytideSection(Config):
     hosts: HostsSection | None = None
     slurm: SlurmSection | None = None
     transfer: TransferSection | None = None
-    """None: getting data to nodes costs nothing."""
+    """The price of getting data to nodes; None: it costs nothing."""
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     gateway: GatewaySection = GatewaySection()
@@ -198,30 +205,31 @@ class RaytideSection(Config):
     tracing: TracingSection = TracingSection()
     energy: EnergySection = EnergySection()
     backup: BackupSection | None = None
-    """None: nothing is backed up."""
+    """The backups; None: nothing is backed up."""
     standby: StandbySection | None = None
-    """None: the cluster has one head."""
+    """The heads that take over from each other; None: the cluster has one head."""
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
-    """Priority classes: a higher number goes first, and may preempt a lower one."""
+    """The priority classes. Jobs of a class with a higher number go first, and may preempt those of a lower one."""
     max_live_jobs: int = Field(default=bounds.LIVE_JOBS, ge=1, le=100_000)
-    """The most unfinished jobs of one team; further submissions are refused, because every tick visits all of them."""
+    """The most unfinished jobs of one team. Further submissions are refused, because every tick visits all jobs."""
     job_retention_days: int = Field(default=90, ge=1, le=36_500)
     """The time after which finished jobs are deleted with their leases and events; ledger entries are kept."""
     state_url: str = ""
-    """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
+    """The SQLAlchemy URL of the state store; empty for a SQLite file in the run folder."""
     tick_s: float = Field(default=0.5, gt=0, le=60)
     """The time between two decisions if no event triggers one earlier."""
 
     pass_environment: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...] = ()
-    """Variables passed to nodes and to users' commands besides those that raytide passes itself (docs/security.md).
-    A name that looks like a secret's must be given in full."""
+    """The variables to pass to nodes and to users' commands, besides those that raytide always passes
+    (docs/security.md). A name that looks like a secret's must be given in full."""
     data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
-    """Paths and URLs of object stores: specs of trainings, builds and endpoints may name only files below them. By
-    default specs may name everything that raytide's user can read and that is not private.
+    """The paths and URLs of object stores below which all files of trainings, builds and endpoints must be.
+
+    By default specs may name everything that raytide's user can read and that is not private.
     """
     run_as: UserName | dict[str, UserName] = ""
-    """The user that scripts run as, for all teams or by team; raytide's own if empty. Needs root."""
+    """The user as which scripts run, for all teams or by team; raytide's own user if empty. Needs root."""
 
     @model_validator(mode="after")
     def _tree(self) -> RaytideSection:
@@ -240,30 +248,34 @@ class RaytideSection(Config):
         return self
 
     def owned_node_types(self) -> dict[str, str]:
-        """Returns the source of each node type that no cloud sells: `hosts` for own machines, `slurm` for jobs of
-        Slurm.
-        """
+        """Returns the source of each node type that is not bought from a cloud: `hosts` for own machines, `slurm` for
+        jobs of Slurm."""
         own = {} if self.hosts is None else dict.fromkeys(self.hosts.node_types(), "hosts")
         return own if self.slurm is None else own | dict.fromkeys(self.slurm.node_types, "slurm")
 
     def users(self) -> frozenset[str]:
-        """Returns the users that scripts run as, without raytide's own."""
+        """Returns the users under which scripts run, other than raytide's own user."""
         named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """Returns the user that the team's scripts run as."""
+        """Returns the user under which the team's scripts run."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError for packages of a training or an endpoint if `run_as` gives the team's code a user of its
-        own: the packages would run as raytide's user.
-        """
-        if pip and self.user_of(team):
+        """Raises DeniedError for packages of a training or an endpoint if the team's code has a user of its own."""
+        hint = "Install them on the nodes, or run a script: its packages are its user's."
+        self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
+
+    def check_image(self, image: str | None, team: str, what: str) -> None:
+        """Raises DeniedError for a job's image if the team's code has a user of its own."""
+        hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
+        self._check_user(None if image is None else f"the image {image}", team, what, hint)
+
+    def _check_user(self, code: str | None, team: str, what: str, hint: str) -> None:
+        if code is not None and self.user_of(team):
             raise DeniedError(
-                f"{what}: the packages {', '.join(pip)} would run as raytide's user, and this cluster's run_as gives "
-                "users' code another one.",
-                hint="Install them on the nodes, or run a script: its packages are its user's.",
+                f"{what}: {code} would run as raytide's user, and run_as gives users' code another.", hint=hint
             )
 
 
@@ -280,7 +292,7 @@ class ClusterConfig(Config):
 
 
 def load_cluster(path: Path | str) -> ClusterConfig:
-    """Reads and checks a cluster.yaml; a ConfigError names every wrong key."""
+    """Reads and checks a cluster.yaml. Raises one ConfigError that names every wrong key."""
     file = load_yaml(path)
     check_ray_schema(file, where=str(path))
     section = provider_section(file, where=str(path))

@@ -28,7 +28,7 @@ _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 HOSTED = "hosted"
 """The model of an endpoint without replicas, which a hosted API answers."""
 ADAPTER_SEPARATOR = ":"
-"""It separates the endpoint and the adapter in the name of a model."""
+"""The separator between endpoint and adapter in the name of a model."""
 MOST_ADAPTERS = 64
 ImageHost = Annotated[
     str, StringConstraints(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?$")
@@ -40,25 +40,28 @@ class Speed(Config):
     """Measured speed of one replica on one node type."""
 
     prefill_tps: float = Field(ge=1e-3, le=1e9)
-    """Prompt tokens a second while it does nothing else."""
+    """Prompt tokens a second while the replica does nothing else."""
     slots: int = Field(ge=1, le=100_000)
-    """Sequences that it decodes concurrently."""
+    """The number of sequences that the replica decodes concurrently."""
     tpot_ms: float = Field(ge=1e-3, le=1e6)
     """Milliseconds between tokens of a sequence while all slots are taken."""
 
 
 METERS = ("cpu", "gpu", "memory")
-"""The signals that raytide measures on nodes; users report all others."""
+"""The signals that raytide measures on nodes; all other signals are reported by users."""
 
 
 class ScaleSignal(Config):
-    """A number besides requests that the replicas' number follows: measured on their nodes, or reported by users."""
+    """A signal besides requests on which an endpoint scales: measured on its nodes, or reported by users."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
-    """`gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that
-    `POST /v1/endpoints/NAME/signals` reports, such as the length of a queue."""
+    """The name: `gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that `POST
+    /v1/endpoints/NAME/signals` reports, such as the length of a queue.
+    """
     target: float = Field(ge=1e-9, le=1e12)
-    """The use, 0 to 1, that nodes should have; of a reported value, the part that one replica should carry."""
+    """The target: for a measured signal, the use of nodes from 0 to 1; for a reported one, the amount that one replica
+    should carry.
+    """
 
     @model_validator(mode="after")
     def _share(self) -> ScaleSignal:
@@ -77,27 +80,31 @@ class Replicas(Config):
     target_ongoing: float = Field(default=8.0, ge=1e-3, le=1e6)
     """Requests in flight or waiting that one replica should carry."""
     target_kv: float = Field(default=0.85, ge=1e-3, le=1)
-    """The share of KV caches that should be in use."""
+    """The target share of the KV caches in use."""
     speed: dict[bounds.Name, Speed] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """Keyed by node type. By default it is learned from replicas on which requests waited for a while."""
+    """The speed of a replica by node type. By default it is learned from replicas that had requests waiting for a
+    while.
+    """
     slo_ttft_s: float | None = Field(default=None, ge=1e-3, le=86400)
-    """Seconds to the first token. Without `slo_target`, the target is one above the ready replicas while first tokens
-    take longer on average.
+    """The seconds to the first token.
+
+    Without `slo_target`, one replica more than the ready ones is requested while first tokens take longer on average.
     """
     slo_target: float | None = Field(default=None, ge=1e-3, le=0.99999)
-    """The share of requests whose first token should arrive within `slo_ttft_s`. With it, replicas are added as long
-    as they prevent enough late requests for their price, on spot and on demand; `target_ongoing` and the delays
-    count only while `speed` is neither given nor learned."""
+    """The share of requests whose first token should arrive within `slo_ttft_s`.
+
+    With it, replicas are added, on spot or on demand, as long as they prevent enough late requests for their price.
+    `target_ongoing` and the delays then count only while `speed` is neither configured nor learned.
+    """
     cold_start_s: float = Field(default=60.0, ge=1e-3, le=86400)
-    """Seconds from the decision for a replica to its first answer, until it is learned from the starts that were
-    seen."""
+    """The seconds from requesting a replica to its first answer, until they are learned from observed starts."""
     upscale_delay_s: bounds.Seconds = 0.0
     downscale_delay_s: bounds.Seconds = 30.0
     """The time for which the load must have been lower before a replica is removed."""
     schedule: tuple[ScheduledMinimum, ...] = Field(default=(), max_length=100)
-    """Minimums by hour and weekday, in place of `min` while one of them holds; of several the largest counts."""
+    """Minimums by hour and weekday, which replace `min` while they apply; of several, the largest counts."""
     scale_on: tuple[ScaleSignal, ...] = Field(default=(), max_length=16)
-    """Further signals to scale on. No replica is removed while one of them has no value."""
+    """Further signals to scale on. No replica is removed while a signal has no value."""
 
     @model_validator(mode="after")
     def _signals(self) -> Replicas:
@@ -140,37 +147,43 @@ class Replicas(Config):
 
 
 class AnswerCachePolicy(Config):
-    """The gateway keeps exact answers to greedy and seeded requests, for the team that asked. With API keys it does so
-    only for keys with `answer_cache`.
+    """Lets the gateway store exact answers to greedy and seeded requests, for the team that sent them. With API keys it
+    stores only answers for keys with `answer_cache`.
     """
 
     ttl_s: float = Field(default=300.0, gt=0, le=86_400)
     max_mb: int = Field(default=64, ge=1, le=4096)
-    """Memory in each gateway process."""
+    """The memory in MB in each gateway process."""
 
 
 class PrefillPolicy(Config):
-    """Another endpoint's replicas compute the prompts and hand the KV cache over, so that decoding never waits for
-    prompts.
+    """Disaggregated prefill: another endpoint's replicas compute the prompts and hand over the KV cache, so that
+    decoding never waits for prompts.
     """
 
     endpoint: str = Field(pattern=ENDPOINT_NAME)
-    """An endpoint of the same team with the same model and engine options. While it has no replica, prompts are
-    computed where they are decoded."""
+    """The endpoint that computes prompts: one of the same team with the same model and engine options. While it has no
+    replica, prompts are computed by the replica that decodes.
+    """
     min_tokens: int = Field(default=1024, ge=1, le=10_000_000)
-    """The fewest tokens of a prompt without those that are cached where it is decoded: a shorter one is computed
-    there."""
+    """The fewest prompt tokens, without those cached at the decoding replica, that are computed elsewhere; shorter
+    prompts are computed by the decoding replica.
+    """
 
 
 class ServeSpec(Config):
     """`raytide serve`: the model, its resources and its replicas."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}(~[1-9][0-9]{0,9})?$")
-    """Also the OpenAI model name. Only raytide adds `~` and a number, for the revisions of a rollout."""
+    """The name of the endpoint, which is also the OpenAI model name. Only raytide adds `~` and a number, for the
+    revisions of a rollout.
+    """
     model: bounds.Location
-    """A Hugging Face directory that every node can read, its URL in an object store, from which each node copies it
-    once, or a registered model: `registry:NAME@ALIAS` or `registry:NAME:VERSION`, in whose place the API puts its
-    location."""
+    """The model: a Hugging Face directory that every node can read, its URL in an object store, from which each node
+    copies it once, or a registered model.
+
+    A registered model is `registry:NAME@ALIAS` or `registry:NAME:VERSION`; the API replaces it by its location.
+    """
     backend: HostedBackend | None = None
     """A hosted API that answers in place of replicas; `model` is left out then."""
     fallback: HostedBackend | None = None
@@ -185,53 +198,61 @@ class ServeSpec(Config):
     """The registered version in `model`, as `NAME:VERSION`; the API sets it."""
     team: bounds.Name = "default"
     priority: bounds.Name | None = None
-    """A class of `metadata.raytide.priorities`: replicas without room preempt spare members of elastic gangs of
-    lower classes. By default of all classes."""
+    """A class of `metadata.raytide.priorities`. Replicas that do not fit preempt spare members of elastic gangs of
+    lower classes; by default, of all classes.
+    """
     project: bounds.Word = ""
     """A label to group costs by."""
     replicas: Replicas = Field(default_factory=Replicas)
     resources: Needed = Field(default_factory=lambda: {"CPU": 1.0})
-    """Resources of one replica, or of each of its members."""
+    """The resources of one replica, or of each of its members."""
     members: int = Field(default=1, ge=1, le=64)
-    """Members of one replica, each whole on one node; all of them or none. More than one is for engines that span
-    nodes."""
+    """The members of one replica, each on one node, which start together or not at all. More than one is for engines
+    that span nodes.
+    """
     labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for its nodes."""
     inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
-    """The data that each replica reads, for the price of getting them to a node; by default the model, where its
-    size is known."""
+    """The data that each replica reads, from which the price of getting them to a node is computed. By default it is
+    the model, if its size is known.
+    """
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
     pip: bounds.Requirements = ()
-    """Packages that the engine needs beside raytide's, such as `vllm==0.19`: installed once on each node, by pip as it
-    is configured there."""
+    """Packages that the engine needs in addition to raytide's, such as `vllm==0.19`. They are installed once on each
+    node, with the node's own configuration of pip.
+    """
     max_ongoing: int = Field(default=256, ge=1, le=100_000)
-    """Further requests to a replica wait in the router."""
+    """The most requests that a replica handles at once; further requests to it wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
-    """The most urgent priority that a request may have (lower is more urgent); more urgent ones are raised to it."""
+    """The most urgent priority that requests may have (lower is more urgent); more urgent requests get this priority.
+    """
     price: TokenPrice = TokenPrice()
     """The price of tokens, which the gateway bills to API keys."""
     answer_cache: AnswerCachePolicy | None = None
-    """Equal requests that follow one another are computed once; None: only those in flight at the same time."""
+    """If set, the answer to a request is reused for later equal requests; None: equal requests share an answer only
+    while in flight together.
+    """
 
     image_hosts: tuple[ImageHost, ...] = Field(default=(), max_length=64)
     """Hosts from which the gateways fetch the images of requests: `NAME`, `*.NAME`, or either with `:PORT`; by default
     images are read from data URLs only. Their addresses must be public."""
     prefill: PrefillPolicy | None = None
-    """None: prompts are computed where they are decoded."""
+    """The endpoint that computes prompts; None: they are computed where they are decoded."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
-        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.hardware.resources`) are expanded to resources
-        and labels of the replica."""
+        """Expands the keywords `gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.hardware.resources`) to
+        resources and labels of the replica.
+        """
         if isinstance(fields, Mapping) and fields.get("backend") is not None:
             fields = {"model": HOSTED, "replicas": {"min": 0}, **fields}
         return expand(fields, RESOURCE_WORDS) if isinstance(fields, Mapping) else fields
 
     @property
     def served(self) -> str:
-        """A digest, equal for specs whose replicas do the same work on the same share of a node."""
+        """A digest that is equal for specs whose replicas do the same work on the same share of a node."""
         work = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
         return blake2s(json.dumps(work, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -292,14 +313,16 @@ class Endpoint:
     state: EndpointState
     created_at_s: float
     target_replicas: int
-    """The target last published."""
+    """The number of replicas that was last published as the target."""
     low_since_s: float | None = None
-    """Since when the load has needed fewer than `target_replicas`."""
+    """The time since which the load has needed fewer replicas than `target_replicas`; None if it needs them all."""
     high_since_s: float | None = None
     ended_at_s: float | None = None
     reason: str = ""
     unreadable: str = ""
-    """The error of its stored spec, which an earlier release accepted and this one rejects; `spec` is a stand-in."""
+    """The error of the stored spec, if an earlier release accepted it and this one rejects it; `spec` is then a
+    placeholder.
+    """
 
     @property
     def name(self) -> str:
@@ -319,12 +342,12 @@ class EndpointRevision:
 
     name: str
     number: int
-    """Counts from 1, and on when an endpoint of this name was deleted and created again."""
+    """The revision's number, from 1. It continues when an endpoint of this name is deleted and created again."""
     team: str
     user: str
     at_s: float
     why: str
     spec: ServeSpec | None
-    """None if an earlier release stored it and this one rejects it."""
+    """The spec; None if an earlier release stored it and this one rejects it."""
     unreadable: str = ""
     """The error of the stored spec."""

@@ -1,4 +1,4 @@
-"""The load of an endpoint: the reports of its replicas, what was learned from them, and the worth of replicas."""
+"""The load of an endpoint: the reports of its replicas, what was learned from them, and the value of replicas."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from raytide.core.objects.endpoint import Speed
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals of one engine since its start."""
+    """The totals of one engine since its start."""
 
     requests: float = 0.0
-    """Each prompt of an HTTP request counts as one."""
+    """The number of requests; each prompt of an HTTP request counts as one."""
     prompt_tokens: float = 0.0
-    """Without tokens found in the prefix cache."""
+    """The prompt tokens, without those found in the prefix cache."""
     output_tokens: float = 0.0
     first_tokens: float = 0.0
     first_token_s: float = 0.0
-    """Sum of the times to first token."""
+    """The sum of the times to first token, in seconds."""
     finished: float = 0.0
-    """Requests whose tokens are counted."""
+    """The number of finished requests, whose tokens are counted."""
     late: float = 0.0
-    """Requests without a first token after `slo_ttft_s`, and refused ones."""
+    """The number of requests that had no first token within `slo_ttft_s`, or were refused."""
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -52,20 +52,23 @@ class Traffic:
     """The demand on an endpoint, learned by observation (`autoscaler/endpoints/traffic.py`)."""
 
     requests_rps: float = 0.0
-    """Rates are over the last half minute."""
+    """The requests per second. All rates are those of the last half minute."""
     prompt_tps: float = 0.0
     output_tps: float = 0.0
     ttft_s: float | None = None
-    """Mean time to first token; None without any."""
+    """The mean time to first token; None without requests."""
     ahead_rps: float = 0.0
-    """The rate expected at the end of a cold start: the usual rate, at least the present one."""
+    """The requests per second expected at the end of a cold start: the usual rate at that time, but at least the
+    present one.
+    """
     request_s: float | None = None
     """Replica-seconds per request; None while the replicas' speed is unknown."""
     speed: Speed | None = None
-    """The speed of one replica, configured or learned: the mean over node types; where `paces` differ, the slowest."""
+    """The configured or learned speed of one replica: the mean over node types or, if their `paces` differ, that of the
+    slowest.
+    """
     paces: Mapping[str, float] = field(default_factory=dict)
-    """A replica's throughput on each eligible node type, relative to the slowest; empty if all are equal, as far as
-    known."""
+    """A replica's throughput on each eligible node type, relative to the slowest; empty if no differences are known."""
     held: tuple[float, ...] = ()
     """The relative throughput of each of the load's `replica_nodes`; empty if all are equal."""
     next_pace: float = 1.0
@@ -73,7 +76,7 @@ class Traffic:
     too_slow: tuple[str, ...] = ()
     """Node types on which even a prompt of mean length takes longer than `slo_ttft_s`, while others are faster."""
     cold_start_s: float | None = None
-    """Learned seconds from the order of a node to the first answer; None while the spec's `cold_start_s` counts."""
+    """The learned seconds from ordering a node to the first answer; None while the spec's `cold_start_s` applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,10 @@ class ReplicaStartup:
     id: str
     ordered_at_s: float
     phases: tuple[tuple[str, float], ...]
-    """`node`, `process`, `stage`, `load` and `warm-up`, as far as it has come, with the seconds of each."""
+    """The phases so far, of `node`, `process`, `stage`, `load` and `warm-up`, with the seconds of each."""
     is_ready: bool
     detail: str = ""
-    """The copied bytes of the model, where it is in an object store."""
+    """The copied bytes of a model in an object store, as text."""
 
 
 LOADING = "loading"
@@ -100,11 +103,11 @@ class ReplicaLive:
     adapters: Mapping[str, str] = field(default_factory=dict)
     """The state of each adapter by name: "" if it is loaded, LOADING, or the error."""
     weights: str = ""
-    """The location of its weights; "" for those of the spec's model."""
+    """The location of the replica's weights; "" for the weights of the spec's model."""
     asked: str = ""
-    """The location of the weights that it was asked for last."""
+    """The location of the weights that the replica was last asked to load."""
     error: str = ""
-    """The error of that swap."""
+    """The error of the last swap of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,34 +131,36 @@ class InstallFailure:
     node: str
     """Ray's id of its node."""
     is_final: bool
-    """True if pip would never install them; otherwise the replica tries again."""
+    """True if pip can never install them; otherwise the replica tries again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointLoad:
-    """The last reports of an endpoint's replicas and router, and when Serve reported."""
+    """The last reports of an endpoint's replicas and router, and the time of Serve's last report."""
 
     at_s: float
     ongoing: float
-    """Requests in progress and waiting anywhere, by Serve's count or the engines', whichever is larger."""
+    """The requests in progress or waiting anywhere: the larger of Serve's count and the engines' count."""
     ready: int
-    """Replicas that answer."""
+    """The number of replicas that answer."""
     replica_nodes: tuple[str, ...] = ()
-    """Ray's node id of each replica that has one, starting ones included; of every member of a replica with several."""
+    """Ray's node id of each replica that has a node, including replicas that start; for a replica of several members,
+    the id of each member's node.
+    """
     replicas: tuple[ReplicaLoad, ...] = ()
     """The last report of each ready replica."""
     traffic: Traffic | None = None
     queued: float = 0.0
-    """Requests that no replica has accepted yet, so that none counts them."""
+    """The number of requests that no replica has accepted yet, so that no replica counts them."""
     moving: tuple[str, ...] = ()
-    """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
+    """The part of `replica_nodes` with replicas of several members that Serve is moving."""
     startups: tuple[ReplicaStartup, ...] = ()
-    """The starts of all replicas that are there or start."""
+    """The starts of all replicas that run or start."""
     live: tuple[ReplicaLive, ...] = ()
     signals: Mapping[str, float] = field(default_factory=dict)
-    """The present value of each signal of `scale_on`; one without a fresh value is missing."""
+    """The present value of each signal of `scale_on`; signals without a fresh value are missing."""
     logs: tuple[ReplicaLog, ...] = ()
-    """The logs of the newest replicas, those that have ended included."""
+    """The logs of the newest replicas, including ended ones."""
     pages: Mapping[str, str] = field(default_factory=dict)
     """`host:port` of the metrics page of each replica that answers."""
     install: InstallFailure | None = None
@@ -166,26 +171,26 @@ class ReplicaValue:
     """The replicas of an endpoint with an SLO that are worth their price (`autoscaler/endpoints/replica_value.py`)."""
 
     spot: int
-    """Replicas that are worth the price of spot, those on standby included."""
+    """The number of replicas that are worth the price of spot, including those on standby."""
     ondemand: int
-    """Replicas that are worth the price of on-demand."""
+    """The number of replicas that are worth the price of on-demand."""
     late_usd: float
     """The value of preventing one late request."""
     late_per_h: tuple[float, ...]
     """Late requests per hour with 0, 1, 2... replicas."""
     usual_rps: float
     together: float
-    """The probability that another zone of the region is lost together with one."""
+    """The probability that when one zone of the region is lost, another is lost with it."""
     is_sure: bool = True
-    """False while it was observed for too short a time to remove replicas."""
+    """False until the observation is long enough to remove replicas."""
     least: int = 0
     """The most replicas that the KV caches needed over the last `downscale_delay_s`."""
     slo_target: float | None = None
-    """The share of requests asked to be in time."""
+    """The share of requests that should be in time; None if none is configured."""
     attained: float | None = None
-    """The share that was in time over about the last week; None without requests."""
+    """The share of requests that were in time over about the last week; None without requests."""
     busy: int = 0
-    """The part of `spot` that the usual rate keeps busy."""
+    """The part of `spot` that the usual request rate keeps busy."""
     standby: int = 0
     """The part of `spot` that is worth the on-demand price, since it is never reclaimed."""
     for_bursts: int = 0

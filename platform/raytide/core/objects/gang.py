@@ -11,11 +11,12 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.io.html import ShownAsHtml
 from raytide.core.objects.hardware.resources import NODE_WORDS, expand
 from raytide.core.objects.hardware.transfer import DataInput
 
 CPUS_OF_A_GPU = 8.0
-"""A member without GPUs counts as its CPUs divided by this, so that such jobs are ordered too."""
+"""The number of CPUs that count as one GPU in the order of members without GPUs."""
 
 
 def _some(resources: dict[str, float]) -> dict[str, float]:
@@ -31,7 +32,7 @@ def _some(resources: dict[str, float]) -> dict[str, float]:
 
 
 Needed = Annotated[dict[bounds.Name, float], Field(max_length=bounds.MOST_RESOURCES), AfterValidator(_some)]
-"""Resources of one member."""
+"""The resources of one member."""
 
 
 class Shape(Config):
@@ -51,7 +52,9 @@ class Shape(Config):
     together: bounds.Word = ""
     """A node label (rack, NVLink domain, zone): all members are placed on nodes with the same value of it."""
     inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
-    """The data that each member reads, for the price of getting them to a node; added to a training at submission."""
+    """The data that each member reads, from which the price of getting them to a node is computed; added to a training
+    at submission.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -67,8 +70,9 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """Returns a shape of one member with computed or reported amounts. They are not validated, because users need
-        not be allowed to ask for them.
+        """Returns a shape of one member with computed or reported amounts.
+
+        They are not validated, because users may be unable to request such amounts.
         """
         return cls.model_construct(
             members=1,
@@ -102,11 +106,12 @@ class Shape(Config):
 
 
 class GangSpec(Config):
-    """A job's shapes in order of preference. Shapes in which its work is known to cost less are tried first."""
+    """A job's shapes in order of preference. Shapes on which its work is known to cost less are tried first."""
 
     shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
     form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
-    """Placement groups that are not all ready by then are all removed, and the gang waits again."""
+    """The seconds within which all placement groups must be ready; otherwise all are removed, and the gang waits
+    again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +146,7 @@ _WITHOUT_NODE = (MemberState.WAITING, MemberState.PARKED)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Member(ShownAsHtml):
     """One member of a lease. `incarnation` grows each time its place has to be filled anew."""
 
     index: int
@@ -150,14 +155,16 @@ class Member:
     ray_node_id: str = ""
     address: str = ""
     placement_group_id: str = ""
-    """Hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`; one bundle with the shape's resources."""
+    """The id in hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`. The group has one bundle with the
+    shape's resources.
+    """
     incarnation: int = 0
     leaves_at_s: float | None = None
     """The time at which a leaving member stops being usable, or at which a parked member was parked."""
     gives_way: bool = False
-    """It is leaving because of a preemption, and will be parked although its node stays."""
+    """True if the member is leaving because of a preemption, and will be parked although its node stays."""
     given_to: str = ""
-    """The job or endpoint that a yielding or parked member made room for."""
+    """The job or endpoint for which a yielding or parked member freed its resources."""
 
     @property
     def has_node(self) -> bool:
@@ -179,7 +186,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(ShownAsHtml):
     """The grant of a job's gang. `epoch` grows with every change that its holder must react to."""
 
     id: str
@@ -195,14 +202,14 @@ class Lease:
 
     @property
     def version(self) -> str:
-        """The value that a holder reports as `settled` once it runs nothing on the members that this epoch takes from
-        it.
+        """The value that a holder reports as `settled` once it runs nothing any more on the members that this epoch
+        takes away.
         """
         return f"{self.id}@{self.epoch}"
 
     @property
     def member_count(self) -> int:
-        """Members that have a node, usable or not."""
+        """The number of members that have a node, usable or not."""
         return sum([member.state not in _WITHOUT_NODE for member in self.members])
 
     @property
@@ -216,7 +223,7 @@ class Lease:
 
 
 class LeaseClient(Protocol):
-    """The platform as the driver of a gang sees it. Every call also keeps a driver-held lease alive."""
+    """The interface between the platform and the driver of a gang. Every call also keeps a driver-held lease alive."""
 
     def lease(self, job_id: str) -> Lease:
         """Returns the present lease; raises LeaseLostError once it is over."""

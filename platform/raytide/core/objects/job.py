@@ -34,7 +34,7 @@ class JobState(StrEnum):
 
 
 UNDERESTIMATED = 0.05
-"""The share of its estimate that a job has left when it runs beyond it."""
+"""The share of a job's estimate that counts as its remaining work when it has run longer than estimated."""
 
 _MOST = 1e12
 """Reported numbers beyond this are ignored."""
@@ -57,23 +57,23 @@ class JobSpec(Config):
     priority: bounds.Name = "normal"
     """A class of `metadata.raytide.priorities`."""
     preemptible: bool | None = None
-    """It may be preempted, after a checkpoint; by default training jobs only."""
+    """True if the job may be preempted, after a checkpoint; None allows it for training jobs only."""
     budget_per: BudgetPer = "job"
     """The period of both budgets: the job's whole life, or each calendar month (UTC)."""
     budget_usd: bounds.Dollars | None = None
-    """It checkpoints and waits once it has cost this much. A job that cannot be preempted runs on."""
+    """The cost in dollars at which the job checkpoints and waits. A job that cannot be preempted runs on."""
     soft_budget_usd: bounds.Dollars | None = None
-    """Once it has cost this much it is admitted to spot nodes only, and borrows nothing."""
+    """The cost in dollars from which the job is admitted to spot nodes only, and borrows no quota."""
     deadline: datetime | timedelta | None = None
     """The time by which it must be done; a time from now is resolved at submission."""
     estimate_h: float | None = Field(default=None, gt=0)
-    """Hours of work on the whole gang, until the job itself reports how much is left."""
+    """The estimated hours of work on the whole gang, used until the job reports its remaining work."""
     labels: bounds.Labels = Field(default_factory=dict)
     """Labels for the user's own purposes; `project` and `model` also group costs."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """The most restarts of a driver that died (not of one that failed)."""
+    """The most restarts of a driver that died; a driver that failed is not restarted."""
     heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
-    """A GANG job ends when its driver has not asked for its lease for this long."""
+    """The seconds without a poll of its driver after which a GANG job ends."""
 
     @field_validator("deadline", mode="before")
     @classmethod
@@ -96,7 +96,7 @@ class JobSpec(Config):
 
     @property
     def due_at_s(self) -> float | None:
-        """Seconds since the epoch; None without a deadline, and before submission."""
+        """The deadline in seconds since the epoch; None without a deadline, and before submission."""
         return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
 
 
@@ -114,7 +114,7 @@ class Job:
     reason: str = ""
     """The reason for this state; for a failure, what failed and what to do."""
     restarts: int = 0
-    """Driver attempts after the first."""
+    """The number of driver attempts after the first."""
     head_losses: int = 0
     """The restarts whose driver was lost with its head, which `max_restarts` does not count."""
     node_losses: int = 0
@@ -122,25 +122,32 @@ class Job:
     heartbeat_at_s: float | None = None
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
     released_by_driver: str | None = None
-    """Set when a GANG driver released its lease: "" after success, else the error."""
+    """Set when a GANG driver releases its lease: "" after success, else the error."""
     attained_gpu_s: float = 0.0
-    """GPU-seconds of its earlier spells; `raytide.queue.lifecycle.attained_service` adds the present one."""
+    """The GPU-seconds of its earlier spells; `raytide.queue.lifecycle.attained_service` adds the current spell. A spell
+    is a time with a constant number of GPUs.
+    """
     held_s: float = 0.0
-    """Time with its gang, in its earlier spells."""
+    """The seconds for which it held its gang in earlier spells."""
     spell_since_s: float | None = None
-    """Since when it has held the present number of GPUs."""
+    """The start of the current spell: the time since which it has held its current number of GPUs; None if it holds
+    none.
+    """
     spell_gpus: float = 0.0
     preemptions: int = 0
-    """Preemptions of the whole gang."""
+    """The number of preemptions of the whole gang."""
     preempted_at_s: float | None = None
     reserved_micro_usd: int = 0
-    """The total that it may have cost before its next reservation: see `raytide.queue.budget`."""
+    """The total cost in micro-dollars that the job may reach before its next reservation: see
+    `raytide.queue.budget`."""
     struck_at_s: float | None = None
     """The time at which it last lost members, by preemption or with their node."""
     struck_by: str = ""
-    """The preemptor, or the node."""
+    """The cause of that loss: the preemptors, or the lost nodes."""
     unreadable: str = ""
-    """The error of its stored spec, which an earlier release accepted and this one rejects; `spec` is a stand-in."""
+    """The error of the stored spec, if an earlier release accepted it and this one rejects it; `spec` is then a
+    placeholder.
+    """
     lost_s: float = 0.0
     """The part of its reported `lost_s` (seconds of work done again) that the ledger has booked."""
 
@@ -149,12 +156,13 @@ class Job:
         return self.state in FINAL_STATES
 
     def held_for_s(self, now_s: float) -> float:
-        """The seconds for which it has held a gang, over all its runs."""
+        """Returns the seconds for which the job has held a gang, over all its runs."""
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Returns the seconds of work left on its present gang: as reported (`left_s`), else by the rate of its steps,
-        else by its estimate. None if unknown.
+        """Returns the seconds of work left on its present gang; None if unknown.
+
+        They are the reported `left_s`, else computed from the rate of its steps, else from its estimate.
         """
         left_s = self._left_s(now_s)
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)

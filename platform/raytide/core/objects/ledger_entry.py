@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 CostBy = Literal["kind", "job", "endpoint", "team", "node"]
-"""The keys that sums of entries can be grouped by."""
+"""The keys by which sums of entries can be grouped."""
 
 
 class EntryKind(StrEnum):
@@ -37,12 +37,14 @@ Occupancy = tuple[Share, ...]
 
 @dataclass(frozen=True, slots=True)
 class OpenInterval:
-    """The cost of a node since `from_us` that is not booked yet: one for each node that the provider bills."""
+    """The cost of a node since `from_us` that is not booked yet. Each node that the provider bills has one open
+    interval.
+    """
 
     node_id: str
     price_micro_usd_h: int
     origin_us: int
-    """The start of the bill: amounts are differences of costs cumulated from here."""
+    """The time at which the provider's bill starts. Amounts are differences of the costs cumulated since then."""
     from_us: int
     occupancy: Occupancy
 
@@ -58,14 +60,16 @@ class Entry:
     subject: str
     team: str
     price_micro_usd_h: int
-    """The price of the whole node at the time."""
+    """The price of the whole node at that time, in micro-dollars an hour."""
     amount_micro_usd: int
     """The cost of this share; negative in a reversal."""
     is_reversal: bool = False
     """True for an entry that cancels costs beyond the node's end, which became known only later."""
     cause: str = ""
-    """The preemptor, or the lost node, in the two entries that move lost work from its job to waste. Both span the
-    whole entry that bears the loss; the amount is the lost part."""
+    """The preemptor or the lost node, in the two entries that move lost work from its job to waste.
+
+    Both span the whole entry that bears the loss; their amount is the lost part.
+    """
     energy_mj: int = 0
     """The share's part of the node's energy, as measured or estimated, in millijoules. It is never moved or reversed:
     the energy was used."""
@@ -87,13 +91,15 @@ class Line:
     day: int
     amount_micro_usd: int
     cause: str = ""
-    """The cause of lost work, if grouped by."""
+    """The cause of lost work; empty unless the sum is grouped by cause."""
     energy_mj: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Booked micro-dollars. Open intervals are at most a minute old; budgets leave more time than that."""
+    """Booked micro-dollars. Open intervals, which are at most a minute old, are left out; budgets have a margin for
+    them.
+    """
 
     jobs: Mapping[str, int] = field(default_factory=dict)
     """Micro-dollars in total, by job."""

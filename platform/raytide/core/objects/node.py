@@ -50,26 +50,32 @@ class NodeReading:
 
     at_s: float
     memory_use: float | None = None
-    """The shares of memory and disk in use, 0 to 1."""
+    """The share of the memory in use, 0 to 1; `disk_use` is the disk's."""
     disk_use: float | None = None
     network_in_bps: float | None = None
-    """Bytes a second."""
+    """The bytes received a second; the three fields below have the bytes sent, read and written."""
     network_out_bps: float | None = None
     disk_read_bps: float | None = None
     disk_write_bps: float | None = None
     cores_used: float | None = None
-    """CPU-seconds a second."""
+    """The CPU-seconds used a second."""
     gpu_power_w: float | None = None
     """The power of all GPUs, as NVML measures it."""
     gpu_energy_j: float | None = None
-    """NVML's counter of their energy, since the driver was loaded."""
+    """NVML's counter of the energy of all GPUs since the driver was loaded, in joules."""
     cpu_energy_j: float | None = None
-    """The energy of the CPU packages by the kernel's RAPL counters, since the exporter started."""
+    """The energy of the CPU packages since the exporter started, in joules, by the kernel's RAPL counters."""
+    oom_kills: float | None = None
+    """The processes that the kernel has ended for lack of memory since the machine started."""
+    clock_skew_s: float | None = None
+    """The seconds by which the machine's clock is ahead of the reader's at least; 0 if the two may be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMeasurement:
-    """A machine's last reading, and its watts and its joules since the controller started, both by their source."""
+    """A machine's last reading, with its power in watts and its energy in joules since the controller started, each by
+    source.
+    """
 
     reading: NodeReading
     power_w: Mapping[str, float]
@@ -94,7 +100,7 @@ class ScheduledMinimum(Config):
     """The days on which the hours begin."""
     begin: str = Field(default="00:00", pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
     end: str = Field(default="24:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d|24:00)$")
-    """An end before the begin is on the next day."""
+    """The end of the hours; an end before the begin is on the next day."""
     time_zone: str = "UTC"
     """A name of the IANA database, such as `Europe/Berlin`."""
 
@@ -135,7 +141,7 @@ class NodeType(Config):
     market: CapacityType = CapacityType.ON_DEMAND
     price_micro_usd_h: int = Field(ge=0)
     zone_prices_micro_usd_h: dict[str, int] = Field(default_factory=dict)
-    """Prices of zones that differ from `price_micro_usd_h`."""
+    """The prices by zone, for zones whose price differs from `price_micro_usd_h`."""
     zones: tuple[str, ...] = ("local",)
     provider: str = ""
     """The name of its provider, in a cluster with several clouds; empty in others."""
@@ -144,19 +150,24 @@ class NodeType(Config):
     schedule: tuple[ScheduledMinimum, ...] = ()
     """Minimums that replace `min_nodes` in their hours; of several, the largest."""
     warm_nodes: int = Field(default=0, ge=0)
-    """Empty nodes kept ready ahead of demand."""
+    """The number of empty nodes kept ready ahead of demand."""
     idle_timeout_s: float = Field(default=60.0, ge=0)
     launch_timeout_s: float = Field(default=600.0, gt=0)
-    """A node that has not joined by then is abandoned, and its pool backs off."""
+    """The seconds after which a node that has not joined is abandoned; its pool then backs off."""
     busy_above: dict[Meter, float] = Field(default_factory=dict)
-    """Physical use, 0 to 1, above which a node that is idle in Ray stays. Only these meters exist on this type."""
+    """Physical use, from 0 to 1, by meter, above which a node is kept although it is idle in Ray. Only these meters
+    exist on this type.
+    """
     speed: float = Field(default=1.0, gt=0)
-    """The speed of work on one of its GPUs (on the node, without any) relative to types of speed 1. Measurements of
-    a job or an endpoint take precedence."""
+    """The speed of work on one of its GPUs (without GPUs, on the whole node), relative to types of speed 1.
+    Measurements of a job or an endpoint take precedence.
+    """
     gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
-    """10^9 bytes of memory of each of its GPUs; by default what is known of its accelerator."""
+    """The memory of each of its GPUs in 10^9 bytes; by default the known size for its accelerator."""
     network_gbps: float | None = Field(default=None, gt=0, le=100_000)
-    """10^9 bits a second of its network; by default what is usual for its accelerator. Only plans use it."""
+    """The bandwidth of its network in 10^9 bits a second; by default the usual one for its accelerator. Only plans use
+    it.
+    """
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:
@@ -179,7 +190,7 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """Returns the labels of the type's nodes in this zone in Ray, including market, zone, type and provider."""
+        """Returns the labels in Ray of the type's nodes in this zone, with market, zone, type and provider."""
         labels = {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
         return {**labels, PROVIDER_LABEL: self.provider} if self.provider else labels
 
@@ -205,13 +216,13 @@ class Node:
     state: NodeState
     requested_at_s: float
     started_at_s: float | None = None
-    """The start of the bill."""
+    """The time at which the provider's bill starts."""
     ready_at_s: float | None = None
     drain_deadline_s: float | None = None
     ended_at_s: float | None = None
-    """The end of the bill."""
+    """The time at which the provider's bill ends."""
     lost_at_s: float | None = None
-    """Since when Ray has not listed it as alive, although it had joined."""
+    """The time since which Ray has not listed the node as alive, although it had joined; None while it is listed."""
     ray_node_id: str = ""
     address: str = ""
     subject: str = ""
@@ -219,7 +230,7 @@ class Node:
     reason: str = ""
     """The reason for this state."""
     quarantined: str = ""
-    """The reason why an operator, or an alert, keeps it out of use; empty if nobody does."""
+    """The reason why an operator or an alert keeps the node out of use; empty if it is not in quarantine."""
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
@@ -252,7 +263,7 @@ def plus(first: Resources, second: Resources) -> dict[str, float]:
 
 
 def add(total: dict[str, float], more: Resources) -> None:
-    """Adds `more` to `total` in place, which saves copies where many are added up."""
+    """Adds `more` to `total` in place, which avoids copies when many amounts are added up."""
     for name, amount in more.items():
         total[name] = total.get(name, 0.0) + amount
 

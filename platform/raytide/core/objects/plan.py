@@ -8,17 +8,19 @@ from typing import Literal
 from raytide.core.objects.gang import Lease
 
 UNMANAGED = "unmanaged"
-"""The subject of actions for work in Ray that holds no lease and of the nodes bought for it, and the team that pays."""
+"""The subject of actions for work in Ray without a lease and for the nodes bought for it; also the team that pays for
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """An alternative, and why it was not taken."""
+    """An alternative that was not chosen, and the reason."""
 
     choice: str
     reason: str
     extra_micro_usd_h: int | None = None
-    """The extra cost of an hour of it over what was taken; None if it was not available."""
+    """The cost an hour that the alternative adds to the chosen one; None if it was not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,13 @@ class Admit:
     lease: Lease
     reason: str
     reserved_micro_usd: int = 0
-    """The total that the job may have cost before its next reservation."""
+    """The total cost in micro-dollars that the job may reach before its next reservation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Does nothing for a subject (job, lease or endpoint): names what it waits for, and what would help."""
+    """Takes no action for a subject (job, lease or endpoint); it names what the subject waits for, and what would
+    help."""
 
     subject: str
     constraint: Literal[
@@ -67,7 +70,9 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unassign:
-    """Takes a member's node back: the rest of its gang cannot be placed, and a part of a gang holds nothing."""
+    """Takes the node from a member, because the rest of its gang cannot be placed and an incomplete gang holds no
+    nodes.
+    """
 
     lease_id: str
     member: int
@@ -109,7 +114,7 @@ class Preempt:
     leaves_at_s: float
     reason: str
     by: tuple[str, ...] = ()
-    """The preemptors; empty if its own budget is spent."""
+    """The jobs or endpoints that preempt it; empty if its own budget is spent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Buys a node. `node_id` is the idempotency key at the provider."""
+    """Buys a node. `node_id` is the idempotency key for the provider."""
 
     node_id: str
     node_type: str
@@ -133,13 +138,13 @@ class Launch:
     """The purpose: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
     reason: str
     cost_micro_usd_h: int = 0
-    """The change in the price of the fleet."""
+    """The change in the fleet's price, in micro-dollars an hour."""
     rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Publishes a replica target."""
+    """Publishes the target number of replicas of an endpoint."""
 
     endpoint: str
     replicas: int
@@ -150,7 +155,8 @@ class Scale:
 class Drain:
     """Drains a node: Ray places nothing new on it.
 
-    `idle`: Ray refuses it if anything runs there. `notice`: the node leaves at `deadline_s` whatever runs.
+    With the kind `idle`, Ray refuses the drain if anything runs there. With `notice`, the node leaves at `deadline_s`
+    whatever runs.
     """
 
     node_id: str
@@ -166,14 +172,14 @@ class Terminate:
     node_id: str
     reason: str
     cost_micro_usd_h: int = 0
-    """0 for a drained node: its drain has counted it."""
+    """The change in the fleet's price; 0 for a drained node, because its drain has counted the change."""
 
 
 Action = Admit | Wait | Shrink | Preempt | Grow | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
 
 
 MOST_WAITS = 100
-"""The most Waits of jobs that are stored with a plan. `raytide why` explains each job of longer queues."""
+"""The most Waits of jobs that are stored with a plan. `raytide why` explains the jobs of longer queues one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +188,7 @@ class Plan:
     actions: tuple[Action, ...] = ()
 
     def for_storage(self) -> Plan:
-        """Returns the plan as it is stored: without the Waits of jobs far back in the queue, which are only counted."""
+        """Returns the plan as it is stored: the Waits of jobs far back in the queue are only counted."""
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:
             return self

@@ -19,18 +19,20 @@ Throughputs = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node's record with Ray's present report of it."""
+    """A node's record, joined with Ray's current report of the node."""
 
     node: Node
     total: Resources
-    """The resources that Ray reports; those of its type until it has joined."""
+    """The resources that Ray reports; until the node has joined, those of its type."""
     available: Resources
-    """Resources that are free in Ray: placement groups, actors and tasks are deducted. `total` until it joined."""
+    """The resources that are free in Ray, without those of placement groups, actors and tasks; equal to `total` until
+    the node has joined.
+    """
     labels: Mapping[str, str]
     idle_s: float = 0.0
-    """Seconds since anything ran on it, by our own clock; 0 if busy or not ready."""
+    """The seconds since anything ran on the node, by raytide's own clock; 0 if it is busy or not ready."""
     is_draining: bool = False
-    """True if Ray itself reports that it gives the node no new work; until then a drain is repeated."""
+    """True if Ray itself reports that it gives the node no new work. Until then, a drain is repeated."""
     use: Use = field(default_factory=dict)
     """The last values of its meters, however old."""
     busy: str = ""
@@ -38,7 +40,7 @@ class NodeView:
 
     @property
     def stable_total(self) -> Resources:
-        """`total` without the object store, whose total varies: Ray subtracts from it what objects fill."""
+        """`total` without the object store, whose total shrinks by what its objects fill."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 
 
@@ -46,13 +48,13 @@ class NodeView:
 class EndpointView:
     endpoint: Endpoint
     load: EndpointLoad | None
-    """None without any report."""
+    """The last load; None without any report."""
     worth: ReplicaValue | None = None
     """The value of replicas of an endpoint with an SLO; None if unknown."""
     pools: tuple[tuple[str, str], ...] | None = None
-    """Set by a decision: node type and zone of each new replica; None to buy where it is cheapest."""
+    """The node type and zone of each new replica, set by the decision; None to buy where it is cheapest."""
     given_up: tuple[str, ...] = ()
-    """Set by the same decision: nodes that its replicas leave."""
+    """The nodes that its replicas leave, set by the same decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,20 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
     together: str = ""
-    """A node label: all of the demand is placed on nodes with the same value of it."""
+    """A node label of which all nodes of this demand must have the same value."""
     apart: str = ""
-    """The label of nodes that hold a bundle of a placement group whose bundles must be on different nodes."""
+    """The label of the nodes that already hold a bundle of the same placement group, whose bundles must be on different
+    nodes.
+    """
     is_standing: bool = False
-    """True for resources that were requested from Ray without work, used or not, until the request changes."""
+    """True for resources that were requested from Ray without work (`request_resources`): they stay, used or not, until
+    the request changes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The launch history of one node type in one zone."""
+    """The launch history of one pool: a node type in one zone."""
 
     node_type: str
     zone: str
@@ -84,26 +90,31 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """The present price of a pool's nodes, and how often the provider reclaims one."""
+    """The present price of a pool's nodes, and how often the provider reclaims one, as `PoolRisk` in
+    autoscaler/spot/pool_risk.py learns it.
+    """
 
     node_type: str
     zone: str
     price_micro_usd_h: int | None = None
-    """None: the price of the node type."""
+    """The price in micro-dollars an hour; None: that of the node type."""
     deaths_per_h: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MarketConstraint:
     markets: tuple[CapacityType, ...] | None
-    """The allowed markets, the wanted one first; none while the job waits for spot. None for a late job: any market."""
+    """The allowed markets, the wanted one first; empty while the job waits for spot. None allows any market, for a late
+    job.
+    """
     is_urgent: bool
-    """There is no time for another attempt on spot: it goes first in its class, and is not preempted."""
+    """True if no time is left for another attempt on spot: the job then goes first in its class, and is not
+    preempted."""
     due_at_s: float
     work_s: float | None
     """Seconds of work left, with a margin; None if unknown."""
     latest_s: float | None
-    """The latest time to request on-demand nodes, unless it works on others."""
+    """The latest time at which to request on-demand nodes, unless the job already works on other nodes."""
     reason: str
 
     @property
@@ -118,7 +129,7 @@ class SpotForecast:
 
     pools: tuple[str, ...]
     is_up: tuple[bool, ...]
-    """The last reported availability of each."""
+    """The last reported availability of each pool."""
     since_s: tuple[float, ...]
     lost: tuple[float, ...]
     switched: tuple[tuple[float, ...], ...]
@@ -128,25 +139,25 @@ class SpotForecast:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on what the fleet costs an hour and on how fast it changes; None for no limit."""
+    """Limits on the fleet's cost an hour and on the rate of its changes; None for no limit."""
 
     soft_micro_usd_h: int | None = None
-    """Above it only spot is bought."""
+    """The cost above which only spot is bought."""
     hard_micro_usd_h: int | None = None
-    """Above it nothing is bought."""
+    """The cost above which nothing is bought."""
     launches_per_min: int | None = None
-    """The most nodes launched in a minute. This limit never splits a gang."""
+    """The most nodes launched in a minute. A gang is launched whole, even above this limit."""
     moves_after_s: float | None = 600.0
-    """The age from which a node may be left for a cheaper one; None: never."""
+    """The age in seconds from which a node may be left for a cheaper one; None: never."""
     shrink_for_serving: bool = True
-    """Replicas without room preempt spare members of elastic gangs of lower classes."""
+    """True if replicas that do not fit preempt spare members of elastic gangs of lower classes."""
     most_micro_usd_h: int | None = None
-    """If the fleet costs clearly more, the least valuable nodes leave until it costs this."""
+    """The cost above which, by a margin, the least valuable nodes are removed until the fleet costs this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unmanaged:
-    """The nodes that demand without a lease may buy."""
+    """The nodes that may be bought for demand without a lease."""
 
     max_nodes: int = 1
     gpu: bool = False
@@ -170,15 +181,17 @@ class Snapshot:
     spot: tuple[SpotForecast, ...] = ()
     """One forecast for each set of spot pools that a deadline job could use."""
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
-    """Constraints of deadline jobs, by job; the first step of a decision finds them."""
+    """The market constraints of deadline jobs, by job id; computed by the first step of a decision."""
     limits: Limits = Limits()
     transfer: TransferSection | None = None
     """The price of getting data to nodes; None: it costs nothing."""
     unmanaged: Unmanaged = Unmanaged()
     team_members: int | None = None
-    """The most members that the leases of one team have together, those of the jobs considered next included."""
+    """The most members that the leases of one team have together, including those of the jobs considered next."""
     wall_ahead_s: float = 0.0
-    """The lead of the wall clock, which deadlines refer to, over `at_s`: nonzero for hours after it was set."""
+    """The seconds by which the wall clock, to which deadlines refer, is ahead of `at_s`. It is nonzero for hours after
+    the wall clock was set.
+    """
     next_node: int = 1
     """The number of the next node to buy."""
     next_lease: int = 1
@@ -186,15 +199,17 @@ class Snapshot:
     """The configured teams; all others have no quota and no budget."""
     classes: Mapping[str, int] = field(default_factory=lambda: CLASSES)
     spent: Mapping[str, int] = field(default_factory=dict)
-    """Total cost in micro-dollars by job of `jobs`."""
+    """The total cost in micro-dollars by job id, for the jobs in `jobs`."""
     spent_month: Mapping[str, int] = field(default_factory=dict)
-    """Cost this month, by job with a monthly budget."""
+    """This month's cost in micro-dollars by job id, for jobs with a monthly budget."""
     old_s: float = 0.0
-    """The age that the oldest of all jobs reached: see `raytide.queue.admission.priority`."""
+    """The greatest age that any job has reached: see `raytide.queue.admission.priority`."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
-    """Relative throughput by job of `jobs` and node type, where it is known to differ."""
+    """The relative throughput by job id and node type, for the jobs in `jobs` for which differences are known."""
     kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)
-    """Keyed by endpoint with an unplaced replica: nodes, with the resources that are reserved on each. A decision finds
-    them: see `raytide.scheduling.reservations`."""
+    """The nodes reserved for each endpoint with an unplaced replica, with the resources reserved on each.
+
+    A decision finds them: see `raytide.scheduling.reservations`.
+    """
     ray_answers: bool = True
-    """False if Ray did not answer: the free resources of its nodes are unknown, and nothing is released."""
+    """False if Ray did not answer: the free resources of its nodes are then unknown, and no node is released."""

@@ -1,4 +1,4 @@
-"""Teams: what they may hold, borrow, lend and spend. They form a tree under one unnamed root."""
+"""Teams, with their quotas, borrowing and lending limits, and budgets. They form a tree under one unnamed root."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class Budget(Config):
     """Dollars per calendar month (UTC)."""
 
     soft_usd: float | None = Field(default=None, ge=0)
-    """Beyond it: spot nodes only, and no borrowing."""
+    """The dollars from which the team gets spot nodes only, and borrows no quota."""
     hard_usd: float | None = Field(default=None, ge=0)
-    """Beyond it: nothing is admitted, and preemptible jobs are preempted after a checkpoint."""
+    """The dollars from which nothing of the team is admitted, and its preemptible jobs are preempted after a
+    checkpoint.
+    """
 
     @model_validator(mode="after")
     def _order(self) -> Budget:
@@ -41,7 +43,7 @@ class TeamSpec(Config):
     weight: float = Field(default=1.0, gt=0)
     """The team's weight in the fair share."""
     quota: dict[str, float] = Field(default_factory=dict)
-    """The team's nominal quota, which others may use while it does not."""
+    """The team's nominal quota, which other teams may use while this one does not."""
     borrow: dict[str, float] = Field(default_factory=dict)
     """The most that it may borrow; unlimited for resources left out."""
     lend: dict[str, float] = Field(default_factory=dict)
@@ -57,7 +59,8 @@ class TeamSpec(Config):
 
 
 def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a spec overridden by `given`: mappings key by key, others whole."""
+    """Returns the fields of a spec, overridden by `given`: mappings are overridden key by key, other fields as a
+    whole."""
     fields = spec.model_dump(mode="json")
     for name, value in given.items():
         is_part = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
@@ -82,14 +85,14 @@ class Team:
     recent_gpu_s: float = 0.0
     """Recent GPU-seconds, halved for every `HALF_LIFE_S` of age; for the fair share."""
     spent_micro_usd: int = 0
-    """Cost this month."""
+    """This month's cost in micro-dollars."""
 
 
 HALF_LIFE_S = 7 * 86400.0
 
 
 def decayed_usage(gpu_s: float, age_s: float) -> float:
-    """Returns the usage that is left of an amount of this age after decay."""
+    """Returns the part of a usage in GPU-seconds that counts after decaying for `age_s` seconds."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 
 

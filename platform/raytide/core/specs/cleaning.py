@@ -23,7 +23,7 @@ class GopherRules(Config):
     min_mean_word_chars: float = Field(default=3.0, ge=0)
     max_mean_word_chars: float = Field(default=10.0, gt=0)
     max_symbols_per_word: float = Field(default=0.1, ge=0)
-    """The limit for `#`, and the one for ellipses."""
+    """The limit for `#`, and separately for ellipses, as a share of the number of words."""
     max_bullet_lines: float = Field(default=0.9, ge=0, le=1)
     max_ellipsis_lines: float = Field(default=0.3, ge=0, le=1)
     min_words_with_letter: float = Field(default=0.8, ge=0, le=1)
@@ -34,9 +34,11 @@ class GopherRules(Config):
 
 
 class GopherRepetitionRules(Config):
-    """Repetition rules of Gopher (table A1): the largest shares of repeated lines, paragraphs and n-grams.
+    """Repetition rules of Gopher (table A1): the largest shares of repeated lines, paragraphs and n-grams that a
+    document may have.
 
-    A pair (n, share) bounds the characters of n-grams of n words.
+    In a pair (n, share), `share` is a share of the document's characters: in `top_n_grams` that of the most frequent
+    n-gram of n words, in `duplicate_n_grams` that of n-grams that occurred before.
     """
 
     max_duplicate_lines: float = Field(default=0.3, ge=0, le=1)
@@ -60,9 +62,9 @@ class C4Rules(Config):
     """Rules of C4 (Raffel et al. 2020, arXiv 1910.10683): lines are removed, then pages with too few sentences."""
 
     remove_citations: bool = True
-    """Remove Wikipedia's `[1]`, `[edit]` and `[citation needed]`."""
+    """True to remove Wikipedia's `[1]`, `[edit]` and `[citation needed]`."""
     require_terminal_punctuation: bool = True
-    """Remove lines that do not end in `.`, `?`, `!` or a quotation mark, or that end in an ellipsis."""
+    """True to remove lines that do not end in `.`, `?`, `!` or a quotation mark, or that end in an ellipsis."""
     min_sentences: int = Field(default=5, ge=0)
     min_words_per_line: int = Field(default=3, ge=0)
     max_word_chars: int = Field(default=1000, ge=1)
@@ -89,7 +91,7 @@ class CodeRules(Config):
     max_line_chars: int = Field(default=1000, ge=1)
     min_alphanumeric: float = Field(default=0.25, ge=0, le=1)
     drop_generated: bool = True
-    """Drop files whose first lines say that a program wrote them."""
+    """True to drop files whose first lines say that a program wrote them."""
     generated_lines: int = Field(default=5, ge=1, le=1000)
 
 
@@ -99,7 +101,7 @@ class LanguageRule(Config):
     keep: tuple[str, ...] = Field(default=("en",), min_length=1, max_length=200)
     min_confidence: float = Field(default=0.5, ge=0, le=1)
     max_chars: int = Field(default=20_000, ge=100)
-    """The start of a document that decides."""
+    """The number of characters, from the start of a document, in which its language is detected."""
 
 
 class PiiRule(Config):
@@ -107,7 +109,7 @@ class PiiRule(Config):
 
     kinds: tuple[PiiKind, ...] = Field(default=PII_KINDS, min_length=1)
     max_matches: int | None = Field(default=None, ge=0)
-    """Drop documents with more matches, such as lists of addresses."""
+    """The number of matches above which a document, such as a list of addresses, is dropped; None for no limit."""
 
 
 class SecretsRule(Config):
@@ -124,7 +126,7 @@ class PerplexityRule(Config):
     min_perplexity: float = Field(default=0.0, ge=0)
     max_perplexity: float = Field(gt=0)
     max_tokens: int = Field(default=512, ge=2, le=1 << 15)
-    """The start of a document that is scored."""
+    """The number of tokens, from the start of a document, that are scored."""
 
     @model_validator(mode="after")
     def _order(self) -> PerplexityRule:
@@ -134,18 +136,19 @@ class PerplexityRule(Config):
 
 
 class UserStage(Config):
-    """A user's own Python function. Its file's content is a part of the dataset's digest.
+    """A user's own Python function. The content of its file is a part of the dataset's digest.
 
-    `map` gets a text and returns one, or None to drop it; `flat_map` returns a list of texts; `filter` returns whether
-    to keep the text; `batch` gets a list of texts and returns a list as long, with None for each text to drop. A
-    result may not depend on other documents, nor on how they are batched.
+    A `map` function gets a text and returns a text, or None to drop it. A `flat_map` function returns a list of texts.
+    A `filter` function returns whether to keep the text. A `batch` function gets a list of texts and returns a list of
+    the same length, with None for each text to drop. A result may not depend on other documents, nor on how they are
+    batched.
     """
 
     function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$", max_length=1000)
     """`module:function`, or `path/to/file.py:function`."""
     kind: StageKind = "map"
     version: str = Field(default="", max_length=100)
-    """Change it when something outside the function's file changes what it returns."""
+    """A text to change when something outside the function's file changes its results."""
 
     @property
     def name(self) -> str:
@@ -183,7 +186,7 @@ class DocumentRules(Config):
 
 
 class NearDuplicates(Config):
-    """Removes near-duplicates by MinHash-LSH: of each cluster, only the first document in dataset order stays.
+    """Removes near-duplicates by MinHash-LSH: only the first document of each cluster, in dataset order, is kept.
 
     Two documents of Jaccard similarity J become candidates with probability `1 - (1 - J^rows)^bands`.
     """
@@ -192,7 +195,7 @@ class NearDuplicates(Config):
     rows: int = Field(default=8, ge=1, le=64)
     n_gram: int = Field(default=5, ge=1, le=64)
     min_similarity: float = Field(default=0.5, ge=0, le=1)
-    """Candidates less similar than this are no duplicates."""
+    """The similarity below which candidates are not duplicates."""
     against: tuple[str, ...] = Field(default=(), max_length=256)
     """Datasets built with the same bands, rows, n_gram and seed: documents near one of theirs are dropped."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
@@ -217,7 +220,7 @@ class CleaningSpec(Config):
 
     rules: DocumentRules = DocumentRules()
     sources: dict[str, DocumentRules] = Field(default_factory=dict, max_length=MOST_SOURCES)
-    """Rules by a pattern (with `*`) of the input's URL, instead of `rules`; the first pattern that matches decides."""
+    """Rules by a pattern (with `*`) of the input's URL, in place of `rules`; the first matching pattern counts."""
     decontaminate: Decontamination | None = None
     near_duplicates: NearDuplicates | None = None
     substrings: Substrings | None = None

@@ -27,7 +27,9 @@ MIN_VOCAB_SIZE = 300
 
 
 _ADDED = ("readers", "records", "damaged", "texts", "cleaning")
-"""Fields that enter the digest only where they are set, so that datasets of earlier releases are recognised."""
+"""Fields that enter the digest only where they are set, so that the digests of datasets from earlier releases stay the
+same.
+"""
 
 
 class TextFilter(Config):
@@ -36,9 +38,11 @@ class TextFilter(Config):
     min_chars: int = Field(default=1, ge=1)
     max_chars: int | None = Field(default=None, ge=1)
     max_line_chars: int | None = Field(default=None, ge=1)
-    """The longest line allowed; minified code and data files have very long lines."""
+    """The most characters in a line; documents with a longer one are dropped, because it is usually minified code or
+    data. None for no limit.
+    """
     dedup: bool = True
-    """Keep only the first of documents with the same bytes."""
+    """True to keep only the first of several documents with the same bytes."""
 
     @model_validator(mode="after")
     def _order(self) -> TextFilter:
@@ -89,24 +93,26 @@ class DataSpec(Config):
     records: RecordKind = "text"
     """A record holds a text, a conversation (`messages`), or a preference pair (`prompt`, `chosen`, `rejected`)."""
     damaged: Literal["fail", "drop"] = "fail"
-    """A damaged file, such as a truncated archive, fails the build, or its unreadable rest is one dropped document."""
+    """The handling of a damaged file, such as a truncated archive: `fail` fails the build, `drop` counts its unreadable
+    rest as one dropped document.
+    """
     filter: TextFilter = TextFilter()
     cleaning: CleaningSpec | None = None
-    """Rules by document, near-duplicates, repeated substrings and decontamination; docs/cleaning.md."""
+    """Rules for each document, near-duplicates, repeated substrings and decontamination; see docs/cleaning.md."""
     tokenizer: TokenizerSpec = TokenizerSpec(train=TrainTokenizer())
     out: str = Field(min_length=1)
     """The dataset's directory, as a path or an fsspec URL."""
     format: ShardFormat = "bin"
     texts: Literal["jsonl", "parquet"] | None = None
-    """Writes the kept documents' text too, beside the tokens."""
+    """The format in which the kept documents' text is also written; None writes only tokens."""
     shard_tokens: int = Field(default=1 << 24, ge=1)
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
     workers: int | None = Field(default=None, ge=1)
     """The number of processes in the whole gang; by default one for each whole CPU, fewer for a small corpus."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)
-    """The build fails after this time without progress. Training the tokenizer counts as one step."""
+    """The seconds without progress after which the build fails. Training the tokenizer counts as one step."""
     seed: int = 0
-    """Selects the documents for training the tokenizer."""
+    """The seed that selects the documents for training the tokenizer."""
 
     @field_validator("gang")
     @classmethod
@@ -122,8 +128,8 @@ class DataSpec(Config):
         return self
 
     def digest(self, inputs: Iterable[tuple[str, int, str]], engines: Mapping[str, str] = {}) -> str:
-        """Returns a hash of all that decides the dataset's bytes: the spec, the inputs' (url, size, version), and the
-        versions of the libraries that encode.
+        """Returns a hash of everything that determines the dataset's bytes: the spec, each input's (url, size,
+        version), and the versions of the libraries that encode.
 
         Team, workers and output path do not change it. Without `engines` it is the digest of pipeline 1, which did not
         record library versions and had none of the fields in _ADDED.
@@ -142,13 +148,13 @@ class DataSpec(Config):
 
 
 class DatasetVersionSpec(Config):
-    """A finished dataset under a name, as its manifest describes it."""
+    """The registration of a finished dataset under a name, with the data of its manifest."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     team: bounds.Name = "default"
     location: bounds.Location = Field(min_length=1)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """The SHA-256 of its manifest, which covers that of each of its files."""
+    """The SHA-256 of the dataset's manifest, which contains the SHA-256 of each of its files."""
     digest: str = Field(default="", max_length=64)
     """The hash of the spec and the inputs that it was built from."""
     job: bounds.Word = ""
@@ -157,7 +163,7 @@ class DatasetVersionSpec(Config):
     tokens: int = Field(ge=0, lt=1 << 60)
     vocab_size: int = Field(ge=1, le=1 << 32)
     read: int = Field(default=0, ge=0, lt=1 << 60)
-    """The documents that were read, dropped ones included."""
+    """The number of documents that were read, including dropped ones."""
     dropped: dict[bounds.Word, int] = Field(default_factory=dict, max_length=500)
     """The number of documents by the reason for dropping them."""
     config: dict[str, object] = Field(default_factory=dict)
@@ -209,7 +215,7 @@ class RegisteredDataset(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse(ShownAsHtml):
-    """The training jobs that read a version, and the models that were made of it, as far as they are recorded."""
+    """The recorded training jobs that read a version, and the recorded models that were trained on it."""
 
     jobs: tuple[str, ...]
     models: tuple[str, ...]

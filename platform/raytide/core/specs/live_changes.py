@@ -13,14 +13,14 @@ from raytide.core.objects.endpoint import METERS, MOST_ADAPTERS, AdapterName, Se
 
 
 class AdapterChange(Config):
-    """`raytide endpoint adapters`: what to load and unload."""
+    """`raytide endpoint adapters`: the adapters to load and to unload."""
 
     load: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
     unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
 
     def applied_to(self, spec: ServeSpec) -> dict[str, str]:
-        """Returns the spec's adapters after the change. Raises NotFoundError for an adapter to unload that the spec
-        lacks.
+        """Returns the spec's adapters after the change. Raises NotFoundError if an adapter to unload is not in the
+        spec.
         """
         for name in self.unload:
             if name not in spec.adapters:
@@ -33,10 +33,10 @@ class AdapterChange(Config):
 
 
 class WeightsChange(Config):
-    """`raytide serve NAME --weights`."""
+    """`raytide serve NAME --weights`: the weights to swap to."""
 
     location: bounds.Location
-    """"" for the weights of the spec's model."""
+    """The location of the weights; "" for the weights of the spec's model."""
 
 
 class SignalReport(Config):
@@ -45,7 +45,7 @@ class SignalReport(Config):
     values: dict[str, Annotated[float, Field(ge=0, le=1e12)]] = Field(min_length=1, max_length=16)
 
     def check(self, spec: ServeSpec) -> None:
-        """Raises NotFoundError for a value that the endpoint does not scale on."""
+        """Raises NotFoundError for a signal that the endpoint does not scale on."""
         known = [signal.name for signal in spec.replicas.scale_on if signal.name not in METERS]
         for name in self.values:
             if name not in known:

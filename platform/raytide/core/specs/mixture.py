@@ -1,6 +1,6 @@
 """The specs of training data beyond one dataset: mixtures, augmentation, streaming and held-out evaluation.
 
-All that they decide depends on (seed, step) only, so a resume or a resize changes no sample.
+All their choices depend on (seed, step) only, so a resume or a resize changes no sample.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MixtureSource(Config):
     name: str = Field(default="", max_length=200)
     """The name that phases use; the last part of the dataset's path by default."""
     weight: float | None = Field(default=None, ge=0, le=MOST_WEIGHT)
-    """The share of the trained tokens, relative to the other sources; the source's own tokens by default."""
+    """The share of the trained tokens, relative to the other sources; by default, the source's number of tokens."""
     epochs: float | None = Field(default=None, gt=0, le=1e6)
-    """In place of a weight: `epochs` times the source's own tokens."""
+    """The number of passes, in place of a weight; the weight is then `epochs` times the source's number of tokens."""
     max_epochs: float | None = Field(default=None, gt=0, le=1e6)
-    """The most passes over this source in the whole run. The share above it goes to the other sources."""
+    """The most passes over this source in the whole run. The excess of its share goes to the other sources."""
 
     @property
     def label(self) -> str:
@@ -46,12 +46,12 @@ class MixtureSource(Config):
 
 
 class MixturePhase(Config):
-    """Weights that replace the sources' own from a step on, until the next phase. A source that is left out has weight
-    0.
+    """Weights that replace the sources' own weights from one step until the next phase. A source that is left out has
+    weight 0.
     """
 
     from_step: int = Field(ge=1)
-    """The first step, counted from 0, that draws by these weights."""
+    """The first step with these weights; steps are counted from 0."""
     weights: Weights = Field(min_length=1, max_length=MOST_SOURCES)
 
     @model_validator(mode="after")
@@ -61,15 +61,19 @@ class MixturePhase(Config):
 
 
 class MixtureSpec(Config):
-    """Weighted sources. Weights are shares of trained tokens; each step draws by them as evenly as whole rows allow."""
+    """Weighted sources. Weights are shares of the trained tokens; each step follows them as closely as whole rows
+    allow.
+    """
 
     sources: tuple[MixtureSource, ...] = Field(min_length=1, max_length=MOST_SOURCES)
     temperature: float = Field(default=1.0, gt=0, le=1e6)
-    """Weights are raised to 1 / temperature: above 1 small sources count for more, as for many languages."""
+    """The temperature T: weights are raised to the power 1 / T. Above 1, small sources count for more, as is usual for
+    many languages.
+    """
     max_epochs: float | None = Field(default=None, gt=0, le=1e6)
     """The most passes over any source that has no limit of its own (UniMax, Chung et al. 2023)."""
     phases: tuple[MixturePhase, ...] = Field(default=(), max_length=MOST_PHASES)
-    """A curriculum: weights that replace the sources' own at later steps."""
+    """A curriculum: at later steps, the weights of a phase replace the sources' own."""
 
     @model_validator(mode="after")
     def _fits(self) -> MixtureSpec:
@@ -99,11 +103,13 @@ class FillInTheMiddle(Config):
     rate: float = Field(default=0.5, gt=0, le=1)
     """The share of documents that are rearranged."""
     spm_rate: float = Field(default=0.5, ge=0, le=1)
-    """The share, among these, in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    """The share of the rearranged documents in the order suffix, prefix, middle; the others have the order prefix,
+    suffix, middle.
+    """
     prefix: int = Field(ge=0, lt=1 << 32)
     middle: int = Field(ge=0, lt=1 << 32)
     suffix: int = Field(ge=0, lt=1 << 32)
-    """Token ids of the sentinels."""
+    """`prefix`, `middle` and `suffix` are the ids of the sentinel tokens."""
 
     @model_validator(mode="after")
     def _distinct(self) -> FillInTheMiddle:
@@ -119,7 +125,7 @@ class MaskedInputs(Config):
     """The expected share of the inputs that are replaced."""
     token: int = Field(ge=0, lt=1 << 32)
     span: int = Field(default=1, ge=1, le=1 << 16)
-    """The number of tokens replaced together: 1 masks single tokens, more drops spans."""
+    """The number of consecutive tokens replaced together; 1 masks single tokens."""
 
     @property
     def start_rate(self) -> float:
@@ -130,7 +136,7 @@ class MaskedInputs(Config):
 
 
 class AugmentSpec(Config):
-    """Changes samples as they are read, by (seed, step, sample id) alone."""
+    """Changes samples as they are read. The changes depend on (seed, step, sample id) alone."""
 
     fill_in_the_middle: FillInTheMiddle | None = None
     masked_inputs: MaskedInputs | None = None
@@ -147,19 +153,23 @@ class HeldOutSpec(Config):
     """Held-out evaluation: the loss and perplexity of sequences that are never trained on."""
 
     dataset: str | None = None
-    """A token dataset of its own, made with the same tokenizer."""
+    """A separate token dataset for evaluation, made with the same tokenizer."""
     fraction: float | None = Field(default=None, gt=0, le=0.5)
-    """In place of a dataset: this share of the training documents, chosen by a hash of their tokens, so that copies
-    and later builds fall on the same side."""
+    """The share of the training documents to hold out, in place of a dataset.
+
+    Documents are chosen by a hash of their tokens, so that copies and later builds make the same choice.
+    """
     every: int = Field(default=100, ge=1)
     """Steps between evaluations. The last step is always evaluated."""
     batches: int = Field(default=8, ge=1, le=1 << 20)
-    """The number of evaluation batches, of `global_batch` sequences each; all there are if there are fewer."""
+    """The most evaluation batches, of `global_batch` sequences each; fewer if there are not enough sequences."""
 
     patience: int | None = Field(default=None, ge=1)
-    """The run ends after this number of evaluations in a row that do not improve on the best loss; never by default."""
+    """The number of consecutive evaluations without an improvement on the best loss after which the run ends; None: it
+    never ends early.
+    """
     min_delta: float = Field(default=0.0, ge=0)
-    """The fall of the loss, in nats, that counts as an improvement."""
+    """The least fall of the loss, in nats, that counts as an improvement."""
 
     @model_validator(mode="after")
     def _one_source(self) -> HeldOutSpec:
@@ -172,12 +182,15 @@ class StreamSpec(Config):
     """Reads remote shards as steps need them, in place of a copy of the whole dataset before the first step."""
 
     cache_gb: float = Field(default=50.0, gt=0)
-    """The most local disk, for all runs of this user on a machine; the shards used longest ago go first."""
+    """The most local disk in GB, for all runs of this user on a machine. The least recently used shards are removed
+    first.
+    """
     ahead: int = Field(default=4, ge=1, le=64)
     """The number of steps whose shards are fetched ahead."""
     block: int = Field(default=0, ge=0, le=1 << 40)
-    """Shuffle whole blocks of this many sequences, and sequences only among `window` blocks at a time, so that a step
-    touches few shards. 0 shuffles all sequences among each other."""
+    """The number of sequences in a block. Blocks are shuffled as a whole, and sequences among only `window` blocks at a
+    time, so that a step reads few shards. 0 shuffles all sequences together.
+    """
     window: int = Field(default=16, ge=1, le=1 << 20)
 
 

@@ -16,17 +16,18 @@ class ModelSpec(Config):
     config."""
 
     config: str | dict[str, JsonValue] | None = None
-    """A `config.json` (path, or its directory) or its contents, in place of the numbers below. With `init_from`, fields
-    that override those of its config."""
+    """A `config.json` (its path or directory) or its contents, in place of the numbers below. With `init_from`, the
+    fields that override those of its config.
+    """
     vocab_size: int | None = Field(default=None, ge=2)
-    """The dataset's vocabulary size by default."""
+    """The vocabulary size; by default the dataset's."""
     dim: int = Field(default=256, ge=2)
     layers: int = Field(default=6, ge=1)
     heads: int = Field(default=8, ge=1)
     kv_heads: int | None = Field(default=None, ge=1)
-    """Equal to `heads` by default; fewer is grouped-query attention."""
+    """The number of key and value heads; equal to `heads` by default. Fewer make grouped-query attention."""
     ffn_dim: int | None = Field(default=None, ge=1)
-    """8/3 of `dim`, rounded up to a multiple of 64, by default."""
+    """The width of the feed-forward layer; by default 8/3 of `dim`, rounded up to a multiple of 64."""
     max_seq_len: int = Field(default=1024, ge=1)
     rope_theta: float = Field(default=10000.0, gt=0)
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -92,30 +93,29 @@ class LoraSpec(Config):
 
     rank: int = Field(default=8, ge=1, le=256)
     alpha: float = Field(default=16.0, gt=0)
-    """The adapter's output is scaled by alpha / rank."""
+    """The factor alpha: the adapter's output is scaled by alpha / rank."""
     targets: tuple[Target, ...] | None = Field(default=None, min_length=1)
-    """The projections with adapters: all by default; only those of attention in a model with experts."""
+    """The projections with adapters; by default all, but only those of attention in a model with experts."""
 
 
 class FinetuneSpec(Config):
     lora: LoraSpec
 
 
-class QatSpec(Config):
-    """Quantisation-aware training: linear layers compute with the weights that a recipe's `rtn` step will write."""
+class QuantizationOptions(Config):
+    """The options that all quantisations of weights share."""
 
-    scheme: Literal["w8a16", "w4a16"] = "w4a16"
-    """Integer weights of 8 or 4 bits. This and the three fields below are as in a recipe's `rtn`."""
+    scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w4a16"
     group: int | None = Field(default=None, ge=8, le=4096)
-    """The inputs that share a scale; by default all of an output for 8 bits, and 32 for w4a16."""
+    """The number of inputs that share a scale. By default, all inputs of an output share one for 8 bits, and 32 do for
+    w4a16.
+    """
     symmetric: bool = True
-    """Without zero points."""
+    """True for scales without zero points. With zero points, w4a16 loses less quality and is a little slower."""
     skip: tuple[Annotated[str, StringConstraints(min_length=1, max_length=200)], ...] = Field(default=(), max_length=64)
-    """Names of linear layers that stay as they are, with `*`: `*.down_proj`. The head and embeddings always stay."""
-    activations: Literal["none", "int8"] = "none"
-    """int8: the inputs of these layers are rounded in groups of 32, as the engine's `quantized_input: int8` does."""
-    start_step: int = Field(default=0, ge=0)
-    """The number of ordinary training steps before the quantisation-aware ones."""
+    """Names of linear layers that are not quantised, with `*` as a wildcard: `*.down_proj`. The head and the embeddings
+    never are.
+    """
 
     @property
     def bits(self) -> Literal[4, 8]:
@@ -127,6 +127,19 @@ class QatSpec(Config):
         return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
 
+class QatSpec(QuantizationOptions):
+    """Quantisation-aware training: linear layers compute with the weights that a recipe's `rtn` step will write."""
+
+    scheme: Literal["w8a16", "w4a16"] = "w4a16"
+    """The scheme: integer weights of 8 or 4 bits, as in a recipe's `rtn`."""
+    activations: Literal["none", "int8"] = "none"
+    """The rounding of these layers' inputs: `int8` rounds them in groups of 32, as the engine's `quantized_input: int8`
+    does.
+    """
+    start_step: int = Field(default=0, ge=0)
+    """The number of ordinary training steps before the quantisation-aware ones."""
+
+
 class ChatSpec(Config):
     """Chat data: one JSON line for each conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`.
 
@@ -134,9 +147,9 @@ class ChatSpec(Config):
     """
 
     file: str
-    """A path or an fsspec URL."""
+    """The file, as a path or an fsspec URL."""
     tokenizer: str | None = None
-    """The directory of `tokenizer.json` and the chat template; that of `init_from` by default."""
+    """The directory of `tokenizer.json` and the chat template; by default `init_from`'s."""
     template: str | None = None
     """A file with a jinja2 chat template, in place of the tokenizer's. The exported model gets it too."""
 
@@ -151,15 +164,22 @@ class DistillSpec(Config):
     teacher: str = Field(min_length=1)
     """A Hugging Face directory of a model with the same vocabulary. Every rank loads all of it."""
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher | student) covers all that the teacher does, KL(student | teacher) keeps to what it does most."""
+    """The divergence to minimise: `forward_kl` is KL(teacher | student), which covers everything that the teacher
+    predicts; `reverse_kl` is KL(student | teacher), which concentrates on the teacher's likeliest predictions; `jsd` is
+    between both.
+    """
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """For jsd: the teacher's weight in the mixture that both are compared with."""
+    """For `jsd`: the teacher's weight in the mixture with which both models are compared."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of both."""
+    """The temperature, which divides the logits of both models."""
     top_k: int = Field(default=0, ge=0, le=4096)
-    """Compare the teacher's most likely tokens one by one and all others as one; 0 compares the whole vocabulary."""
+    """The number of the teacher's likeliest tokens that are compared one by one; all other tokens are compared as one.
+    0 compares the whole vocabulary.
+    """
     cache: str = ""
-    """A directory that keeps the most likely tokens of every sequence, 6 bytes each, for later epochs and runs."""
+    """A directory that stores the teacher's likeliest tokens of every sequence, 6 bytes each, for later epochs and
+    runs; none if empty.
+    """
 
     @model_validator(mode="after")
     def _caches_the_top(self) -> DistillSpec:

@@ -27,7 +27,7 @@ class MetricRule(Config):
 
     better: Literal["higher", "lower"]
     limit: float | None = None
-    """The value that must be reached, whatever the champion's is."""
+    """The value that must be reached, regardless of the champion's value."""
     gain: float | None = None
     """The least improvement over the champion, in the metric's units; a negative one allows that much regression."""
 
@@ -39,16 +39,18 @@ class MetricRule(Config):
 
 
 class PromotionRule(Config):
-    """`raytide model promote --rule`: everything in it must hold."""
+    """`raytide model promote --rule`: conditions that must all hold."""
 
     metrics: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """Conditions on the metrics that both versions were registered with."""
+    """The conditions on the metrics with which both versions were registered."""
     online: Literal["ignored", "not_worse", "better"] = "not_worse"
-    """The result that the last A/B test of both versions must have: the champion did not win, or the challenger did."""
+    """The result that the last A/B test of both versions must have: `not_worse` if the champion did not win, `better`
+    if the challenger won.
+    """
 
 
 class ModelReference(NamedTuple):
-    """A version by its number, or by an alias: `chat:3`, `chat@champion`."""
+    """A reference to a version by number or by alias: `chat:3`, `chat@champion`."""
 
     name: str
     version: int | None = None
@@ -56,7 +58,9 @@ class ModelReference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the reference in `NAME:VERSION` or `NAME@ALIAS`, with or without `registry:`."""
+        """Returns the reference that a text `NAME:VERSION` or `NAME@ALIAS` gives, with or without the prefix
+        `registry:`.
+        """
         found = _REFERENCE.fullmatch(text.removeprefix(SCHEME))
         if found is None:
             raise ConfigError(
@@ -76,9 +80,9 @@ class Lineage(Config):
     """The training job that exported it."""
     dataset: bounds.Location = ""
     dataset_sha256: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
-    """The SHA-256 of the dataset's manifest, which covers that of each of its shards."""
+    """The SHA-256 of the dataset's manifest, which contains the SHA-256 of each of its shards."""
     base: bounds.Location = ""
-    """The model whose weights the training began with."""
+    """The model from whose weights the training started."""
     code: bounds.Word = ""
     """The version of the code that trained it."""
     config: dict[str, object] = Field(default_factory=dict)
@@ -86,7 +90,7 @@ class Lineage(Config):
 
 
 class ModelVersionSpec(Config):
-    """`raytide model register`: a directory of weights to keep under a name."""
+    """`raytide model register`: a directory of weights to register under a name."""
 
     name: ModelName
     team: bounds.Name = "default"
@@ -115,16 +119,18 @@ class ModelVersion(ShownAsHtml):
 
 
 class AliasSpec(Config):
-    """`raytide model promote`: the version that an alias should name."""
+    """`raytide model promote`: the version to which an alias should point."""
 
     version: int | None = Field(ge=1, le=10**9)
-    """None removes the alias."""
+    """The version; None removes the alias."""
     why: bounds.Word = ""
     if_version: int | None = Field(default=None, ge=0, le=10**9)
-    """The version that the alias must name now, 0 for none; otherwise nothing is changed. By default any."""
+    """The version to which the alias must point now, or 0 for none; otherwise nothing is changed. By default it may
+    point to any.
+    """
     rule: PromotionRule | None = None
-    """The rule that this version must meet in comparison with the one that the alias names now; otherwise nothing is
-    changed.
+    """The rule that this version must meet in comparison with the version to which the alias points now; otherwise
+    nothing is changed.
     """
 
 
@@ -136,7 +142,7 @@ class AliasChange(ShownAsHtml):
     name: str
     alias: str
     before: int | None
-    """The version that the alias named before; None for none."""
+    """The version to which the alias pointed before; None if it did not exist."""
     after: int | None
     at_s: float
     user: str
@@ -145,7 +151,7 @@ class AliasChange(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel(ShownAsHtml):
-    """A model's newest version, and the version that each of its aliases names."""
+    """A model's newest version, and the version to which each of its aliases points."""
 
     name: str
     team: str

@@ -13,7 +13,8 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class OuterSpec(Config):
-    """Replicas that train apart and meet every few steps (local SGD; DiLoCo, Douillard et al. 2023).
+    """Replicas that train independently and synchronise every few steps, which is called a meeting (local SGD; DiLoCo,
+    Douillard et al. 2023).
 
     Between two meetings each replica updates its weights with the gradients of its own part of each batch. At a meeting
     the mean change of the replicas' weights serves as the gradient of one SGD step with Nesterov momentum, and all
@@ -21,9 +22,11 @@ class OuterSpec(Config):
     """
 
     every: int = Field(default=50, ge=1)
-    """Steps between two meetings. Checkpoints, snapshots and comparisons of replicas wait for the next one."""
+    """The number of steps between two meetings. Checkpoints, snapshots and comparisons of replicas wait for the next
+    meeting.
+    """
     lr: float = Field(default=0.7, gt=0)
-    """1 without momentum is the plain mean of the replicas' weights."""
+    """The learning rate of the SGD step. With 1 and no momentum, the result is the mean of the replicas' weights."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
 
 
@@ -44,15 +47,16 @@ class OptimSpec(Config):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """muon's momentum."""
+    """The momentum of muon."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Applies to matrices, not to norms and biases."""
+    """The weight decay, which applies to matrices, not to norms and biases."""
     clip: float = Field(default=1.0, gt=0)
     """The largest global gradient norm."""
     outer: OuterSpec | None = None
-    """Replicas exchange the changes of their weights every few steps, in place of the gradients of each step."""
+    """If set, replicas exchange the changes of their weights every few steps, in place of the gradients of each
+    step."""
     fused: bool = True
-    """Run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
+    """True to run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
 
     @model_validator(mode="after")
     def _fused_is_of_adamw(self) -> OptimSpec:

@@ -1,4 +1,6 @@
-"""Interventions: what an operator, or an alert on an operator's behalf, asks the controller to do once."""
+"""Interventions: requests to the controller to do something once, made by an operator or by an alert on an operator's
+behalf.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from pydantic import Field, model_validator
 from raytide.core.config import Config
 
 OrderKind = Literal["restart_replica", "replace_node", "quarantine_node", "release_node", "resume"]
-"""`resume` lets a controller that is on hold go on; see `HOLD`."""
+"""The kinds of interventions. `resume` ends the hold of a controller; see `HOLD`."""
 HOLD: Final = "hold"
-"""The kind of an order that a restore leaves in the restored state: until it ends, the controller does nothing."""
+"""The kind of an order that a restore puts into the restored state. Until it ends, the controller does nothing."""
 
 
 class OrderSpec(Config):
-    """The request of an intervention. A second request with the same id changes nothing."""
+    """The request for an intervention. A second request with the same id changes nothing."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{8,100}$")]
     kind: OrderKind
     subject: Annotated[str, Field(min_length=1, max_length=200)]
     """The id of a node, or the name of an endpoint or, for `resume`, of the cluster."""
     replica: str = Field(default="", max_length=200)
-    """For `restart_replica`: its id in Ray Serve."""
+    """For `restart_replica`: the id of the replica in Ray Serve."""
     reason: str = Field(default="", max_length=1000)
 
     @model_validator(mode="after")
@@ -46,4 +48,4 @@ class Order:
     at_s: float
     done_at_s: float | None = None
     outcome: str = ""
-    """The result in words, once it is done."""
+    """The result as text; empty until the intervention is done."""

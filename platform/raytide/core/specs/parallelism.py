@@ -15,13 +15,13 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
 ]
 LOOPED: frozenset[Schedule] = frozenset({"interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"})
-"""Schedules with several stages on each rank, `pipeline` apart."""
+"""Schedules with several stages on each rank, `pipeline` stages apart."""
 V_SHAPED: frozenset[Schedule] = frozenset({"zbv_zero_bubble", "dualpipe_v"})
 """Schedules with two stages on each rank; the first rank has the first and the last stage."""
 SPLIT_BACKWARD: frozenset[Schedule] = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"})
 """Schedules that compute input gradients first and weight gradients later, to fill the pipeline's bubbles."""
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Outermost first: neighbouring ranks communicate most."""
+"""The axes of the mesh, outermost first. Neighbouring ranks are on the innermost axes, which communicate most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Sizes:
 
     @property
     def data(self) -> int:
-        """The number of parts into which the data ranks split a global batch."""
+        """The number of data ranks, among which a global batch is split."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -57,22 +57,23 @@ class Parallelism(Config):
     """The axes of the mesh. By default the model is sharded over all ranks (ZeRO-3)."""
 
     replicate: int = Field(default=1, ge=1)
-    """Copies of the sharded model, whose gradients are summed: HSDP, or DDP if shard is 1."""
+    """The copies of the sharded model, whose gradients are summed: HSDP, or DDP if `shard` is 1."""
     shard: int | None = Field(default=None, ge=1)
-    """Ranks that shard each copy's weights, gradients and optimizer state. None uses the ranks that the other axes
-    leave, so the gang can grow and shrink."""
+    """The ranks that shard each copy's weights, gradients and optimizer state. None uses all ranks that the other axes
+    leave, so the gang can grow and shrink.
+    """
     tensor: int = Field(default=1, ge=1)
-    """Ranks that shard each matrix and, between layers, the sequence."""
+    """The ranks that shard each matrix and, between layers, the sequence."""
     pipeline: int = Field(default=1, ge=1)
-    """Ranks that each hold some of the layers."""
+    """The ranks that each hold some of the layers."""
     context: int = Field(default=1, ge=1)
-    """Ranks that shard each sequence."""
+    """The ranks that shard each sequence."""
     zero: Literal[1, 2, 3] = 3
     """The state that stays sharded during a step: optimizer state (1), also gradients (2), also weights (3)."""
     schedule: Schedule = "1f1b"
     """The order of the pipeline's micro-batches."""
     stages: int | None = Field(default=None, ge=2)
-    """The stages of each pipeline rank: 2 by default in looped schedules; other schedules fix it."""
+    """The number of stages on each pipeline rank; 2 by default in looped schedules. Other schedules fix it."""
 
     @property
     def rank_stages(self) -> int:
@@ -89,8 +90,8 @@ class Parallelism(Config):
     def frees_after_forward(self) -> bool:
         """True if weights are resharded between forward and backward.
 
-        False for a schedule that splits its backward, which would silently lose gradients (measured: a loss off by 0.2
-        after 10 steps).
+        False for a schedule that splits its backward pass: resharding would silently lose gradients there (measured: a
+        loss off by 0.2 after 10 steps).
         """
         return self.zero == 3 and not (self.pipeline > 1 and self.schedule in SPLIT_BACKWARD)
 

@@ -1,4 +1,4 @@
-"""A rollout: a new revision of an endpoint beside the one that serves it, as it is stored."""
+"""Stored rollouts: a new revision of an endpoint runs beside the revision that serves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from raytide.core import bounds
 from raytide.core.config import Config
 
 REVISION_SEPARATOR = "~"
-"""Separates an endpoint's name from a revision's number in the name of an application; no endpoint's name has it."""
+"""The separator between an endpoint's name and a revision's number in the name of an application. No endpoint's name
+contains it.
+"""
 MOST_COUNT_BYTES = 1 << 20
 
 RolloutKind = Literal["canary", "shadow", "ab"]
@@ -45,14 +47,14 @@ class Rollout:
     plan: Mapping[str, Any]
     """The RolloutSpec as JSON."""
     champion: int
-    """The revision that served the endpoint at the begin."""
+    """The revision that served the endpoint when the rollout began."""
     challenger: int
     champion_application: str
     challenger_application: str
     created_at_s: float
     why: str = ""
     asked: Literal["", "stop", "promote"] = ""
-    """The end that a user has asked for."""
+    """The end that a user has requested; empty if none has."""
     asked_by: str = ""
     asked_why: str = ""
     state: RolloutState = RolloutState.STARTING
@@ -62,9 +64,9 @@ class Rollout:
     progress: Mapping[str, Any] = field(default_factory=dict)
     """The state of the decision, as JSON."""
     decided_at_s: float | None = None
-    """The time of its outcome."""
+    """The time of the outcome; None until the rollout is decided."""
     ended_at_s: float | None = None
-    """The time at which the application that lost was gone."""
+    """The time at which the losing application was gone."""
 
     @property
     def loser(self) -> str:
@@ -78,10 +80,10 @@ class Serving:
 
     name: str
     application: str
-    """The name of the record in `endpoints`, and of the application in Ray Serve."""
+    """The name of its record in `endpoints` and of its application in Ray Serve."""
     revision: int
     previous: int = 0
-    """The revision that served before; 0 if there is none."""
+    """The revision that served before this one; 0 if there is none."""
 
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -101,12 +103,12 @@ class CountedRevision(Config):
     started: _Count = 0
     late: _Count = 0
     first_token_ms: _Count = 0
-    """The sum over `started` requests with a first token."""
+    """The sum of the milliseconds to first token, over the `started` requests."""
     compared: _Count = 0
-    """Greedy answers that were compared with the champion's."""
+    """The number of greedy answers that were compared with the champion's."""
     equal: _Count = 0
     judged: _Count = 0
-    """Gateways leave it and `disliked` at 0: thumbs come through the API."""
+    """The number of judged answers. Gateways leave it and `disliked` at 0: thumbs come through the API."""
     disliked: _Count = 0
 
 
@@ -119,9 +121,9 @@ class RolloutReport(Config):
 
 Score = Literal["up", "down"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
-"""The name of a number that users send for answers."""
+"""The name of a number that users report for answers."""
 MOST_METRICS = 16
-"""The metrics of one answer."""
+"""The most metrics of one answer."""
 MetricValue = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 
@@ -135,10 +137,10 @@ class Feedback(Config):
     value: MetricValue | None = None
     comment: Annotated[str, StringConstraints(max_length=4096)] = ""
     team: bounds.Name = "default"
-    """The team of the request; the gateway fills it in, and `key` and `model`."""
+    """The team of the request. The gateway fills in this field, `key` and `model`."""
     key: Annotated[str, StringConstraints(max_length=64)] = ""
     model: bounds.Word = ""
-    """The endpoint, where the address names one."""
+    """The endpoint's name, if the request's address contains it."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -147,14 +149,14 @@ class Feedback(Config):
 
 
 def check_one_judgement(score: Score | None, metric: str | None, value: float | None) -> None:
-    """Raises ValueError unless it is a score or a metric with its value."""
+    """Raises ValueError unless there is either a score, or a metric with its value."""
     if (score is None) == (metric is None) or (metric is None) != (value is None):
         raise ValueError("give a score, or a metric and its value")
 
 
 @dataclass(frozen=True, slots=True)
 class RevisionFeedback:
-    """The judgements that answers of a revision got."""
+    """The judgements of the answers of one revision."""
 
     revision: int
     up: int
@@ -180,8 +182,8 @@ _SERVED = re.compile(r"(?:^| )r([0-9]+)$")
 
 
 def served_version(version: str, revision: int) -> str:
-    """Returns the version in usage records: the registered version and the revision, such as `chat:2 r7`. A part that
-    is unknown is left out.
+    """Returns the version for usage records: the registered version and the revision, such as `chat:2 r7`. Unknown
+    parts are left out.
     """
     return " ".join(filter(None, [version, f"r{revision}" if revision else ""]))
 
@@ -193,14 +195,14 @@ def served_revision(served: str) -> int:
 
 
 def id_in_group(request_id: str, group: int) -> str:
-    """Returns the request's id with its last two digits replaced by its user's group (0 to 99) in an A/B test, so that
-    a judgement of the answer tells the group.
+    """Returns the request's id with its last two digits replaced by its user's group (0 to 99) in an A/B test. A later
+    judgement of the answer thus names the group.
     """
     return f"{request_id[:-2]}{group:02d}"
 
 
 def group_in_id(request_id: str) -> int:
-    """Returns the group in an id of `id_in_group`; -1 if it has none."""
+    """Returns the group in an id that `id_in_group` made; -1 if it has none."""
     return int(request_id[-2:]) if re.fullmatch(r"[0-9]{2}", request_id[-2:]) else -1
 
 
@@ -210,12 +212,13 @@ def application_of(endpoint: str, revision: int) -> str:
 
 
 def revision_of(application: str) -> str:
-    """Returns the revision in the name of a challenger's application. The endpoint's first application serves one
-    revision after another, so its name has none: returns "".
+    """Returns the revision in the name of a challenger's application.
+
+    An endpoint's first application serves one revision after another, so its name contains none, and "" is returned.
     """
     return application.partition(REVISION_SEPARATOR)[2]
 
 
 def endpoint_of(application: str) -> str:
-    """Returns the name of the endpoint that an application belongs to."""
+    """Returns the name of the endpoint to which an application belongs."""
     return application.partition(REVISION_SEPARATOR)[0]

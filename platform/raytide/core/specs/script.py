@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
@@ -15,19 +15,25 @@ class ScriptSpec(Config):
     command: tuple[str, ...] = Field(min_length=1)
     """The command, run without a shell. `python` is raytide's interpreter on the member."""
     package: str = ""
-    """The digest of the uploaded working directory; an empty directory by default."""
+    """The digest of the uploaded working directory; without one, the script runs in an empty directory."""
     env: dict[str, str] = Field(default_factory=dict, max_length=1000)
     pip: bounds.Requirements = ()
-    """Packages that the script needs beside raytide's, such as `peft==0.17`: installed once on each node, by pip as it
-    is configured there."""
+    """Packages that the script needs in addition to raytide's, such as `peft==0.17`. They are installed once on each
+    node, with the node's own configuration of pip.
+    """
+    image: bounds.Image | None = None
+    """The container image that the script runs in, in place of raytide's own environment: `registry/name@sha256:...`.
+    It needs the nodes' Python, Ray and raytide, and podman on them."""
     nproc_per_node: Annotated[int, Field(le=1024)] | Literal["gpu"] = 1
-    """Processes on each member; `gpu` means one for each GPU."""
+    """The number of processes on each member; `gpu` starts one for each GPU."""
     retries: int = Field(default=0, ge=0, le=10_000)
     """The number of restarts after a process ended with an error; lost nodes do not count."""
     final_exit_codes: tuple[Annotated[int, Field(ge=1, le=127)], ...] = Field(default=(), max_length=16)
-    """Exit codes after which it is not restarted, whatever `retries` allows: it would fail in the same way."""
+    """The exit codes after which the script is not restarted, even within `retries`, because it would fail in the same
+    way.
+    """
     grace_s: float = Field(default=30.0, ge=0, le=3600)
-    """The time between SIGTERM and SIGKILL when the script must leave its nodes."""
+    """The seconds between SIGTERM and SIGKILL when the script must leave its nodes."""
 
     @field_validator("nproc_per_node")
     @classmethod
@@ -35,6 +41,11 @@ class ScriptSpec(Config):
         if isinstance(value, int) and value < 1:
             raise ValueError("each member needs at least one process")
         return value
+
+    @model_validator(mode="after")
+    def _one_environment(self) -> ScriptSpec:
+        bounds.check_environment(self.pip, self.image)
+        return self
 
     def processes(self, shape: Shape) -> int:
         """Returns the number of processes on each member."""

@@ -36,33 +36,32 @@ class MemorySpec(Config):
     """Trade-offs of memory against speed. Only `compression` changes the result: it is lossy."""
 
     checkpointing: Remat = "none"
-    """Recompute activations in the backward pass, layer by layer: all of them (full, about a third more compute), or
-    all but the results of matrix products and attention (selective)."""
+    """Recomputation of activations in the backward pass, layer by layer: `full` recomputes all of them, with about a
+    third more compute; `selective` all but the results of matrix products and attention."""
     activations: Place = "none"
-    """Offload saved activations to host memory or disk until the backward pass."""
+    """The place to which saved activations are offloaded until the backward pass."""
     offload_min_bytes: int = Field(default=1 << 20, ge=1)
-    """Smaller activations stay on the device."""
+    """The least bytes of an activation that is offloaded; smaller ones stay on the device."""
     offload_max_bytes: int = Field(default=64 << 30, ge=1)
-    """The most that one rank offloads at once; activations above it stay on the device."""
+    """The most bytes that one rank offloads at once; further activations stay on the device."""
     optimizer: Place = "none"
     """The place of the optimizer state, which is copied to the device one parameter at a time."""
     parameters: Place = "none"
     """The place of weights and gradients, which are read layer by layer; only with an offloaded optimizer."""
     scratch: str | None = None
-    """A fast local directory for what is offloaded to disk; the system's temporary directory by default."""
+    """A fast local directory for data that is offloaded to disk; by default the system's temporary directory."""
     loss_chunk: int = Field(default=0, ge=0)
-    """The number of tokens whose logits exist at once; 0 means all of a micro-batch."""
+    """The number of tokens whose logits exist at once; 0 computes those of a whole micro-batch."""
     compile: bool = False
-    """Compile each layer with torch.compile."""
+    """True to compile each layer with torch.compile."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """aot_eager runs the captured graph operator by operator: for tests, and to separate errors of capture from those
-    of code generation.
-    """
+    """The backend of torch.compile. `aot_eager` runs the captured graph operator by operator: for tests, and to
+    separate errors of capture from those of code generation."""
     compression: Compression = "none"
-    """Compression of what replicas exchange; all but bf16 carry their error to the next exchange."""
+    """Compression of the exchange between replicas. All kinds but bf16 carry their error to the next exchange."""
     powersgd_rank: int = Field(default=4, ge=1)
     topk_ratio: float = Field(default=0.01, gt=0, le=1)
-    """The share of the numbers that topk sends, those of largest magnitude."""
+    """The share of the numbers that `topk` sends: those of the largest magnitude."""
 
     @model_validator(mode="after")
     def _one_way_for_activations(self) -> MemorySpec:
@@ -89,11 +88,12 @@ class MlflowSpec(Config):
 
 
 class ProfileSpec(Config):
-    """Runs torch's profiler in steps `from` to `to`, counted from 1, both included."""
+    """Runs torch's profiler from step `from` to step `to`, both included, counted from 1."""
 
     what: Literal["operators", "memory", "nvtx"] = "operators"
-    """operators: a trace and a table of operators. On a GPU, memory: a snapshot of every allocation and its stack, for
-    pytorch.org/memory_viz; nvtx: no file, but ranges of operators for Nsight Systems."""
+    """The kind of profile. `operators` writes a trace and a table of operators. On a GPU, `memory` writes a snapshot of
+    every allocation with its stack, for pytorch.org/memory_viz, and `nvtx` marks ranges of operators for Nsight
+    Systems, without a file."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -116,19 +116,19 @@ class GuardSpec(Config):
     nan: Literal["stop", "skip"] = "stop"
     """The reaction to a loss or gradient norm that is not finite."""
     spike: Literal["stop", "skip", "ignore"] = "ignore"
-    """The reaction to a loss above median + max(sigmas * deviation, rise) of the last `window` losses learned from."""
+    """The reaction to a loss above median + max(sigmas * deviation, rise) of the last `window` losses trained on."""
     sigmas: float = Field(default=8.0, gt=0)
-    """Multiplies the deviation: 1.4826 times the median absolute deviation, a normal distribution's sigma."""
+    """The factor of the deviation: 1.4826 times the median absolute deviation, a normal distribution's sigma."""
     rise: float = Field(default=0.5, ge=0)
-    """The smallest rise that counts as a spike, in nats, because a flat curve has hardly any deviation."""
+    """The least rise in nats that counts as a spike, because a flat curve has hardly any deviation."""
     window: int = Field(default=64, ge=8, le=128)
-    """The number of losses compared with. Spikes are not detected before it is full."""
+    """The number of earlier losses with which a loss is compared. Until there are as many, no spike is detected."""
     max_skips: int = Field(default=5, ge=1)
-    """The longest run of skipped batches; one more stops the run."""
+    """The most consecutive batches that are skipped; one more stops the run."""
 
 
 class TrainSpec(Config):
-    """One training run. It holds all that decides the losses, so a resume with the same spec repeats them."""
+    """The spec of one training run. It determines the losses: a resume with the same spec repeats them."""
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
@@ -146,35 +146,35 @@ class TrainSpec(Config):
     """A Hugging Face directory, or the `out` of a run that exported one, for config, weights and tokenizer. A URL of an
     object store is copied to each node once."""
     other_tokenizer: bool = False
-    """Allow a dataset made with another tokenizer than that of init_from; the dataset's tokenizer is exported."""
+    """True to allow a dataset with another tokenizer than init_from's; the dataset's tokenizer is then exported."""
     finetune: FinetuneSpec | None = None
-    """The part of init_from's model that is trained; all of it by default."""
+    """The part of init_from's model to train; by default all of it."""
     distill: DistillSpec | None = None
-    """Train on a teacher's predictions; on the data's own tokens by default."""
+    """If set, the run trains on a teacher's predictions in place of the data's own tokens."""
     qat: QatSpec | None = None
-    """Train for quantised weights; none by default."""
+    """If set, the run trains for quantised weights."""
     optim: OptimSpec = OptimSpec()
     layout: Parallelism = Parallelism()
-    """`auto` leaves the axes, the micro-batch and checkpointing to the planner, when the job is submitted."""
+    """The mesh axes. With `auto`, the planner chooses them, the micro-batch and checkpointing at submission."""
     auto: tuple[Automatic, ...] = Field(default=(), max_length=2)
     """The fields that the planner chooses: those that a file writes as `auto`. Empty once the job is submitted."""
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
-    """Sequences in a step, summed over all ranks."""
+    """The number of sequences in a step, summed over all ranks."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
-    """Sequences that a rank computes at once; "auto" starts with the rank's whole share of a step. Either is halved
-    when memory runs out; the global batch stays the same."""
+    """The number of sequences that a rank computes at once; "auto" starts with the rank's whole share of a step. Either
+    is halved when memory runs out; the global batch stays the same."""
     seq_len: int = Field(default=256, ge=2)
     packing: Packing = "chop"
-    """chop cuts one stream of documents into sequences; best_fit puts whole documents into each and pads them."""
+    """`chop` cuts one stream of documents into sequences; `best_fit` puts whole documents into each and pads it."""
     document_masks: bool | None = None
-    """Tokens attend to their own document only, and positions restart with it; by default with best_fit."""
+    """True if tokens attend only to their own document, whose positions start at 0; by default with `best_fit`."""
     augment: AugmentSpec | None = None
     """Changes to the samples as they are read."""
     stream: StreamSpec | None = None
-    """Read remote shards as they are needed, in place of a copy of the whole dataset on each machine."""
+    """If set, remote shards are read as they are needed, in place of a copy of the whole dataset on each machine."""
     eval: HeldOutSpec | None = None
-    """Held-out evaluation during the run; none by default."""
+    """If set, the run is evaluated on held-out data."""
     precision: Precision = "fp32"
     """The dtype of computation; weights, gradient sums and optimizer state are always fp32. fp8 is bf16 with the
     layers' matrix products in FP8."""
@@ -184,44 +184,45 @@ class TrainSpec(Config):
     """The number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Steps between copies of the state in peers' memory, from which a gang recovers a lost member. auto: as few as
-    cost a hundredth of the time; 0: none."""
+    """The number of steps between copies of the state in peers' memory, from which a gang recovers a lost member.
+    `auto` chooses the least number that costs at most a hundredth of the time; 0 makes none."""
     replica_check_every: int = Field(default=100, ge=0)
-    """Steps between comparisons of the replicas' weights, which also precede each checkpoint if layout.replicate is
-    above 1. A difference ends the run. 0: none."""
+    """The number of steps between comparisons of the replicas' weights; 0 makes none. If layout.replicate is above 1, a
+    comparison also precedes each checkpoint. A difference ends the run."""
     log_every: int = Field(default=1, ge=1)
     export: bool = True
-    """Write a Hugging Face directory to `out`/model at the end, and adapters, if any, also to `out`/adapter."""
+    """True to write a Hugging Face directory to `out`/model at the end, and any adapters also to `out`/adapter."""
     export_dtype: ExportDtype | None = None
-    """The dtype of `precision` by default."""
+    """The dtype of the exported weights; by default that of `precision`."""
     export_shard_gb: float = Field(default=5.0, gt=0)
-    """The largest weight file of an export; a tensor is never split."""
+    """The size of the largest weight file of an export, in GB; a tensor is never split."""
     record_samples: bool = False
-    """Every rank writes the sample ids of each step, which proves that a resize kept the data order."""
+    """True if every rank writes the sample ids of each step, which proves that a resize kept the data order."""
     guard: GuardSpec = GuardSpec()
     profile: ProfileSpec | None = None
     mlflow: MlflowSpec | None = None
     pip: bounds.Requirements = ()
-    """Packages that the ranks need beside raytide's, such as another version of transformers: installed once on each
-    node, by pip as it is configured there."""
+    """Packages that the ranks need in addition to raytide's. Each node installs them with its own pip configuration."""
+    image: bounds.Image | None = None
+    """The container image that the ranks run in, with the nodes' Python, Ray and raytide."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """The peak of one device at this precision, for the MFU; needed if the device is not a known GPU."""
+    """The peak TFLOP/s of one device at this precision, for the MFU; needed unless the device is a known GPU."""
     nccl: dict[NcclName, Annotated[str, Field(max_length=200)]] = Field(default={}, max_length=50)
     """Settings of NCCL or RCCL by the names of their environment variables, the same on all ranks:
     `{NCCL_SOCKET_IFNAME: eth1, NCCL_IB_HCA: mlx5}`. Not for workers of Ray Train, which joins them itself."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
-    """A rank that keeps the others waiting for longer counts as hung."""
+    """The seconds for which a rank may keep the others waiting before it counts as hung."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)
-    """The run fails if a rank spends longer in one step, load or export."""
+    """The seconds that a rank may spend in one step, load or export before the run fails."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
-    """`auto` leaves node types and numbers of nodes to the planner, when the job is submitted."""
+    """The run's members. With `auto`, the planner chooses node types and numbers of nodes at submission."""
     spares: int = Field(default=0, ge=0, le=1024)
-    """Idle members started beyond those of the gang, which replace a lost member at once."""
+    """The number of idle members, in addition to the gang's, which replace a lost member at once."""
 
     @model_validator(mode="before")
     @classmethod
     def _automatic(cls, fields: object) -> object:
-        """Moves the names of fields that are written as `auto` to the field `auto`."""
+        """Moves the names of fields that have the value `auto` to the field `auto`."""
         if not isinstance(fields, Mapping):
             return fields
         named = [name for name in get_args(Automatic) if fields.get(name) == "auto"]
@@ -230,6 +231,7 @@ class TrainSpec(Config):
 
     @model_validator(mode="after")
     def _source(self) -> TrainSpec:
+        bounds.check_environment(self.pip, self.image)
         if (self.dataset is None) == (self.chat is None):
             raise ValueError("give either dataset or chat")
         if self.init_from is not None and (self.model.numbers or isinstance(self.model.config, str)):
@@ -349,12 +351,12 @@ class TrainSpec(Config):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The folders that the run writes to; no other run may write to them meanwhile."""
+        """The folders to which the run writes; no other run may write to them meanwhile."""
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the state in memory. A state that is on disk is too large for that."""
+        """Returns whether peers keep copies of the state in memory; not if it is on disk, because it is too large."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
@@ -363,9 +365,9 @@ class TrainSpec(Config):
         return self.memory.compression != "none" or self.optim.outer is not None
 
     def is_due(self, every: int, step: int) -> bool:
-        """Returns whether an action that is due each `every` steps (0: never) takes place after `step`.
+        """Returns whether an action that is due every `every` steps (0: never) takes place after `step`.
 
-        Replicas that train apart postpone it to their next meeting; they also meet after the last step.
+        Replicas that train apart postpone it to their next meeting (see OuterSpec); they also meet after the last step.
         """
         if self.optim.outer is None or not every:
             return bool(every) and step % every == 0
@@ -373,7 +375,7 @@ class TrainSpec(Config):
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def are_replicas_equal(self, step: int) -> bool:
-        """Returns whether all replicas have the same weights after `step`; between meetings they do not."""
+        """Returns whether all replicas have the same weights after `step`: with an OuterSpec, only after a meeting."""
         return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:
@@ -383,9 +385,9 @@ class TrainSpec(Config):
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Returns a hash of the fields that decide the samples; a checkpoint resumes only with the same digest.
+        """Returns a hash of the fields that determine the samples; a checkpoint resumes only with the same digest.
 
-        Packing, mixtures and held-out documents are in the dataset's own digest.
+        Packing, mixtures and held-out documents are covered by the dataset's own digest.
         """
         keys = {"seed", "global_batch", "seq_len"}
         body = self.model_dump(mode="json", include=keys)

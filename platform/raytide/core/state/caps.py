@@ -14,7 +14,7 @@ from raytide.core.objects.job import FINAL_STATES, JobSpec, JobState
 from raytide.core.state import tables as t
 
 _OF_A_SHAPE = '"min_members"'
-"""A text that occurs once in each shape of a stored spec."""
+"""A text that occurs exactly once in each shape of a stored spec."""
 _LIVE = [state for state in JobState if state not in FINAL_STATES]
 
 
@@ -48,8 +48,8 @@ def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
 
 
 def check_live_endpoints(c: sa.Connection, spec: ServeSpec) -> None:
-    """Raises QuotaError if the team already has the most endpoints allowed, or if this one would give it too many
-    replicas.
+    """Raises QuotaError if the team already has the most endpoints allowed, or if this endpoint would exceed its limit
+    on replicas.
     """
     e = t.endpoints.c
     live = sa.and_(e.state != EndpointState.DELETED, e.team == spec.team, e.name != spec.name)

@@ -30,7 +30,7 @@ Values = dict[str, Any]
 
 
 def shared(record: type, table: Table, *, but: Collection[str] = ()) -> tuple[str, ...]:
-    """Returns the fields of a dataclass that are columns of its table, except for those in `but`."""
+    """Returns the fields of a dataclass that are columns of its table, except for the fields in `but`."""
     names = (field.name for field in dataclasses.fields(record))
     return tuple(name for name in names if name in table.c and name not in but)
 
@@ -51,16 +51,16 @@ _JOB_STATUS = [name for name in _JOB if name not in _WRITTEN_BY_API]
 _LEASE = shared(Lease, t.leases, but=("shape",))
 _MEMBER = shared(Member, t.members)
 _NODE = shared(Node, t.nodes)
-_POOL = shared(Pool, t.pools)
+POOL = shared(Pool, t.pools)
 _ENDPOINT = shared(Endpoint, t.endpoints, but=("spec",))
 _ENDPOINT_STATUS = [name for name in _ENDPOINT if name not in ("user", "created_at_s")]
 _INTERVAL = shared(OpenInterval, t.open_intervals, but=("occupancy",))
-_ENTRY = shared(Entry, t.entries)
-_EVENT = shared(Event, t.events)
+ENTRY = shared(Entry, t.entries)
+EVENT = shared(Event, t.events)
 
 
 def number_of(id: str) -> int:
-    """Returns 7 for `job-7`. Ids are never reused, so the number also orders them."""
+    """Returns the number of an id: 7 for `job-7`. Ids are never reused, so the number also orders them."""
     return int(id.rpartition("-")[2])
 
 
@@ -90,12 +90,13 @@ def new_job(number: int, spec: JobSpec, user: str, now_s: float, key: str | None
 
 
 _ONE_CPU = Shape(resources={"CPU": 1.0})
-"""Replaces a shape that cannot be read."""
+"""The placeholder of a shape that cannot be read."""
 
 
 def job(row: Row[Any]) -> Job:
-    """Returns the job of a row, whatever its spec. If this release rejects the stored spec, the job has a placeholder,
-    and `unreadable` says why.
+    """Returns the job of a row, even if its spec cannot be read.
+
+    If this release rejects the stored spec, the job has a placeholder, and `unreadable` says why.
     """
     spec, unreadable = read_config(JobSpec, row.spec)
     if spec is None:
@@ -175,18 +176,16 @@ def endpoint(row: Row[Any]) -> Endpoint:
 
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
-    """Returns what the audit log keeps of a spec: some fields and a hash. Its configuration may hold secrets."""
+    """Returns the fields of a spec that the audit log keeps, and a hash of all of it. Its configuration may contain
+    secrets.
+    """
     kept = ("kind", "name", "team", "priority", "model", "version", "budget_usd", "soft_budget_usd", "budget_per")
     fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
     return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}
 
 
-def pool_values(pool: Pool) -> Values:
-    return values_of(pool, _POOL)
-
-
 def pool(row: Row[Any]) -> Pool:
-    return Pool(**fields_of(row, _POOL))
+    return Pool(**fields_of(row, POOL))
 
 
 def interval_values(interval: OpenInterval) -> Values:
@@ -199,12 +198,8 @@ def interval(row: Row[Any]) -> OpenInterval:
     return OpenInterval(**fields_of(row, _INTERVAL), occupancy=occupancy)
 
 
-def entry_values(entry: Entry) -> Values:
-    return values_of(entry, _ENTRY)
-
-
 def entry(row: Row[Any]) -> Entry:
-    return Entry(**{**fields_of(row, _ENTRY), "kind": EntryKind(row.kind)})
+    return Entry(**{**fields_of(row, ENTRY), "kind": EntryKind(row.kind)})
 
 
 def totals_of(entries: Iterable[Entry]) -> list[Values]:
@@ -222,12 +217,8 @@ def team(row: Row[Any]) -> StoredTeam:
     return StoredTeam(row.name, row.spec or {}, row.recent_gpu_s, row.recent_at_s)
 
 
-def event_values(event: Event) -> Values:
-    return values_of(event, _EVENT)
-
-
 def event(row: Row[Any]) -> Event:
-    return Event(**fields_of(row, _EVENT))
+    return Event(**fields_of(row, EVENT))
 
 
 def stored_plan(row: Row[Any]) -> StoredPlan:

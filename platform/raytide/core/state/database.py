@@ -29,8 +29,9 @@ Ts = TypeVarTuple("Ts")
 
 BUSY_TIMEOUT_S = 30.0
 PAUSED_TRANSACTION_S = 10
-"""The time after which PostgreSQL ends the session of a process that stopped in the middle of a transaction: its locks
-would keep everybody else from writing."""
+"""The seconds after which PostgreSQL ends the session of a process that stopped in the middle of a transaction, because
+its locks would block all other writers.
+"""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_283_118_433
 """The key of the advisory lock that serializes migrations on PostgreSQL."""
@@ -54,7 +55,9 @@ class Database:
         self._turn = threading.Lock()
         self._failed: tuple[str, float] | None = None
         self.fence: Callable[[sa.Connection], None] | None = None
-        """Called in each write transaction, before anything is written; what it raises prevents the write."""
+        """A function that is called in each write transaction, before anything is written. If it raises, nothing is
+        written.
+        """
 
     @property
     def last_failure(self) -> WriteFailure | None:
@@ -67,7 +70,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """Yields a transaction with one consistent view."""
+        """Yields a read transaction with one consistent view of the database."""
         with _clear_errors(self.engine), self.engine.connect() as plain:
             level = None if self.is_sqlite else "REPEATABLE READ"
             connection = plain.execution_options(isolation_level=level) if level else plain
@@ -101,8 +104,10 @@ class Database:
 
     @contextmanager
     def _my_turn(self) -> Iterator[None]:
-        """Lets the threads of this process write to SQLite one after another. Otherwise SQLite makes a thread that
-        finds it locked sleep for up to a tenth of a second at a time.
+        """Lets the threads of this process write to SQLite one after another.
+
+        Otherwise, SQLite would make a thread that finds the database locked sleep for up to a tenth of a second at a
+        time.
         """
         is_mine = self.is_sqlite and self._turn.acquire(timeout=BUSY_TIMEOUT_S)
         try:

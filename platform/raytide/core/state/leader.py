@@ -1,7 +1,7 @@
 """Leader election among controllers on one store: a lease that its holder renews, and an epoch that fences the others.
 
-A controller that takes over raises the epoch. Each commit checks, in its own transaction, that the epoch is still its
-own: a controller that was replaced while paused or cut off can no longer write, and so no longer act, because intents
+A controller that takes over raises the epoch. Each commit checks in its transaction that the controller's epoch is
+still current. So a controller that was replaced while paused or cut off can no longer write, nor act, because intents
 are persisted before they are executed. Clocks of different machines are never compared: a waiting controller watches
 whether the lease changes.
 """
@@ -18,7 +18,8 @@ from raytide.core.state.database import Database
 from raytide.core.state.tables import leaders
 
 LEASE_S = 30.0
-"""The time without renewal after which a holder may be replaced. It exceeds the longest tick of the largest clusters.
+"""The seconds without renewal after which a holder may be replaced. They exceed the longest tick of the largest
+clusters.
 """
 _RENEW_S = 3.0
 _NAME = "controller"
@@ -27,7 +28,8 @@ _NAME = "controller"
 class Leader:
     """The leadership of one controller.
 
-    A lease under this controller's own name is its predecessor's, which a lock on the machine has shown to be dead.
+    A lease under this controller's own name is its predecessor's, because a lock on the machine has shown that the
+    predecessor is dead.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Leader:
         *,
         always_asks: bool = False,
     ) -> None:
-        """With `always_asks`, `check` reads the database each time, because a head's lease is shorter than a
+        """With `always_asks`, `check` reads the database each time, because the lease of a head is shorter than a
         controller's.
         """
         self._db, self._holder, self._monotonic_s = database, holder, monotonic_s

@@ -34,7 +34,9 @@ class Records:
     rollouts: tuple[Rollout, ...] = ()
     """Rollouts that have not ended."""
     serving: Mapping[str, Serving] = field(default_factory=dict)
-    """The application and revision that serve an endpoint, by its name; without an entry the first application does."""
+    """The application and revision that serve an endpoint, by the endpoint's name. An endpoint without an entry is
+    served by its first application.
+    """
     orders: tuple[Order, ...] = ()
     """Interventions that are not carried out yet, oldest first."""
     signals: Mapping[tuple[str, str], Signal] = field(default_factory=dict)
@@ -45,13 +47,13 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeam:
-    """The stored part of a team, besides its configuration."""
+    """The stored part of a team, in addition to its configuration."""
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)
     """The TeamSpec fields that were set while the cluster ran; for amounts, only the resources that were set."""
     recent_gpu_s: float = 0.0
-    """The value at `recent_at_s`."""
+    """The recent usage in GPU-seconds, as it was at `recent_at_s`."""
     recent_at_s: float = 0.0
 
 
@@ -62,7 +64,7 @@ class Event:
     at_s: float
     subject: str
     from_state: str
-    """Empty for a new subject."""
+    """The state before; empty for a new subject."""
     to_state: str
     reason: str = ""
 
@@ -82,15 +84,15 @@ class Changes:
     pools: tuple[Pool, ...] = ()
     entries: tuple[Entry, ...] = ()
     intervals: tuple[OpenInterval, ...] = ()
-    """Open intervals that replace the nodes' former ones."""
+    """The open intervals that replace the nodes' former ones."""
     closed: tuple[str, ...] = ()
-    """Nodes whose last interval is booked."""
+    """The ids of nodes whose last interval is booked."""
     teams: tuple[StoredTeam, ...] = ()
-    """The teams whose recent usage is written; nothing else of them is."""
+    """The teams whose recent usage is written; their other fields are not."""
     plan: Plan | None = None
     rollouts: tuple[Rollout, ...] = ()
     orders: tuple[Order, ...] = ()
-    """Interventions that are done."""
+    """The interventions that are done."""
     events: tuple[Event, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """The state store. Its methods are grouped: first those of the API, then those of the controller, then reads.
 
-Each method is one transaction. Each column has one writer (see `tables`), so the two processes never conflict.
+Each method is one transaction. Each column has one writer (see `tables`), so the API and the controller never conflict.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Store:
     def heartbeats(self, at_s: Mapping[str, float]) -> None:
         """Records that the drivers of these jobs were alive at these times.
 
-        Skips rows that another process is writing: two such statements could deadlock.
+        Rows that another process is writing are skipped, because two such statements could deadlock.
         """
         with self._db.write() as c:
             for moment in sorted(set(at_s.values())):
@@ -153,7 +153,7 @@ class Store:
                     c.execute(t.jobs.update().where(t.jobs.c.id.in_(free)).values(heartbeat_at_s=moment))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Merges into the job's progress, name by name; counts as a heartbeat."""
+        """Merges `progress` into the job's progress, name by name. Counts as a heartbeat."""
         with self._db.write() as c:
             row = c.execute(_job(job_id).with_for_update()).first()
             if row is None:
@@ -163,7 +163,9 @@ class Store:
             update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
 
     def release(self, job_id: str, *, error: str = "") -> Job:
-        """Records that the driver of a GANG job finished its work, or the error that it failed with."""
+        """Records that the driver of a GANG job released its lease: after finishing its work, or with the error with
+        which it failed.
+        """
         return self._write_job(job_id, released_by_driver=error)
 
     def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "") -> Endpoint:
@@ -191,7 +193,9 @@ class Store:
         return self._write_job(job_id, "job.change", spec=spec.model_dump(mode="json"))
 
     def lead(self, holder: str) -> str:
-        """Tries to become the leader. Returns an empty string on success, else the leader's name: try again later."""
+        """Tries to make `holder` the leader. Returns an empty string on success, else the leader's name: try again
+        later.
+        """
         if self._leader is None:
             self._leader = Leader(self._db, holder, always_asks=self._db.fence is not None)
         return self._leader.take()
@@ -260,10 +264,10 @@ class Store:
             upsert(c, t.leases, [{**codec.lease_values(lease), **changed} for lease in ch.leases])
             upsert(c, t.members, [codec.member_values(lease.id, m) for lease in ch.leases for m in lease.members])
             upsert(c, t.nodes, [codec.node_values(node) for node in ch.nodes])
-            upsert(c, t.pools, [codec.pool_values(pool) for pool in ch.pools])
+            upsert(c, t.pools, [codec.values_of(pool, codec.POOL) for pool in ch.pools])
             number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
             number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
-            append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
+            append(c, t.entries, [codec.values_of(entry, codec.ENTRY) for entry in ch.entries])
             add_up(c, t.totals, codec.totals_of(ch.entries), "amount_micro_usd", "energy_mj")
             for team in ch.teams:
                 write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
@@ -315,7 +319,7 @@ class Store:
             return tuple(codec.job(row) for row in c.execute(query))
 
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
-        """Returns the jobs among these ids."""
+        """Returns the jobs with these ids, without ids that do not exist."""
         with self._db.read() as c:
             which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in chunked(ids))
             return tuple(codec.job(row) for query in which for row in c.execute(query))
@@ -330,7 +334,7 @@ class Store:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns endpoints by name; with `ended`, deleted ones too."""
+        """Returns endpoints by name; with `ended`, including deleted ones."""
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
@@ -353,14 +357,14 @@ class Store:
         return tuple(codec.pool(row) for row in self._db.rows(t.pools.select()))
 
     def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
-        """Returns the newest events of a subject, or of all, oldest first."""
+        """Returns the newest events of a subject, or of all subjects, oldest first."""
         query = t.events.select().order_by(t.events.c.number.desc()).limit(limit)
         if subject is not None:
             query = query.where(t.events.c.subject == subject)
         return tuple(codec.event(row) for row in self._db.rows(query))[::-1]
 
     def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
-        """Returns the newest plans that were valid at `since_s` or later and made by `until_s`, oldest first."""
+        """Returns the newest plans that were made by `until_s` and valid at `since_s` or later, oldest first."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
         if until_s is not None:
             query = query.where(t.plans.c.at_s <= until_s)

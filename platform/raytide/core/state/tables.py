@@ -1,8 +1,8 @@
 """The tables, as the newest migration leaves them.
 
-Two processes write, each its own columns, so that they never conflict: the API inserts jobs and endpoints and writes
-the columns marked `API`; the controller writes all others. Times are seconds since the epoch, ledger times whole
-microseconds, money whole micro-dollars. The tables hold no secrets: of API keys they hold hashes.
+Two processes write different columns, so that they never conflict: the API inserts jobs and endpoints and writes the
+columns marked `API`; the controller writes all others. Times are seconds since the epoch, ledger times whole
+microseconds, money whole micro-dollars. The tables hold no secrets: of API keys they hold only hashes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ metadata = MetaData(
 
 
 class SafeText(TypeDecorator[str]):
-    """Text from outside (an exception, the end of a log), without NUL and lone surrogates, which databases reject."""
+    """Text from outside (an exception, the end of a log). NULs and lone surrogates, which databases reject, are taken
+    out.
+    """
 
     impl = Text
     cache_ok = True
@@ -239,7 +241,9 @@ totals = Table(
     Column("energy_mj", BigInteger, nullable=False, default=0),
     Index(None, "month"),
 )
-"""Sums of the entries by the month (`2026-11`, UTC) in which each began. Written together with the entries."""
+"""The sums of the ledger's entries by the month (`2026-11`, UTC) in which each began. They are written together with
+the entries.
+"""
 
 plans = Table(
     "plans",
@@ -287,8 +291,8 @@ spending = Table(
     Column("period", String, primary_key=True),
     *columns(BigInteger, "settled_micro_usd", "carried_pico_usd"),
 )
-"""The billed cost of an account in a month (`2026-11`, UTC) or in total (`life`). The row of the total also holds the
-rest below a micro-dollar that is carried to the next request.
+"""The billed cost of an account in a month (`2026-11`, UTC) or in total (`life`). The row of the total also has the
+fraction of a micro-dollar that is carried to the next request.
 """
 
 reservations = Table(

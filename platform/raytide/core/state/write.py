@@ -13,7 +13,7 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job
 from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
-from raytide.core.state.codec import event_values
+from raytide.core.state.codec import EVENT, values_of
 from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
@@ -33,8 +33,9 @@ def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def note(c: sa.Connection, noted: Sequence[Event]) -> None:
-    """Appends events and deletes the oldest events of their subjects. Ledger entries are never deleted."""
-    append(c, events, [event_values(event) for event in noted])
+    """Appends the events in `noted` and deletes the oldest events of their subjects. Ledger entries are never
+    deleted."""
+    append(c, events, [values_of(event, EVENT) for event in noted])
     for subject in {event.subject for event in noted}:
         newest = sa.select(events.c.number).where(events.c.subject == subject).order_by(events.c.number.desc())
         oldest_kept = newest.limit(1).offset(KEPT_EVENTS - 1).scalar_subquery()
@@ -81,7 +82,8 @@ def next_number(c: sa.Connection, name: str) -> int:
 
 
 def number_reached(c: sa.Connection, name: str, number: int) -> None:
-    """Records the highest number of the nodes or leases that the controller named, so that numbers are never reused."""
+    """Records the highest number that the controller has given to a node or a lease, so that numbers are never
+    reused."""
     if number == 0:
         return
     reached = c.execute(sa.select(counters.c.next).where(counters.c.name == name)).scalar()

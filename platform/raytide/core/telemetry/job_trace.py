@@ -21,7 +21,7 @@ _MOST_JOBS = 10_000
 
 
 def root_of(job: Job) -> SpanId:
-    """Returns the span of a whole job, which the controller exports and its driver adds to."""
+    """Returns the span of a whole job, which the controller exports and to which the driver adds spans."""
     return SpanId.of(f"{job.id} {job.submitted_at_s!r}")
 
 
@@ -60,7 +60,7 @@ def job_spans(job: Job, events: Sequence[Event], lease_events: Sequence[Event]) 
 
 
 def _states(parent: SpanId, prefix: str, events: Sequence[Event], end_s: float) -> Iterator[JobSpan]:
-    """Yields a span for each state that lasted."""
+    """Yields a span for each state that took any time."""
     ends_s = [*(event.at_s for event in events), end_s][1:]
     for number, (event, until_s) in enumerate(zip(events, ends_s, strict=True)):
         if until_s > event.at_s:
@@ -70,17 +70,19 @@ def _states(parent: SpanId, prefix: str, events: Sequence[Event], end_s: float) 
 
 
 class StepTraces:
-    """Exports the steps that jobs report as spans of their traces. One span covers the steps of `_STEPS_S` seconds."""
+    """Exports spans of the steps that jobs report, in the jobs' traces. One span covers the steps of `_STEPS_S`
+    seconds.
+    """
 
     def __init__(self, section: TracingSection, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or Tracer.over_otlp(section, _STEPS_SERVICE)
         self._last: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """The step and time up to which each job's steps are exported."""
+        """For each job, the last step and time that are exported."""
         self._lock = threading.Lock()
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Takes a report. If `_STEPS_S` seconds have passed since the last span, exports the steps since then as one
-        span. Steps that are repeated after a loss begin a new span.
+        """Handles a report of a job. If `_STEPS_S` seconds have passed since the last span, it exports the steps since
+        then as one span. Steps that are repeated after a loss begin a new span.
         """
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):
@@ -110,7 +112,7 @@ class JobTraces:
         self._store, self._tracer = store, tracer or Tracer.over_otlp(section, _SERVICE)
 
     def export(self, before: Iterable[Job], after: Mapping[str, Job]) -> None:
-        """Exports the traces of those jobs in `before` that have ended since; `after` has the present jobs by id."""
+        """Exports the traces of jobs in `before` that have ended since; `after` has the current jobs by id."""
         if self._tracer is None:
             return
         for job in before:

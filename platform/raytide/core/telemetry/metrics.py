@@ -1,7 +1,7 @@
-"""The type of a metric and of its samples, Prometheus' text format of them, and the recorders that a process keeps.
+"""The types of metrics and samples, their text in Prometheus' format, and the recorders that a process keeps.
 
-`raytide.core.telemetry.catalogue` declares all metrics. The text is written here and not by prometheus_client, whose
-70 ms for a page of 50 endpoints would stop a gateway's event loop.
+`raytide.core.telemetry.catalogue` declares all metrics. The text is written here and not by prometheus_client, whose 70
+ms for a page of 50 endpoints would stop a gateway's event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """The upper bounds of a histogram's buckets, without infinity."""
     unit: str = ""
-    """A unit in the plural: `seconds`, `tokens`, `ratio` (0 to 1), `usd`; empty for counts of the thing itself."""
+    """The unit in the plural: `seconds`, `tokens`, `ratio` (0 to 1), `usd`; empty for a count."""
 
     @property
     def exposed_name(self) -> str:
@@ -57,7 +57,7 @@ def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) ->
 
 
 def _unit_in(name: str) -> str:
-    """Returns the unit in a metric's name, for Prometheus: `tokens` in `raytide_job_tokens_per_second`."""
+    """Returns the unit that Prometheus expects for a metric's name: `tokens` for `raytide_job_tokens_per_second`."""
     return next((word for word in name.split("_") if word in _UNITS), "")
 
 
@@ -73,7 +73,7 @@ class MetricSample:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A traced request, which stands for the observations in one bucket of a histogram."""
+    """A traced request that represents the observations in one bucket of a histogram."""
 
     trace_id: str
     value: float
@@ -96,8 +96,10 @@ Sample = MetricSample | HistogramSample
 
 
 def render(samples: Iterable[Sample], *, openmetrics: bool = False) -> bytes:
-    """Returns Prometheus' text format, with each metric's samples together, in the order of their first samples; with
-    `openmetrics` the format of that name, with exemplars."""
+    """Returns the samples in Prometheus' text format, or with `openmetrics` in OpenMetrics with exemplars.
+
+    Each metric's samples are together, in the order of their first samples.
+    """
     by_metric: defaultdict[Metric, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_metric[sample.metric].append(sample)

@@ -1,4 +1,6 @@
-"""A process's own metrics page: a small HTTP server in its event loop, for Prometheus and raytide's monitor alone."""
+"""A process's own metrics page: a small HTTP server in its event loop, which only Prometheus and raytide's monitor
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Page = Callable[[Query], Awaitable[Iterable[Sample]]]
 
 _PATH = "/metrics"
 _TIMEOUT_S = 10.0
-"""The time within which a request must have arrived, and its answer be read."""
+"""The seconds within which a request must have arrived and its answer must be read."""
 _MOST_HEAD_BYTES = 8192
 _MOST_CONNECTIONS = 32
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from raytide.core.telemetry.metrics import HistogramSample, Metric, MetricSample, Sample
 
 OTHER = "other"
-"""The value of a label beyond its limit."""
+"""The value that replaces values of a label beyond its limit."""
 MOST_SERIES = 5000
-"""The series of one metric on one page; a histogram counts as one."""
+"""The most series of one metric on one page; a histogram counts as one series."""
 MOST_CHARS = 200
-"""The length of a label's value."""
+"""The most characters of a label's value."""
 MOST_VALUES: Mapping[str, int] = {
     "endpoint": 500,
     "revision": 1000,
@@ -29,6 +29,8 @@ MOST_VALUES: Mapping[str, int] = {
     "instance": 2000,
     "alert": 200,
     "probe": 200,
+    "rank": 1000,
+    "address": 200,
     "type": 200,
     "zone": 200,
 }
@@ -36,20 +38,22 @@ MOST_VALUES: Mapping[str, int] = {
 numbers its own.
 """
 MOST_OTHER_VALUES = 100
-"""The same for labels that `MOST_VALUES` does not name, whose values come from code and not from users."""
+"""The most values of each label that `MOST_VALUES` does not name; these values come from code, not from users."""
 
 
 class SeriesLimits:
-    """Limits the values of labels on one page. The first values stay; the counters and histograms of later ones are
-    added up under `other`, and their gauges are left out, since ratios and prices do not add up.
+    """Limits the values of labels on one page.
 
-    As long as a value occurs, it stays on the page or in `other`: otherwise counters would jump.
+    The first values are kept. Counters and histograms of later values are added up under `other`; their gauges are left
+    out, because ratios and prices do not add up. As long as a value occurs, it stays on the page or in `other`:
+    otherwise counters would jump.
     """
 
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
         self._most_values, self._most_series = most_values, most_series
         self._names: dict[str, dict[str, str | None]] = {}
-        """For each label, the name on the page of each of its values; None for values beyond the limit."""
+        """For each label, the value on the page that stands for each original value; None for values beyond the
+        limit."""
 
     def apply(self, samples: Iterable[Sample]) -> list[Sample]:
         """Returns the samples of one page within the limits."""
@@ -72,7 +76,8 @@ class SeriesLimits:
         return list(kept.values())
 
     def _named(self, samples: Iterable[Sample]) -> dict[str, dict[str, str | None]]:
-        """Returns the names on this page of each label's values. Values that were on the last page keep their names."""
+        """Returns the values on this page for each label's original values. Values that were on the last page are
+        kept."""
         values: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for sample in samples:
             for label, value in zip(sample.metric.labels, sample.labels, strict=True):

@@ -1,5 +1,8 @@
-"""`metadata.raytide.monitoring` of cluster.yaml: history, alerts, what alerts do, whom they tell, and probes; and
-`metadata.raytide.tracing`: where traces go, and how many."""
+"""The sections of cluster.yaml for monitoring and tracing.
+
+`metadata.raytide.monitoring` sets history, alerts, their actions and receivers, and probes; `metadata.raytide.tracing`
+sets the collector of traces and the share of requests that are traced.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +24,37 @@ ActionKind = Literal[
 
 
 class AlertOverride(Config):
-    """Changes of one alert rule."""
+    """Settings that replace those of one alert rule."""
 
     bound: float | None = None
-    """The value from which it fires, in place of the rule's own."""
+    """The value from which the alert fires, in place of the rule's own."""
     for_s: float | None = Field(default=None, ge=0, le=7 * 86_400)
-    """The time for which the condition must hold."""
+    """The seconds for which the condition must hold before the alert fires."""
     off: bool = False
 
 
 class AlertAction(Config):
-    """Something that is done when an alert fires."""
+    """An action that runs when an alert fires."""
 
     alert: AlertName
-    """The name of the alert. (`on`, as a key of YAML, would be the value true.)"""
+    """The name of the alert. The field is not called `on`, because YAML reads that key as true."""
     do: ActionKind
     cooldown_s: float = Field(default=600.0, ge=0, le=7 * 86_400)
     """The seconds after an action of this entry on an object in which the entry does nothing more to that object."""
     most_per_h: int = Field(default=4, ge=1, le=1000)
     """The most actions of this entry in an hour, on all objects."""
     dry_run: bool = False
-    """Records what it would do, and does nothing."""
+    """True to only record the action that would run."""
     command: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...] = Field(default=(), max_length=64)
     """For `command`: the program and its arguments, run without a shell. It reads the alert as JSON from its input."""
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """For `command` and `webhook`."""
+    """The timeout of a `command` or `webhook`, in seconds."""
     url: Url | None = None
     """For `webhook`: the address to which the alert is sent as JSON."""
     secret_env: VariableName | None = None
-    """For `webhook`: the variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
+    """For `webhook`: the name of the variable with the key that signs the body (HMAC-SHA256, header
+    `X-Raytide-Signature`).
+    """
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> AlertAction:
@@ -72,9 +77,9 @@ class EmailSection(Config):
     to: tuple[Address, ...] = Field(min_length=1, max_length=50)
     user: str = ""
     password_env: VariableName | None = None
-    """The variable with the password, where the cluster is started."""
+    """The name of the environment variable with the password, where the cluster is started."""
     password_file: str = ""
-    """In place of it: a file that only raytide's user can read."""
+    """A file with the password, which only raytide's user can read; in place of `password_env`."""
 
     @model_validator(mode="after")
     def _password(self) -> EmailSection:
@@ -86,15 +91,15 @@ class EmailSection(Config):
 
 
 class UrlFromEnvironment(Config):
-    """A receiver whose address or key is a secret, so that cluster.yaml names only a variable."""
+    """A receiver whose address or key is a secret: cluster.yaml only names the environment variable that has it."""
 
     url_env: VariableName
-    """The variable with its URL."""
+    """The name of the variable with the receiver's URL."""
 
 
 class PagerDutySection(Config):
     routing_key_env: VariableName
-    """The variable with the integration's key (Events API v2)."""
+    """The name of the variable with the integration's key (Events API v2)."""
     url: Url = "https://events.pagerduty.com/v2/enqueue"
 
 
@@ -103,7 +108,7 @@ class WebhookSection(Config):
 
     url: Url
     secret_env: VariableName | None = None
-    """The variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
+    """The name of the variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
 
 
 class NotifySection(Config):
@@ -111,25 +116,27 @@ class NotifySection(Config):
 
     email: EmailSection | None = None
     slack: UrlFromEnvironment | None = None
-    """Slack's incoming webhook, or one that takes the same JSON."""
+    """Slack's incoming webhook, or a receiver of the same JSON."""
     pagerduty: PagerDutySection | None = None
     webhook: WebhookSection | None = None
     least_severity: Severity = "warning"
     group_wait_s: float = Field(default=30.0, ge=0, le=3600)
     repeat_s: float = Field(default=4 * 3600.0, ge=60, le=7 * 86_400)
-    """The time after which an alert that still fires is sent again."""
+    """The seconds after which an alert that still fires is sent again."""
     most_per_h: int = Field(default=30, ge=1, le=1000)
-    """The most messages in an hour to each receiver. What is held back goes into the next one."""
+    """The most messages in an hour to each receiver. Alerts above this limit are added to the next message."""
 
 
 class ProbeSection(Config):
-    """A request with a known answer that is sent to an endpoint again and again, as a user's would be."""
+    """A request with a known answer, which is sent to an endpoint at regular intervals through the same path as users'
+    requests.
+    """
 
     endpoint: Annotated[str, Field(min_length=1, max_length=63)]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")] = "probe"
     prompt: Annotated[str, Field(min_length=1, max_length=10_000)]
     expect: str = ""
-    """A regular expression that the answer must contain; any answer will do if it is empty."""
+    """A regular expression that the answer must contain; empty if any answer is right."""
     api: Literal["chat", "completions"] = "chat"
     max_tokens: int = Field(default=16, ge=1, le=4096)
     every_s: float = Field(default=60.0, ge=5, le=86_400)
@@ -145,18 +152,20 @@ class ProbeSection(Config):
 
 
 class MonitoringSection(Config):
-    """The measurements that are kept, and the effects of alerts."""
+    """The settings of the history, the alerts, their actions and receivers, and the probes."""
 
     history_days: float = Field(default=7.0, ge=0.1, le=400)
     history_mb: int = Field(default=256, ge=16, le=100_000)
-    """The largest size of the history; the oldest values go first."""
+    """The largest size of the history in MB; the oldest values are removed first."""
     scrape_s: float = Field(default=15.0, ge=1, le=300)
     alerts: dict[AlertName, AlertOverride] = Field(default_factory=dict)
     actions: tuple[AlertAction, ...] = Field(default=(), max_length=100)
     notify: NotifySection = NotifySection()
     probes: tuple[ProbeSection, ...] = Field(default=(), max_length=200)
+    certificates: tuple[Url, ...] = Field(default=(), max_length=100)
+    """Further https addresses whose certificates are watched, such as that of the proxy in front of the cluster."""
     probe_team: str = "default"
-    """The team that pays for probes where the gateway demands keys."""
+    """The team that pays for probes, where the gateway requires API keys."""
 
     @model_validator(mode="after")
     def _probes(self) -> MonitoringSection:
@@ -166,7 +175,7 @@ class MonitoringSection(Config):
         return self
 
     def secrets(self) -> frozenset[str]:
-        """Returns the variables that hold secrets of receivers, which the monitor needs and nothing else."""
+        """Returns the variables that hold secrets of receivers. Only the monitor needs them."""
         notify = self.notify
         named = {action.secret_env for action in self.actions}
         if notify.email is not None:
@@ -189,6 +198,7 @@ class TracingSection(Config):
     """The share of requests that are traced, besides those whose client sends a sampled `traceparent`. Jobs are all
     traced."""
     most_per_s: float = Field(default=50.0, gt=0, le=10_000)
-    """The most requests that each gateway process traces in a second, whatever clients ask for."""
+    """The most requests that each gateway process traces in a second, including those that clients ask to trace."""
     headers_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$", max_length=200)] = ""
-    """The variable with headers for the collector (`name=value,name=value`), where the cluster is started."""
+    """The name of the variable with headers for the collector (`name=value,name=value`), where the cluster is
+    started."""

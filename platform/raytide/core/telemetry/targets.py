@@ -13,7 +13,7 @@ from raytide.core.logs import logger
 log = logger(__name__)
 
 _ANNOUNCED = "targets"
-"""The folder of announced pages, in the run folder."""
+"""The subfolder of the run folder with the announced pages."""
 
 ScrapeJob = Literal[
     "raytide-api", "raytide-gateway", "raytide-replica", "raytide-node", "raytide-gpu", "raytide-monitor"
@@ -26,7 +26,7 @@ class Target:
 
     job: ScrapeJob
     address: str
-    """host:port; it is the `instance` of the page's series."""
+    """The address as host:port, which is also the `instance` of the page's series."""
     path: str = "/metrics"
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Labels that Prometheus adds to each series of the page, such as `node`."""

@@ -36,7 +36,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class SpanId:
-    """The ids of a span: its trace, the span itself, and the span that it is part of (0 for none)."""
+    """The ids of a span: its trace, its own, and that of its parent (0 without a parent)."""
 
     trace: int
     span: int
@@ -44,19 +44,19 @@ class SpanId:
 
     @classmethod
     def new(cls, traceparent: str = "") -> Self:
-        """Returns a new span: part of the span that a valid `traceparent` names, else the root of a new trace."""
+        """Returns a new span: a child of the span that a valid `traceparent` names, else the root of a new trace."""
         found = _parsed(traceparent)
         trace, parent = (random.getrandbits(128) or 1, 0) if found is None else found[:2]
         return cls(trace, random.getrandbits(64) or 1, parent)
 
     @classmethod
     def of(cls, subject: str) -> Self:
-        """Returns the root span of a subject that several processes trace, such as a job."""
+        """Returns the root span of a subject, such as a job, in whose trace several processes take part."""
         digest = sha256(subject.encode()).digest()
         return cls(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
 
     def child(self, name: str = "") -> SpanId:
-        """Returns a span that is part of this one: a new span, or with a name always the same span."""
+        """Returns a child of this span: a new one, or with a name always the same one."""
         own = sha256(f"{self.trace:x} {self.span:x} {name}".encode()).digest()[:8] if name else None
         span = random.getrandbits(64) if own is None else int.from_bytes(own)
         return SpanId(self.trace, span or 1, self.span)
@@ -79,8 +79,9 @@ class TraceSampler:
         self._left, self._at_s = section.most_per_s, time.monotonic()
 
     def sampled(self, traceparent: str = "") -> SpanId | None:
-        """Returns the span of a request that is traced, else None. A valid `traceparent` decides, else chance; the rate
-        is limited.
+        """Returns the span of a request if it is to be traced, else None.
+
+        A valid `traceparent` decides, else chance does. The number of traces per second is limited in both cases.
         """
         if not self._is_on:
             return None
@@ -91,7 +92,7 @@ class TraceSampler:
         return SpanId.new(traceparent) if wanted and self._takes_place() else None
 
     def _takes_place(self) -> bool:
-        """Returns whether this second has room for another trace, and takes the room (a token bucket)."""
+        """Returns whether the rate limit (a token bucket) allows another trace now, and counts it."""
         now_s = time.monotonic()
         self._left = min(self._most_per_s, self._left + (now_s - self._at_s) * self._most_per_s)
         self._at_s = now_s
@@ -102,8 +103,8 @@ class TraceSampler:
 
 
 class Tracer:
-    """Exports finished spans in the background. Spans are dropped, and nothing waits, when the collector does not
-    answer."""
+    """Exports finished spans in the background. If the collector does not answer, spans are dropped and nothing
+    waits."""
 
     def __init__(self, service: str, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -116,7 +117,7 @@ class Tracer:
 
     @classmethod
     def over_otlp(cls, section: TracingSection, service: str) -> Tracer | None:
-        """Returns a tracer to the collector of the section; None without one."""
+        """Returns a tracer that sends to the section's collector; None if the section has none."""
         if not section.otlp:
             return None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -161,7 +162,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Exports what is left, within a few seconds."""
+        """Exports the remaining spans, within a few seconds."""
         self._processor.shutdown()
 
 
@@ -176,7 +177,7 @@ def traced_logs(place: SpanId) -> Iterator[None]:
 
 
 def _parsed(traceparent: str) -> tuple[int, int, bool] | None:
-    """Returns the trace, the span and whether the caller samples; None if `traceparent` is invalid."""
+    """Returns the ids of the trace and the span, and whether the caller traces it; None if `traceparent` is invalid."""
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None

@@ -1,1 +1,3 @@
-"""Answers that need not be computed again: those that are in computation for an equal request, and cached ones."""
+"""Answers without a new computation: requests that share the running computation of an equal request, and cached
+answers.
+"""

@@ -18,17 +18,18 @@ _KEPT, _KEPT_S = 256, 3600.0
 
 
 class AnswerQuality:
-    """The mean log probability, in nats a token, of the last measured answers: at most 256 answers, of
-    the last hour.
-    """
+    """The mean log probability, in nats a token, of the last measured answers: at most 256 answers, of the last
+    hour."""
 
     def __init__(self, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._clock = share, clock
         self._answers: deque[tuple[float, float, int]] = deque(maxlen=_KEPT)
-        """(time, sum of the log probabilities, tokens)"""
+        """The measured answers, each with its time, the sum of its log probabilities, and its number of tokens."""
 
     def measured(self, generate: Generate, is_able: Callable[[], bool]) -> Generate:
-        """Returns a `generate` that measures a share of the answers while `is_able` says that the engine can."""
+        """Returns a `generate` that measures a share of the answers, while `is_able()` is true: the engine can report
+        log probabilities.
+        """
 
         def choose(request: GenRequest) -> AsyncIterator[GenChunk]:
             is_chosen = random.random() < self._share  # no secret  # nosec B311
@@ -37,7 +38,8 @@ class AnswerQuality:
         return choose
 
     async def _measure(self, generate: Generate, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Yields the answer and measures it; log probabilities that the request did not ask for are removed."""
+        """Yields the answer's chunks and measures them. Log probabilities that the request did not ask for are
+        removed."""
         is_asked = request.sampling.logprobs is not None
         if not is_asked:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))

@@ -14,26 +14,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
-from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
-from raytide.actors.engine.types import GenChunk, GenRequest, as_request_error
+from raytide.actors.engine.backends.remote.shared_stream import SharedStream, joined
+from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.actors.serving.openai_api.respond import KEPT
-from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import AnswerCachePolicy
 
-_TURN_CHUNKS = 256
 Reuse = Literal["in_flight", "cache"]
 Generate = Callable[[GenRequest], AsyncIterator[GenChunk]]
 MAX_TOKENS = 4096
-"""Longer answers are not kept: they would arrive faster than a client reads."""
+"""The most tokens of a cached answer. A longer one, replayed at once, would arrive faster than a client reads."""
 _TOKEN_BYTES, _CHUNK_BYTES = 40, 1000
 
 
 class AnswerCache:
-    """The answers of one endpoint, the least recently used first. A policy of None keeps nothing."""
+    """The cached answers of one endpoint, least recently used first. A policy of None caches nothing."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = 0
@@ -60,9 +58,9 @@ class AnswerCache:
         """Keeps a complete answer."""
         if self._policy is None or key in self._answers or sum(len(chunk.token_ids) for chunk in chunks) > MAX_TOKENS:
             return
-        joined = _joined(chunks)
-        size = sum(_CHUNK_BYTES + _TOKEN_BYTES * len(each.token_ids) + 4 * len(each.text) for each in joined)
-        self._answers[key] = self._now_s(), size, joined
+        kept = [replace(chunk, replica=KEPT) for chunk in joined(chunks)]
+        size = sum(_CHUNK_BYTES + _TOKEN_BYTES * len(each.token_ids) + 4 * len(each.text) for each in kept)
+        self._answers[key] = self._now_s(), size, kept
         self.num_bytes += size
         self._evict()
 
@@ -76,26 +74,9 @@ class AnswerCache:
         self.num_bytes -= size
 
 
-def _joined(chunks: Sequence[GenChunk]) -> list[GenChunk]:
-    """Returns one chunk for each sample; the last one has the usage."""
-    samples: dict[int, list[GenChunk]] = {}
-    for chunk in chunks:
-        samples.setdefault(chunk.index, []).append(chunk)
-    joined = [
-        replace(
-            each[-1],
-            token_ids=[token for chunk in each for token in chunk.token_ids],
-            text="".join(chunk.text for chunk in each),
-            replica=KEPT,
-        )
-        for each in samples.values()
-    ]
-    return sorted(joined, key=lambda chunk: chunk.usage is not None)
-
-
 def answer_key(request: GenRequest, version: str) -> bytes | None:
-    """Returns a key that is equal for requests with the same answer; None if the answer is not determined, or needs
-    much more memory than its tokens (log probabilities).
+    """Returns a key that is equal for requests with the same answer. None if the answer is not determined, or has log
+    probabilities, which would take much more memory than its tokens.
     """
     params = request.sampling
     if not (params.is_greedy or params.seed is not None) or request.resume:
@@ -111,42 +92,14 @@ def answer_key(request: GenRequest, version: str) -> bytes | None:
 
 
 @dataclass(slots=True)
-class _Stream:
-    """A stream with its readers. `chunks` has the chunks from number `first` on; earlier ones were dropped."""
-
-    chunks: list[GenChunk] = field(default_factory=list)
-    first: int = 0
-    tokens: int = 0
-    readers: int = 0
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
-    failure: Exception | None = None
-    is_complete: bool = False
+class _Stream(SharedStream):
     is_kept: bool = False
-    """True once one of its readers keeps answers."""
-    task: asyncio.Task[None] | None = None
+    """True once a reader's answer is to be cached."""
 
     @property
     def is_joinable(self) -> bool:
         """False once the stream is complete, or so long that a new reader would get too much at once."""
         return self.tokens <= MAX_TOKENS and not self.is_complete
-
-    def add(self, chunk: GenChunk) -> None:
-        self.chunks.append(chunk)
-        self.tokens += len(chunk.token_ids)
-        if len(self.chunks) > MAX_PENDING_ENTRIES:
-            del self.chunks[: MAX_PENDING_ENTRIES // 2]
-            self.first += MAX_PENDING_ENTRIES // 2
-        self.wake()
-
-    def wake(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for each in waiting:
-            if not each.done():
-                each.set_result(None)
-
-    async def news(self) -> None:
-        self.waiting.append(waiter := asyncio.get_running_loop().create_future())
-        await waiter
 
 
 class SharedAnswers:
@@ -176,20 +129,9 @@ class SharedAnswers:
         stream.readers += 1
         stream.is_kept |= request.keep_answer
         try:
-            at = 0
-            while True:
-                while at < stream.first + len(stream.chunks):
-                    if at < stream.first:
-                        raise EngineError("the stream was read more slowly than it was generated.", hint="Read faster.")
-                    chunk = stream.chunks[at - stream.first]
-                    at += 1
-                    is_own = chunk.request_id == request.request_id
-                    yield chunk if is_own else replace(chunk, request_id=request.request_id)
-                if stream.failure is not None:
-                    raise stream.failure
-                if stream.is_complete:
-                    return
-                await stream.news()
+            async for chunk in stream.read():
+                is_own = chunk.request_id == request.request_id
+                yield chunk if is_own else replace(chunk, request_id=request.request_id)
         finally:
             stream.readers -= 1
             if not stream.readers:
@@ -199,23 +141,14 @@ class SharedAnswers:
         """Ends a stream without readers; the engine has freed the stream's blocks when this returns."""
         if self._streams.get(key) is stream:
             del self._streams[key]
-        if stream.task is not None and not stream.is_complete:
-            stream.task.cancel()
-            await asyncio.wait({stream.task})
+        await stream.stop()
 
     async def _compute(self, key: bytes, stream: _Stream, request: GenRequest) -> None:
         try:
             async with aclosing(self._generate(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    stream.add(chunk)
-                    if len(stream.chunks) % _TURN_CHUNKS == 0:
-                        await asyncio.sleep(0)  # what waits in the connection must not outrun the readers
-            if stream.is_kept and not stream.first:
+                await stream.fill(chunks)
+            if stream.is_kept and not stream.first and stream.failure is None:
                 self.cache.add(key, stream.chunks)
-        except BaseException as error:
-            stream.failure = as_request_error(error)
         finally:
-            stream.is_complete = True
             if self._streams.get(key) is stream:
                 del self._streams[key]
-            stream.wake()

@@ -1,4 +1,4 @@
-"""The stored responses of all gateway processes: a database in a folder of the head, within limits of size and time."""
+"""The stored responses of all gateway processes: a database in a folder of the head, with limits on size and age."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ END;
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """The limits on stored responses of a key's account, of a team, and of all. Beyond a limit the oldest of the same
-    group are removed.
+    """The limits on the stored responses of a key's account, of a team, and of all teams. Above a limit, the oldest
+    responses of the same group are removed.
     """
 
     account_responses: int = 10_000
@@ -64,11 +64,11 @@ class ResponseLimits:
     team_bytes: int = 1 << 30
     total_bytes: int = 4 << 30
     free_bytes: int = 1 << 30
-    """The space that they leave free on the disk, which may hold the cluster's state too."""
+    """The bytes that stored responses leave free on the disk, which may also hold the cluster's state."""
 
 
 class SharedResponses:
-    """A ResponseStore for the gateway processes of a cluster. `run` removes expired responses."""
+    """A ResponseStore that the gateway processes of a cluster share. `run` removes expired responses."""
 
     def __init__(
         self, folder: Path, limits: ResponseLimits | None = None, now_s: Callable[[], float] = time.time
@@ -106,6 +106,8 @@ class SharedResponses:
         expires_at = int(self._now_s()) + KEEP_S
         row = (response_id, owner.team, owner.account, len(text), expires_at, text)
         with self._database.write() as connection:
+            # The row of a batch whose gateway was killed has stored it before, under the same id.
+            connection.execute("DELETE FROM responses WHERE team = ? AND id = ?", (owner.team, response_id))
             connection.execute(
                 "INSERT INTO responses (id, team, account, bytes, expires_at, record) VALUES (?, ?, ?, ?, ?, ?)", row
             )

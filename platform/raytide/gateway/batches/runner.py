@@ -1,7 +1,9 @@
-"""Works on the batches of all teams: one gateway process at a time on each, behind the requests of clients.
+"""Works on the batches of all teams. Each batch is worked on by one gateway process at a time, at a lower priority than
+clients' requests.
 
-A batch's process holds a lock, which the kernel frees when it dies. Any process then
-takes the batch up where the progress file ends.
+A batch's process holds a lock, which the kernel frees when the process dies. Any process then continues the batch where
+its progress file ends. The rows that were in flight run on at their replicas, which give their answers to the next
+process that asks for the same rows. A process that is stopped takes no more rows, and records those in flight.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.types import ASGIApp
@@ -21,6 +25,7 @@ from raytide.actors.serving.batch.input_file import BatchInput, InputRow, check_
 from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
 from raytide.actors.serving.batch.row_request import failed_row, request_row
 from raytide.actors.serving.batch.run import run_rows, write_results
+from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import ConflictError, RaytideError
 from raytide.gateway.batches.objects import (
@@ -39,19 +44,21 @@ PRIORITY = 10
 _POLL_S = 1.0
 _SWEEP_S = 60.0
 _RETRY_S = 5.0
+_DRAIN_S = 5.0
+"""The seconds that rows in flight have to end when the process stops; its supervisor kills it soon after that."""
 _BATCHES_AT_ONCE = 4
 _ROWS_AT_ONCE = 32
-"""Rows of one batch in flight."""
+"""The most rows of one batch that are in flight."""
 _log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ScopeOf = Callable[[str], Mapping[str, Any]]
+ScopeOf = Callable[[str, BatchRow], Mapping[str, Any]]
 
 
 class BatchRunner:
-    """Works on batches in one gateway process. `scope_of(account)` returns the entries of the ASGI scope, such as the
-    caller, with which rows run; `account` is that of the key that created the batch.
+    """Works on batches in one gateway process. `scope_of(account, row)` returns the entries of the ASGI scope with
+    which a row runs, such as the caller; `account` is the account of the batch's key.
     """
 
     def __init__(
@@ -63,15 +70,17 @@ class BatchRunner:
         *,
         rows_at_once: int = _ROWS_AT_ONCE,
         poll_s: float = _POLL_S,
+        drain_s: float = _DRAIN_S,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`has_priority(model)` returns whether the model's engine supports priorities."""
         self._batches, self._app, self._scope_of, self._has_priority = batches, app, scope_of, has_priority
-        self._rows_at_once, self._poll_s, self._now_s = rows_at_once, poll_s, now_s
+        self._rows_at_once, self._poll_s, self._drain_s, self._now_s = rows_at_once, poll_s, drain_s, now_s
+        self._is_stopping = False
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
-        """Runs until it is cancelled, and then leaves its batches to the next process."""
+        """Runs until it is cancelled. Then the rows in flight may end, and the batches are left to the next process."""
         swept_s = 0.0
         try:
             while True:
@@ -86,14 +95,17 @@ class BatchRunner:
                     _log.exception("batches wait, since they cannot be read")
                 await asyncio.sleep(self._poll_s)
         finally:
+            self._is_stopping = True
             tasks = [task for _, task in self._running.values()]
+            if tasks:
+                await asyncio.wait(tasks, timeout=self._drain_s)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_up(self) -> None:
-        """Starts batches that no process works on: first those of teams with the fewest batches in this process, then
-        the oldest.
+        """Starts batches that no process works on: those of teams with the fewest batches in this process first, and of
+        these the oldest first.
         """
         self._running = {name: entry for name, entry in self._running.items() if not entry[1].done()}
         if len(self._running) >= _BATCHES_AT_ONCE:
@@ -121,9 +133,8 @@ class BatchRunner:
         with lock:
             try:
                 batch = await _in_thread(self._batches.get, claimed.team, claimed.id)
-                if batch.status not in FINAL:
-                    await self._run(batch, claimed)
-                self._remove(claimed.id)
+                if batch.status in FINAL or await self._run(batch, claimed):
+                    self._remove(claimed.id)
             except RaytideError as error:
                 _log.warning("batch %s waits, and is tried again: %s", claimed.id, error)
                 await asyncio.sleep(_RETRY_S)
@@ -131,35 +142,40 @@ class BatchRunner:
                 _log.exception("batch %s waits, and is tried again", claimed.id)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _run(self, batch: BatchObject, claimed: UnfinishedBatch) -> None:
+    async def _run(self, batch: BatchObject, claimed: UnfinishedBatch) -> bool:
+        """Returns whether the batch has ended, rather than this process's work on it."""
         rows = await _in_thread(check_input, self._batches.input_path(batch), batch.endpoint)
         if rows.errors:
             items = [BatchErrorItem(**asdict(error)) for error in rows.errors]
             failed = batch.model_copy(update={"errors": BatchErrors(data=items)})
             await _in_thread(self._batches.move, failed, "failed")
-            return
+            return True
         progress = await _in_thread(
             ProgressFile, self._batches.files.folder / f"{batch.id}.progress", {"input": rows.digest}
         )
         try:
-            await self._run_to_the_end(batch, claimed, rows, progress)
+            return await self._run_to_the_end(batch, claimed, rows, progress)
         finally:
             progress.close()
 
     async def _run_to_the_end(
         self, batch: BatchObject, claimed: UnfinishedBatch, rows: BatchInput, progress: ProgressFile
-    ) -> None:
+    ) -> bool:
         batch = batch.model_copy(update={"model": rows.model})
         batch = await _in_thread(self._batches.move, _counted(batch, rows, progress), "in_progress")
+        # Rows begin in their order, so a process that was killed had begun no others of those without a result.
+        begun = set(islice((place for place in range(len(rows)) if place not in progress), self._rows_at_once))
 
         async def request(place: int, row: InputRow) -> RowResult:
-            return await request_row(
-                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.account)
-            )
+            asked = BatchRow(f"{claimed.id}-{place}-row", may_be_running=place in begun)
+            scope_of = partial(self._scope_of, claimed.account, asked)
+            return await request_row(self._app, place, self._behind_clients(row), scope_of)
 
         status = self._ending(batch)
         if status is None:
-            running = asyncio.create_task(run_rows(rows, progress, request, at_once=self._rows_at_once))
+            running = asyncio.create_task(
+                run_rows(rows, progress, request, at_once=self._rows_at_once, is_stopping=lambda: self._is_stopping)
+            )
             try:
                 while not running.done() and status is None:
                     await asyncio.wait({running}, timeout=self._poll_s)
@@ -172,9 +188,12 @@ class BatchRunner:
                 running.result()
         if len(progress) == len(rows) and status != "cancelled":
             status = "completed"
+        if status is None:  # this process stops
+            return False
         if status == "expired":
             await _in_thread(_expire, rows, progress)
-        await _in_thread(self._finish, batch, claimed.team, rows, progress, status or "completed")
+        await _in_thread(self._finish, batch, claimed.team, rows, progress, status)
+        return True
 
     def _ending(self, batch: BatchObject) -> BatchStatus | None:
         """Returns the state in which a batch must end before all of its rows have run; None if it need not."""
@@ -209,8 +228,9 @@ class BatchRunner:
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` in a thread. Even if this task is cancelled, it waits for the thread to end: the batch's lock is held
-    until then.
+    """Runs `work` in a thread and returns its result.
+
+    Even if this task is cancelled, it waits for the thread to end, because the batch's lock must be held until then.
     """
     running = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
     try:
@@ -226,7 +246,7 @@ def _counted(batch: BatchObject, rows: BatchInput, progress: ProgressFile) -> Ba
 
 
 def _expire(rows: BatchInput, progress: ProgressFile) -> None:
-    """Records the rows that have not run as failed."""
+    """Records the rows that have not run as failed because the batch has expired."""
     message = "This request could not be executed before the completion window expired."
     left = [place for place in range(len(rows)) if place not in progress]
     for start in range(0, len(left), 1000):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 
-from raytide.actors.serving.openai_api.admission import CALLER, caller_of
+from raytide.actors.serving.openai_api.admission import CALLER, BatchRow, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody
+from raytide.core.errors import RaytideError
+from raytide.core.logs import logger
+from raytide.core.telemetry.metrics import MetricSample
 from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
 from raytide.gateway.batches.runner import BatchRunner
 from raytide.gateway.batches.store import BatchStore
@@ -18,6 +22,8 @@ from raytide.gateway.files.store import FileStore
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.tenancy.tenancy import Tenancy
 
+log = logger(__name__)
+
 _MOST_LISTED = 100
 
 
@@ -26,21 +32,29 @@ class BatchService:
 
     def __init__(self, app: FastAPI, models: EndpointModels, tenancy: Tenancy, folder: Path) -> None:
         files = FileStore(FileDatabase(folder))
-        batches = BatchStore(files)
+        self._batches = batches = BatchStore(files)
         add_file_routes(app, files)
         add_batch_routes(app, batches)
         self._models, self._tenancy = models, tenancy
         self._runner = BatchRunner(batches, app, self._scope_of, self._has_priority)
 
+    async def samples(self) -> list[MetricSample]:
+        """Returns the metrics of the batches. All gateway processes show the same, because they share the batches."""
+        try:
+            return await asyncio.to_thread(self._batches.samples)
+        except RaytideError as error:  # a full disk or a lock: the rest of the page is shown all the same
+            log.warning("the batches are not shown", extra={"error": str(error)})
+            return []
+
     async def run(self) -> None:
         await self._models.listed.wait()  # a row whose model is not known yet would fail
         await self._runner.run()
 
-    def _scope_of(self, account: str) -> dict[str, object]:
+    def _scope_of(self, account: str, row: BatchRow) -> dict[str, object]:
         """Returns the scope entries of a row's request: the row runs under the limits of the key that created the
         batch.
         """
-        return {CALLER: self._tenancy.caller_of_account(account)}
+        return {CALLER: self._tenancy.caller_of_account(account, row)}
 
     def _has_priority(self, model: str) -> bool:
         try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.core.telemetry.catalogue import application
+from raytide.core.telemetry.metrics import MetricSample
 from raytide.gateway.batches.objects import FINAL, BatchList, BatchObject, BatchRequest, BatchStatus
 from raytide.gateway.files.store import FileStore, PartialFile
 
@@ -19,9 +21,11 @@ _ORDER: tuple[BatchStatus, ...] = (
     *("validating", "in_progress", "finalizing", "cancelling"),
     *("failed", "completed", "expired", "cancelled"),
 )
-"""A batch moves forward only."""
+"""The states of a batch in order; a batch never moves back."""
+MOST_SHOWN = 20
+"""The most batches that the metrics show."""
 MAX_UNFINISHED = 100
-"""The batches of one team that have not ended."""
+"""The most batches of one team that have not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,9 @@ class UnfinishedBatch:
     id: str
     team: str
     account: str
-    """The account of the API key that created it, under whose limits its rows run; empty where there was none."""
+    """The account of the API key that created the batch, under whose limits its rows run; empty if it was created
+    without a key.
+    """
 
 
 class BatchStore:
@@ -40,7 +46,7 @@ class BatchStore:
         self._database = files.database
 
     def create(self, request: BatchRequest, team: str, account: str) -> BatchObject:
-        """Creates a batch of an uploaded file, which cannot be deleted until it ends."""
+        """Creates a batch of an uploaded file. The file cannot be deleted until the batch ends."""
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
             raise invalid(f"{source.id} has the purpose {source.purpose}, not batch.", param="input_file_id")
@@ -97,7 +103,7 @@ class BatchStore:
         return BatchList(data=data, first_id=first, last_id=last, has_more=len(rows) > limit)
 
     def cancel(self, team: str, batch_id: str) -> BatchObject:
-        """Asks the process that works on the batch to end it."""
+        """Requests that the process which works on the batch ends it; returns the batch."""
         with self._database.write() as connection:
             batch = _found(connection, batch_id, team)
             if batch.status in ("cancelling", "cancelled"):
@@ -116,9 +122,25 @@ class BatchStore:
             ).fetchall()
         return [UnfinishedBatch(row["id"], row["team"], row["account"]) for row in rows]
 
+    def samples(self) -> list[MetricSample]:
+        """Returns the metrics of the oldest unfinished batches, because these expire first."""
+        with self._database.read() as connection:
+            rows = connection.execute(
+                "SELECT team, record FROM batches WHERE is_final = 0 ORDER BY seq LIMIT ?", (MOST_SHOWN,)
+            ).fetchall()
+        now_s, found = self._now_s(), list[MetricSample]()
+        for row in rows:
+            batch = _batch(row)
+            labels, counts = (batch.id, row["team"]), batch.request_counts
+            found.append(MetricSample(application.BATCH_LEFT, max(0.0, batch.expires_at - now_s), labels))
+            done = (counts.completed + counts.failed) / counts.total if counts.total else 0.0
+            found.append(MetricSample(application.BATCH_DONE, done, labels))
+        return found
+
     def move(self, batch: BatchObject, status: BatchStatus) -> BatchObject:
-        """Saves the batch's fields with a new status and its time, unless the batch is past that status already, for
-        example because it was cancelled meanwhile.
+        """Saves the batch's fields with a new status and the time of the change, and returns the batch.
+
+        Nothing is saved if the batch is past that status already, for example because it was cancelled meanwhile.
         """
         with self._database.write() as connection:
             found = _found(connection, batch.id)

@@ -45,13 +45,12 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 
 
 class FileDatabase:
-    """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it.
+    """A folder with a database that only this user can access. Each call opens the file: any thread may call it.
 
-    By default it has a rollback journal, since readers of a write-ahead log need space on the disk. With `has_log` it
-    has a write-ahead log: it is faster, but may lose the last transactions when the power fails.
-
-    A file that SQLite finds damaged is renamed, and a new one begun: only the call that found the damage fails. The
-    contents of the damaged file are lost to later calls.
+    By default it has a rollback journal, because readers of a write-ahead log need space on the disk. With `has_log` it
+    has a write-ahead log, which is faster but may lose the last transactions in a power failure. A file that SQLite
+    finds damaged is renamed, and an empty one is created. Only the call that finds the damage fails; later calls do not
+    see the contents of the damaged file.
     """
 
     def __init__(self, folder: Path, name: str = "files.db", schema: str = _SCHEMA, *, has_log: bool = False) -> None:
@@ -60,19 +59,20 @@ class FileDatabase:
         self.folder = folder
         self._path, self._schema, self._has_log = folder / name, schema, has_log
         try:
-            with self._opened() as connection:
+            # SQLite does not wait for another process that turns the write-ahead log on.
+            with self._lock(fcntl.LOCK_EX, ".create"), self._opened() as connection:
                 self._create(connection)
         except StorageError as error:
             if not _is_damage(error.__cause__):
                 raise
 
     def set_aside(self) -> list[Path]:
-        """Returns the damaged files that are still there."""
+        """Returns the renamed damaged files that still exist."""
         return sorted(self.folder.glob(f"{self._path.name}.damaged-*"))
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Opens a transaction that excludes other writers; it is durable once the block has ended."""
+        """Yields a transaction that excludes other writers; it is durable once the block has ended."""
         with self._opened() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -85,7 +85,7 @@ class FileDatabase:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Opens a consistent view."""
+        """Yields a connection with a consistent view."""
         with self._opened() as connection:
             connection.execute("BEGIN")
             yield connection
@@ -142,10 +142,12 @@ class FileDatabase:
                 self._create(connection)
 
     @contextmanager
-    def _lock(self, kind: int) -> Iterator[None]:
-        """Holds a lock: a shared one keeps others from renaming the file, LOCK_EX keeps others from opening it."""
+    def _lock(self, kind: int, name: str = "") -> Iterator[None]:
+        """Holds a lock: a shared one keeps others from renaming the file, LOCK_EX keeps others from opening it. The
+        lock `.create` is of its own: it keeps others from creating the tables.
+        """
         try:
-            handle = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = os.open(f"{self._path}{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StorageError(
                 f"{self._path.name} cannot be opened: {error}.", hint="Free space on the head."

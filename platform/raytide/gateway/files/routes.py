@@ -55,7 +55,7 @@ def team_of(request: Request) -> str:
 
 def add_file_routes(app: FastAPI, files: FileStore) -> None:
     uploads: Counter[str] = Counter()
-    """The uploads that run, by team."""
+    """The number of running uploads by team."""
 
     refusals: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (507,)}
 
@@ -119,7 +119,9 @@ def _check_length(files: FileStore, request: Request) -> None:
 
 
 def _checked(form: UploadForm) -> tuple[str, int | None]:
-    """Returns the purpose and the seconds until the expiry. Raises ApiError for missing or wrong fields."""
+    """Returns the purpose of a file and the seconds until it expires, or None. Raises ApiError for missing or wrong
+    fields.
+    """
     if form.filename is None:
         raise _missing("file")
     purpose = form.fields.get("purpose")
@@ -132,7 +134,9 @@ def _checked(form: UploadForm) -> tuple[str, int | None]:
 
 
 def expiry_of(fields: Mapping[str, Any], param: str) -> int:
-    """Returns the seconds of `{anchor, seconds}`, given as form fields or as JSON."""
+    """Returns the seconds in `{anchor, seconds}`, given as form fields or as JSON. Raises ApiError, which names
+    `param`, if they are invalid.
+    """
     if fields.get("anchor") != "created_at":
         raise invalid("The anchor is created_at.", param=f"{param}.anchor")
     text = str(fields.get("seconds", ""))

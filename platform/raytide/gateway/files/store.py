@@ -1,4 +1,4 @@
-"""Keeps files of teams: contents in a folder, everything else in the database, within limits of size."""
+"""Stores files of teams, with limits on their size: contents in a folder, everything else in the database."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytide.gateway.files.database import FileDatabase
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _KEEP_BATCH_S = 30 * 86_400
-"""The time for which the input of a batch is kept, as at OpenAI, unless the upload says otherwise."""
+"""The seconds for which the input of a batch is kept, as at OpenAI, unless the upload sets another time."""
 _SHOWN = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
 """The columns of a file that clients see."""
 _CONTENT = re.compile(r"file-[0-9a-f]{32}")
@@ -37,7 +37,7 @@ class FileLimits:
     team_bytes: int = 8 << 30
     total_bytes: int = 32 << 30
     free_bytes: int = 1 << 30
-    """The space that uploads leave free on the disk, which may hold the cluster's state too."""
+    """The bytes that uploads leave free on the disk, which may also hold the cluster's state."""
     team_files: int = 10_000
 
 
@@ -68,7 +68,7 @@ class FileDeletion(BaseModel):
 
 
 class PartialFile:
-    """Content that is being written, under a name by which another process can remove it if this one dies."""
+    """File content that is being written. Another process can remove it by its name if this process dies."""
 
     def __init__(self, folder: Path, limits: FileLimits) -> None:
         self.id = f"file-{secrets.token_hex(16)}"
@@ -175,7 +175,7 @@ class FileStore:
             raise _no_room("The files of this cluster take all the room that they may.")
 
     def get(self, team: str, file_id: str) -> FileObject:
-        """Returns a file of the team. Raises a 404 if there is none, or if it belongs to another team."""
+        """Returns a file of the team. Raises an ApiError (404) if there is none, or if it belongs to another team."""
         with self.database.read() as connection:
             row = connection.execute(
                 "SELECT * FROM files WHERE id = ? AND team = ? AND coalesce(expires_at, ?) >= ?",
@@ -213,7 +213,7 @@ class FileStore:
         return self.get(team, file_id), self.content_path(file_id)
 
     def delete(self, team: str, file_id: str) -> FileDeletion:
-        """Deletes a file. Raises a 400 for one that an unfinished batch reads."""
+        """Deletes a file. Raises an ApiError (400) for a file that an unfinished batch reads."""
         with self.database.write() as connection:
             row = connection.execute("SELECT holds FROM files WHERE id = ? AND team = ?", (file_id, team)).fetchone()
             if row is None:
@@ -245,7 +245,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def content_path(self, file_id: str) -> Path:
-        """Returns the path of the content of a file, whichever team it belongs to."""
+        """Returns the path of the content of any team's file."""
         assert _CONTENT.fullmatch(file_id), file_id
         return self.folder / file_id
 

@@ -1,4 +1,4 @@
-"""Reads a multipart upload while it arrives: fields into memory, the file to the disk."""
+"""Reads a multipart upload while it arrives: fields into memory, the file onto the disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class UploadForm:
 
 
 async def read_upload(request: Request, part: PartialFile) -> UploadForm:
-    """Writes the part `file` of the body to `part` and returns the rest. Raises ApiError and StorageError."""
+    """Writes the part `file` of the body to `part`, and returns the rest of the form. Raises ApiError for an invalid
+    body, StorageError for a full disk.
+    """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise invalid("The body is not multipart/form-data.", param=None, status=415)
@@ -57,7 +59,7 @@ async def read_upload(request: Request, part: PartialFile) -> UploadForm:
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yields the body. Raises ApiError for a client that sends nothing for too long."""
+    """Yields the chunks of the body. Raises ApiError if the client sends nothing for too long."""
     stream = aiter(request.stream())
     while True:
         try:

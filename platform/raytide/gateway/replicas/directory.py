@@ -1,4 +1,4 @@
-"""Reads from the GCS which endpoints and replicas exist, without joining the Ray cluster."""
+"""Reads the existing endpoints and replicas from the GCS, without joining the Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logger(__name__)
 
 PERIOD_S = 0.25
 _IDLE_PERIOD_S = 1.0
-"""The period while there are no endpoints."""
+"""The seconds between two polls while there are no endpoints."""
 _TIMEOUT_S = 4.0
 _RETRY_S = 1.0
 
@@ -34,10 +34,10 @@ class EndpointEntry:
     created_at_s: float
     replicas: Mapping[str, ReplicaAddress] = field(default_factory=dict)
     revision: int = 0
-    """0 while it is unknown."""
+    """The number of the revision; 0 while it is unknown."""
     rollout: RolloutRoute | None = None
     challenger: EndpointEntry | None = None
-    """The application of the rollout's challenger."""
+    """The entry of the rollout's challenger; None without a rollout."""
 
 
 Listing = dict[str, EndpointEntry]

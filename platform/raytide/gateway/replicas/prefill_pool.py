@@ -22,8 +22,8 @@ class PrefillPool:
         """Returns the route for computing a request's prompt; None if `replica`, which decodes the request, should
         compute the prompt itself.
 
-        The replica should do so if little of the prompt is missing in its cache, and for requests that cannot be handed
-        over: several samples, log probabilities of the prompt, and the rest of an interrupted stream.
+        The replica should do so if its cache lacks only little of the prompt, or if the request cannot be handed over:
+        it has several samples, wants log probabilities of the prompt, or continues an interrupted stream.
         """
         params = request.sampling
         if len(request.prompt) - cached_tokens < self.min_tokens or isinstance(request.prompt, str):

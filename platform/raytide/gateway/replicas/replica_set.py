@@ -23,10 +23,14 @@ log = logger(__name__)
 T = TypeVar("T")
 
 _STALE_S = 1.0
-"""A replica whose last status is older gets nothing while others answer: it may hang."""
+"""The age in seconds of a replica's last status above which it gets no requests while others answer, because it may
+hang.
+"""
 _ADAPTER_S = 30.0
-"""The time for which a request waits for its adapter while replicas without it are ready."""
+"""The seconds for which a request waits for its adapter while replicas without that adapter are ready."""
 _MOST_WAITING = 1024
+_CONNECT_S = 5.0
+"""The longest wait in seconds for the connections to all replicas, and for their answers to a question."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
@@ -36,13 +40,13 @@ class Replica:
     def __init__(self, name: str, engine: RemoteEngine, info: EngineInfo) -> None:
         self.name, self.engine, self.info = name, engine, info
         self.in_flight = 0
-        """Requests of this gateway."""
+        """The number of requests that this gateway has sent and that have not ended."""
         self._died_s = -math.inf
 
     @property
     def load(self) -> float:
-        """The number of requests that the replica holds: exact for those of this gateway, as of the last status for
-        those of other gateways.
+        """The number of requests on the replica: exact for this gateway's requests, as of the last status for those of
+        other gateways.
         """
         status = self.engine.status
         held = status.stats.running + status.stats.waiting if status.stats is not None else 0
@@ -57,7 +61,7 @@ class Replica:
         return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
-        """Returns whether the last status names weights other than those in `info`, and updates `info`."""
+        """Updates `info` and returns True if the last status names other weights than `info`."""
         stats = self.engine.status.stats
         if stats is None or stats.weights_version in ("", self.info.weights_version):
             return False
@@ -109,8 +113,8 @@ class Replica:
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
-        """If the engine dies in this context, the replica gets no requests until a later status shows that it works
-        again.
+        """Stops sending requests to the replica if its engine dies in this context, until a later status shows that it
+        works again.
         """
         try:
             yield
@@ -126,7 +130,7 @@ class ReplicaSet:
         self.endpoint = endpoint
         self.router = Router()
         self.waiting = 0
-        """Requests that wait for a replica."""
+        """The number of requests that wait for a replica."""
         self.most_waiting = _MOST_WAITING
         self._on_info = on_info
         self._addresses: dict[str, ReplicaAddress] = {}
@@ -137,7 +141,7 @@ class ReplicaSet:
         self._changed = asyncio.Event()
 
     def update(self, addresses: Mapping[str, ReplicaAddress]) -> None:
-        """Connects to new replicas and forgets those that have gone."""
+        """Connects to new replicas, and drops those without an address in `addresses`."""
         for name in self._addresses.keys() - addresses.keys():
             # an open connection is kept: a draining replica deletes its address first and finishes its requests
             if name not in self._replicas:
@@ -161,11 +165,30 @@ class ReplicaSet:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests, except those without a recent status; if all are without one, all."""
+        """The replicas that take requests. Those without a recent status are left out, unless all are without one."""
         listed = self._addresses
         ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
         since_s = time.monotonic() - _STALE_S
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
+
+    async def holder(self, rejoin_key: str) -> Replica | None:
+        """Returns the replica that computes or keeps the answer of a request with this key; None if there is none. A
+        process that has just started waits a little for connections to all replicas before it asks them.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONNECT_S):
+                while self._addresses.keys() - self._replicas.keys():
+                    self._changed.clear()
+                    await self._changed.wait()
+        asked = self.connected
+        answers = [asyncio.ensure_future(replica.engine.holds(rejoin_key)) for replica in asked]
+        if answers:
+            await asyncio.wait(answers, timeout=_CONNECT_S)
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        held = [each.done() and not each.cancelled() and each.exception() is None and each.result() for each in answers]
+        return next((replica for replica, is_held in zip(asked, held, strict=True) if is_held), None)
 
     def address(self, replica: str) -> ReplicaAddress | None:
         return self._addresses.get(replica)
@@ -204,8 +227,8 @@ class ReplicaSet:
             self.waiting -= 1
 
     def _on_status(self, name: str) -> None:
-        """Passes a status on to the router, and drops the replica's prefix index if its weights have changed, because
-        the engine then has dropped its prefix cache.
+        """Passes a status on to the router. If the replica's weights have changed, it also drops the replica's prefix
+        index, because the engine has then dropped its prefix cache.
         """
         self._changed.set()
         replica = self._replicas.get(name)
@@ -223,7 +246,7 @@ class ReplicaSet:
             await replica.engine.shutdown()
 
     async def _keep(self, name: str) -> None:
-        """Keeps a replica connected for as long as it has an address; the address may change."""
+        """Keeps a connection to a replica while the replica has an address, which may change."""
         pause_s = _FIRST_RETRY_S
         while (address := self._addresses.get(name)) is not None:
             lost = asyncio.Event()

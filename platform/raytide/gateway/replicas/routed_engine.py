@@ -32,16 +32,18 @@ from raytide.gateway.replicas.routing.router import Route
 T = TypeVar("T")
 
 COLD_START_S = 300.0
-"""The time for which a request waits while no replica of its endpoint takes requests: it starts, or is replaced."""
+"""The seconds for which a request waits while no replica of its endpoint takes requests, because replicas start or are
+replaced.
+"""
 GIVES_WAY: ContextVar[bool] = ContextVar("GIVES_WAY", default=False)
-"""True in a request that another API answers if no replica does, so that it does not wait for one."""
+"""True in a request that another API answers if no replica does; it therefore does not wait for a replica."""
 _RESUME_S = 30.0
-"""The time for which a stream that has begun waits for a replica at least."""
+"""The least seconds for which a stream that has begun waits for a replica."""
 _FULL_PAUSE_S = 0.2
 _PAUSE_S = 0.02
 _MAX_DEATHS = 3
-"""The number of replicas that may die one after another while they serve a request, before its next token. Then the
-request is refused, since it may be what kills them.
+"""The number of replicas that may die one after another while they serve a request, before its next token. The request
+is then refused, because it may be what kills them.
 """
 
 
@@ -50,8 +52,10 @@ class _GoneError(Exception):
 
 
 class RoutedEngine(Engine):
-    """Sends each request to a replica. If the replica refuses or dies before the first token, another one gets the
-    request; if it dies later, another one continues from the tokens so far.
+    """Sends each request to a replica.
+
+    If the replica refuses or dies before the first token, another replica gets the request. If it dies later, another
+    one continues from the tokens so far.
     """
 
     backend = "routed"
@@ -68,7 +72,7 @@ class RoutedEngine(Engine):
         self.answers = SharedAnswers(generate, self._version, on_reuse)
         self._suspects = asyncio.Lock()
         self.prefill: PrefillPool | None = None
-        """Replicas that compute long prompts for these."""
+        """The replicas of another endpoint that compute this endpoint's long prompts; None if there are none."""
         self.patience_s = COLD_START_S
         """The time for which a request waits for a replica before its first token."""
 
@@ -87,9 +91,11 @@ class RoutedEngine(Engine):
         progress, chunks = StreamProgress(request), 0
         full: set[str] = set()
         died_with: set[str] = set()
+        is_asked = not request.may_be_running
         while True:
             resumed, before = progress.resumed(), chunks
-            replica, route = await self._choose(resumed, full, may_wait=chunks > 0)
+            holder, is_asked = None if is_asked else await self._replicas.holder(request.rejoin_key), True
+            replica, route = await self._choose(resumed, full, may_wait=chunks > 0, holder=holder)
             prefill: Route | None = None
             try:
                 waited_s = 0.0 if chunks else time.monotonic() - began_s  # for a first token, which may have come
@@ -135,10 +141,11 @@ class RoutedEngine(Engine):
         *,
         alone: bool,
     ) -> AsyncIterator[GenChunk]:
-        """Generates a request on one replica; its prompt is computed on the replica of `prefill`, if given. `alone` is
-        for requests whose replica died: no other such request starts on any replica until this one has its first token,
-        because one of those that died together may be the cause. Raises _GoneError if another request made the replica
-        die meanwhile.
+        """Generates a request on one replica; its prompt is computed on the replica of `prefill`, if given.
+
+        `alone` is for requests whose replica died. No other such request starts on any replica until this one has its
+        first token, because one of the requests that died together may be the cause. Raises _GoneError if another
+        request made the replica die meanwhile.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
@@ -200,11 +207,11 @@ class RoutedEngine(Engine):
         await self._replicas.close()
 
     def _version(self) -> str:
-        """Returns, as one text, the versions of the weights of all ready replicas."""
+        """Returns a text with the versions of the weights of all ready replicas."""
         return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
 
     async def _any(self, lora: str | None = None) -> Replica:
-        """Returns, of the ready replicas with the adapter, the one that holds the fewest requests."""
+        """Returns the ready replica with the adapter `lora` that has the fewest requests."""
         return min(await self._replicas.wait_ready(self._patience_s(), lora), key=lambda replica: replica.load)
 
     def _patience_s(self) -> float:
@@ -212,21 +219,25 @@ class RoutedEngine(Engine):
         return 0.0 if GIVES_WAY.get() else self.patience_s
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]], lora: str | None = None) -> T:
-        """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
+        """Returns one replica's answer to `question`. If the replica dies, another one is asked."""
         for _ in range(_MAX_DEATHS - 1):
             with suppress(EngineDeadError):
                 return await (await self._any(lora=lora)).ask(question)
         return await (await self._any(lora=lora)).ask(question)
 
-    async def _choose(self, request: GenRequest, full: set[str], *, may_wait: bool) -> tuple[Replica, Route]:
-        """Returns a replica for the request, other than those in `full`, which have refused it, and the route. If all
-        have refused, it waits for one if `may_wait`: the client then has a part of the answer already.
+    async def _choose(
+        self, request: GenRequest, full: set[str], *, may_wait: bool, holder: Replica | None
+    ) -> tuple[Replica, Route]:
+        """Returns a replica for the request and the route to it: `holder`, which has begun the request before, if it is
+        given. Replicas in `full`, which refused the request, are not chosen.
+
+        If all have refused, it waits for one if `may_wait`, because the client already has a part of the answer.
         """
         patience_s = max(self.patience_s, _RESUME_S) if may_wait else self._patience_s()
         deadline_s = time.monotonic() + patience_s
         first_output = request.resume[0].token_ids if request.resume else ()
         while True:
-            ready = await self._replicas.wait_ready(patience_s, request.lora)
+            ready = [holder] if holder else await self._replicas.wait_ready(patience_s, request.lora)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(
@@ -245,8 +256,8 @@ class RoutedEngine(Engine):
 
 
 def _found(request: GenRequest, chunk: GenChunk) -> int | None:
-    """Returns the number of tokens that an engine found in its cache; None if it may not have looked for the whole
-    prompt.
+    """Returns the number of prompt tokens that an engine found in its cache; None if it may not have looked up the
+    whole prompt.
     """
     looked = not request.resume and request.sampling.prompt_logprobs is None
     return chunk.usage.cached_tokens if looked and chunk.usage is not None else None

@@ -1,4 +1,4 @@
-"""Chooses the revision that answers a request, and tells after which failures of a challenger the champion may answer
+"""Chooses the revision that answers a request, and decides after which failures of a challenger the champion may answer
 instead.
 """
 
@@ -14,13 +14,14 @@ from raytide.gateway.tenancy.tenancy import GatewayCaller
 from raytide.registry.rollout.routes import RolloutRoute
 
 _ADMISSION = frozenset({401, 403, 429})
-"""The statuses of what a caller may not do, whichever revision answers."""
+"""The statuses of requests that are not allowed to their caller, whichever revision answers."""
 _TIMED_OUT = "timeout"
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
-    """Returns whether the challenger answers a request with this session, or with none (""). In a rollout by key it
-    also stores the unit's group in the caller.
+    """Returns whether the challenger answers a request with this session ("" for none).
+
+    In a rollout by key it also stores the unit's group in the caller.
     """
     unit = unit_of(scope, session, by_key=rollout.by_key)
     caller = scope.get(CALLER)
@@ -30,8 +31,10 @@ def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
 
 
 def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
-    """Returns the unit that stays with one revision: the user or session that the request names, within its account;
-    else, with `by_key`, the account; else an id for this request alone.
+    """Returns the request's unit of the traffic split. A unit always gets the same revision.
+
+    It is the user or session that the request names, within its account; else, with `by_key`, the account; else an id
+    for this request alone.
     """
     caller = scope.get(CALLER)
     key = caller.key if isinstance(caller, GatewayCaller) else None
@@ -46,17 +49,18 @@ def is_overload(error: Exception) -> bool:
 
 
 def is_for_fallback(error: Exception) -> bool:
-    """Returns whether a fallback answers a request that this error ended: the error means that all replicas were full,
-    dead or gone.
+    """Returns whether a fallback may answer a request that failed with this error, because all replicas were full, dead
+    or gone.
     """
     causes = (error, error.__cause__)
     return is_overload(error) or any(isinstance(each, EngineDeadError | WaitTimeoutError) for each in causes)
 
 
 def champion_may_answer(error: Exception) -> bool:
-    """Returns whether another revision may answer a request that this error ended before anything of it was sent.
+    """Returns whether another revision may answer a request that failed with this error before any part of a response
+    was sent.
 
-    It may also do so after a refusal of the content, since a challenger may wrongly refuse a request that the champion
+    It also may after a refusal of the content, because a challenger may wrongly refuse a request that the champion
     accepts.
     """
     if is_overload(error) or isinstance(error.__cause__, WaitTimeoutError):

@@ -87,8 +87,8 @@ class _CountedTracker(RequestTracker):
         super().finish(outcome, code)
 
     def _count_start(self, is_late: bool) -> None:
-        """Counts the first token, or that it is late; a request counts as late as soon as the promised
-        time has passed.
+        """Counts the first token, and whether it is late. A request counts as late as soon as the promised time has
+        passed.
         """
         if not self._is_started:
             self._is_started = True

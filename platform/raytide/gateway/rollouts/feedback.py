@@ -1,4 +1,4 @@
-"""`/v1/feedback`: thumbs for answers, or values of users' own metrics, by the id of the response."""
+"""The route `/v1/feedback`: thumbs for answers, or values of users' own metrics, by the id of the response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytide.gateway.tenancy.tenancy import GatewayCaller
 _RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)?[0-9a-f]{32}")
 """The pattern of response ids; the API is not asked for an id that does not match."""
 _UNREPORTED_S = (0.6, 1.2)
-"""The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
+"""The pauses in seconds before an unknown request is looked up again; gateways report ended requests twice a second."""
 
 
 _NULL = {"type": "null"}
@@ -60,7 +60,7 @@ class FeedbackObject(BaseModel):
     metric: str | None
     value: float | None
     revision: int
-    """The revision of the endpoint that answered; 0 if it is not known."""
+    """The revision of the endpoint that gave the answer; 0 if it is not known."""
 
 
 def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Request], str]) -> None:

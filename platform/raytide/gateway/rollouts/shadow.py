@@ -20,12 +20,12 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionReques
 from raytide.gateway.rollouts.counting import RevisionTally
 
 _MOST_COPIES = 32
-"""The copies that run at the same time in a gateway; further requests are not copied."""
+"""The most copies that run at once in a gateway; further requests are not copied."""
 _LONGEST_S = 300.0
 
 
 class RecordedEngine:
-    """An engine for one HTTP request, whose output it keeps."""
+    """An engine for one HTTP request that records its output."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -57,7 +57,7 @@ class RecordedEngine:
 
 
 class ShadowTraffic:
-    """The copies of one gateway process."""
+    """Sends the shadow copies of one gateway process's requests, and compares the answers."""
 
     def __init__(self) -> None:
         self._copies: set[asyncio.Task[None]] = set()
@@ -87,8 +87,8 @@ class ShadowTraffic:
 
 
 class _Copier(Anybody):
-    """The caller of a copy: it pays nothing, and its prompts are cached apart from others, under the team of the
-    request's sender.
+    """The caller of a copied request. It pays nothing, and its prompts are cached separately, under the team of the
+    original request's sender.
     """
 
     def __init__(self, caller: RequestCaller) -> None:
@@ -120,5 +120,7 @@ async def _run(
         failed(error, track)
         return
     if original.is_greedy and original.is_whole and not getattr(body, "echo", False):
+        is_equal = texts == original.texts
         tally.compared += 1
-        tally.equal += texts == original.texts
+        tally.equal += is_equal
+        server.metrics.shadowed.add("true" if is_equal else "false")

@@ -16,12 +16,12 @@ from raytide.gateway.tenancy.key_table import unauthorized, unavailable
 from raytide.gateway.tenancy.usage import UsageReporter
 
 _PATIENCE_S = 5.0
-"""The time within which a reservation must be answered; requests of keys with a budget are refused without one."""
+"""The seconds within which a reservation must be answered; otherwise the request of a key with a budget is refused."""
 _RETRY_S = 0.2
 
 
 class KeyBudgets:
-    """Reserves amounts of keys that have a budget."""
+    """Reserves amounts of the budgets of API keys."""
 
     def __init__(self, api: ControlApi, reporter: UsageReporter) -> None:
         self._api, self._reporter = api, reporter
@@ -29,8 +29,8 @@ class KeyBudgets:
         self._sender: asyncio.Task[None] | None = None
 
     async def reserve(self, id: str, key: ApiKey, amount_micro_usd: int) -> None:
-        """Reserves the amount for the request `id` and returns once it is reserved. Raises a 429 if the amount exceeds
-        what is left of the budget.
+        """Reserves the amount for the request `id`, and returns once it is reserved. Raises an ApiError (429) if the
+        amount exceeds the rest of the budget.
         """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[id] = AskedReservation(id=id, key=key.id, amount_micro_usd=amount_micro_usd), answer
@@ -79,7 +79,9 @@ class KeyBudgets:
                 answer.set_result(refusal)
 
     async def _answered(self, asked: tuple[AskedReservation, ...]) -> dict[str, str]:
-        """Asks until the API answers. Asking again is safe: each reservation is made once."""
+        """Returns the API's answers, asking until it responds. Repeating is safe, because each reservation is made
+        once.
+        """
         deadline_s = time.monotonic() + _PATIENCE_S
         batch = ReservationBatch(gateway=self._api.gateway, asked=asked)
         while True:

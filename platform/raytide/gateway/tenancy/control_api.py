@@ -1,4 +1,4 @@
-"""The gateway's calls of the control API, with its own token."""
+"""The gateway's calls to the control API, with the gateway's own token."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class ControlApi:
         self._http = httpx.AsyncClient(base_url=address, headers=headers, transport=transport, trust_env=False)
 
     async def key_table(self, newer_than: int, timeout_s: float) -> KeyTableChange:
-        """Returns the changes after the revision `newer_than`: as soon as there is one, or after
-        `timeout_s` seconds.
-        """
+        """Returns the changes after the revision `newer_than`: as soon as there is one, or after `timeout_s`
+        seconds."""
         query = {"newer_than": newer_than, "timeout_s": timeout_s, "gateway": self.gateway}
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=timeout_s + _TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
@@ -58,9 +57,8 @@ class ControlApi:
         await self._call("POST", "/v1/gateway/rollouts", json=report.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def save_feedback(self, feedback: Feedback) -> int:
-        """Stores a judgement; returns the revision that answered the request. Raises NotFoundError for an unknown
-        request.
-        """
+        """Stores a judgement; returns the revision that gave the answer. Raises NotFoundError for an unknown
+        request."""
         body = feedback.model_dump(mode="json")
         answer = await self._call("POST", "/v1/gateway/feedback", json=body, timeout=_TIMEOUT_S)
         return int(answer["revision"])

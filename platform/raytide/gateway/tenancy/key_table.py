@@ -1,4 +1,4 @@
-"""The API keys that a gateway knows. The table follows that of the control API, and is used without the API for a
+"""The API keys that a gateway knows. The table is a copy of the control API's, and stays usable without the API for a
 limited time.
 """
 
@@ -16,13 +16,13 @@ from raytide.core.objects.api_key import ApiKey, KeyTableChange, TokenPrice, dig
 from raytide.gateway.tenancy.control_api import ControlApi
 
 POLL_S = 10.0
-"""The longest time that the API holds a poll; it answers at once when a key changes."""
+"""The longest time in seconds for which the API holds a poll; it answers at once when a key changes."""
 _LOOK_TIMEOUT_S = 5.0
-"""The longest wait for the API's word on an unknown key."""
+"""The longest wait in seconds for the API to look up an unknown key."""
 _LOOKS_APART_S = 0.1
-"""The least time between two such looks, so that wrong keys cost the API ten calls a second at most."""
+"""The least seconds between two such look-ups, so that wrong keys cause at most ten API calls a second."""
 MOST_STALE_S = 3600.0
-"""The age of the table from which no key is accepted: it could have been revoked long ago."""
+"""The age of the table in seconds from which no key is accepted, because it could have been revoked long before."""
 _FREE = TokenPrice()
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class KeyTable:
         self.synced.set()
 
     async def key(self, secret: str) -> ApiKey:
-        """Returns the key of this secret. Raises a 401 as OpenAI does if there is none, a 503 while that is unknown.
+        """Returns the key with this secret. Raises an ApiError: 401, as OpenAI does, if there is none; 503 while this
+        is unknown.
 
         An unknown key may have been created a moment ago, so the API is asked before the key is refused. The table is
         searched by the secret's hash, so that response times reveal nothing about other secrets.
@@ -97,9 +98,9 @@ class KeyTable:
         return key
 
     def key_of_account(self, account: str) -> ApiKey:
-        """Returns the newest key of an account, for work that continues after the request that began it.
+        """Returns the newest key of an account, for work that continues after the request that started it.
 
-        Raises a 401 if it is no longer valid, a 503 while that cannot be known.
+        Raises an ApiError: 401 if the key is no longer valid, 503 while this is unknown.
         """
         if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
@@ -109,7 +110,7 @@ class KeyTable:
         return key
 
     def price(self, model: str) -> TokenPrice:
-        """Returns the price of an endpoint's tokens, which is also that of its adapters."""
+        """Returns the price of tokens of an endpoint or its adapters."""
         return self._prices.get(model.partition(":")[0], _FREE)
 
     def weight(self, team: str) -> float:

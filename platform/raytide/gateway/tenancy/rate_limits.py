@@ -1,5 +1,4 @@
-"""Limits of requests and tokens a minute for each account, as token buckets that all gateway processes of a machine
-share.
+"""Limits on requests and tokens a minute for each account: token buckets that all gateway processes of a machine share.
 
 A bucket is a slot of a memory-mapped file. It stores the usage, which decays at the rate of the limit. An unused slot
 is all zeros, so a slot that has decayed to zero can be reused.
@@ -26,13 +25,15 @@ from raytide.core.objects.api_key import ApiKey
 SLOTS = 1 << 14
 _PROBES = 32
 _SLOT = struct.Struct("<16sdddd")
-"""The account's hash, the time of the last change, requests and tokens used, and when both are zero again."""
+"""A slot: the account's hash, the time of the last change, the requests and tokens used, and the time at which both are
+zero again.
+"""
 _MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RateState:
-    """The limits of an account and their remainders; None for a limit that it does not have."""
+    """The limits of an account, and how much of each is used. A limit is None if the account does not have it."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
@@ -71,10 +72,11 @@ class RateLimits:
         os.close(self._file)
 
     def take(self, key: ApiKey, tokens: int) -> tuple[int, RateState]:
-        """Counts a request with at most this many tokens.
+        """Counts a request with at most this many tokens. Returns the number of counted tokens and the state of the
+        limits.
 
-        Returns the number of counted tokens, and the limits with their remainders. At most a minute's limit is counted,
-        so that a larger request can run alone. Raises a 429 that states when to try again.
+        At most a minute's limit is counted, so that a larger request can run alone. Raises an ApiError (429) that
+        states when to try again.
         """
         if key.requests_per_min is None and key.tokens_per_min is None:
             return 0, RateState()
@@ -92,7 +94,7 @@ class RateLimits:
         return counted, state
 
     def adjust(self, key: ApiKey, tokens: int) -> None:
-        """Counts additional tokens of a request; a negative number gives tokens back."""
+        """Counts further tokens of a request; a negative number returns tokens to the limit."""
         if key.tokens_per_min is None or tokens == 0:
             return
         with self._locked(key) as (at, state):
@@ -115,8 +117,9 @@ class RateLimits:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _find(self, name: bytes, now_s: float) -> tuple[int, float, float, float]:
-        """Returns the position, time and usage of the account's slot; if it has none, those of a free slot, else of the
-        slot that will be free first.
+        """Returns the position, the time and the usage of the account's slot.
+
+        Without such a slot, it returns those of a free slot, else of the slot that will be free first.
         """
         first = int.from_bytes(name[:4], "little")
         free: list[tuple[float, int]] = []

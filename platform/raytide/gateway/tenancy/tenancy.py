@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from raytide.actors.engine.types import TokenUsage
+from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.bootstrap.exposure import is_loopback
@@ -39,9 +40,9 @@ from raytide.gateway.tenancy.usage_journal import UsageJournal
 
 _LIMITS_FILE = "gateway_limits.bin"
 _LIMITS = {"insufficient_quota": "budget"}
-"""The names of limits in metrics, by the type of their errors; others have that of the type."""
+"""The names of limits in metrics, by the type of their error; other limits have the name of the type."""
 _TEAM = "default"
-"""The team of requests without a key, where none is demanded."""
+"""The team of requests without a key, if keys are not required."""
 
 
 class Tenancy:
@@ -55,7 +56,7 @@ class Tenancy:
         shared: Path | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`shared`: the folder in which the gateway processes of this machine keep their rate limits and the requests
+        """`shared` is the folder in which the gateway processes of this machine keep their rate limits and the requests
         that are not billed yet.
         """
         self.api, self.requires_keys, self._now_s = api, requires_keys, now_s
@@ -63,7 +64,7 @@ class Tenancy:
         self.limits = RateLimits(None if shared is None else shared / _LIMITS_FILE)
         self.reporter = UsageReporter(api, None if shared is None else UsageJournal(shared, api.gateway))
         self.budgets = KeyBudgets(api, self.reporter)
-        self._tokens, self._limited = ValueRecorder(TOKENS), ValueRecorder(RATE_LIMITED)
+        self._tokens, self.limited = ValueRecorder(TOKENS), ValueRecorder(RATE_LIMITED)
         self._following: asyncio.Task[None] | None = None
 
     @classmethod
@@ -78,7 +79,7 @@ class Tenancy:
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Starts to follow the key table and to report usage. Until the table is known, requests with a key get a 503.
+        """Starts following the key table and reporting usage. Until the table is known, requests with a key get a 503.
 
         Returns the tasks that do this; they should not end before `close`.
         """
@@ -117,17 +118,17 @@ class Tenancy:
             raise
         return GatewayCaller(self, None)
 
-    def caller_of_account(self, account: str) -> GatewayCaller:
-        """Returns the caller of a row of a batch, by the account of the key that created the batch; "" if it was
+    def caller_of_account(self, account: str, row: BatchRow) -> GatewayCaller:
+        """Returns the caller of a batch's row, by the account of the key that created the batch; "" if it was
         created without a key.
 
         Raises a 401 once the account has no valid key.
         """
         if account:
-            return GatewayCaller(self, self.keys.key_of_account(account))
+            return GatewayCaller(self, self.keys.key_of_account(account), row)
         if self.requires_keys:
             raise unauthorized("This batch was created without an API key, which requests need now.")
-        return GatewayCaller(self, None)
+        return GatewayCaller(self, None, row)
 
     def now_s(self) -> float:
         return self._now_s()
@@ -141,21 +142,17 @@ class Tenancy:
         ):
             self._tokens.add(endpoint, caller.team, key, kind, amount=count)
 
-    def count_limited(self, team: str, limit: str) -> None:
-        """Counts a refusal by a limit: requests, tokens or budget."""
-        self._limited.add(team, limit)
-
     def samples(self) -> Iterator[Sample]:
         """Yields the metrics of this process's callers."""
         yield from self._tokens.samples()
-        yield from self._limited.samples()
+        yield from self.limited.samples()
 
 
 class GatewayCaller:
     """The sender of a request: the holder of an API key, or anyone if no keys are demanded."""
 
-    def __init__(self, tenancy: Tenancy, key: ApiKey | None) -> None:
-        self._tenancy, self.key = tenancy, key
+    def __init__(self, tenancy: Tenancy, key: ApiKey | None, row: BatchRow | None = None) -> None:
+        self._tenancy, self.key, self.row = tenancy, key, row
         self.group: int | None = None
         """The group of its user in an A/B test."""
 
@@ -196,7 +193,7 @@ class GatewayCaller:
     ) -> GatewayGrant:
         """Admits a request with at most this many tokens, at the endpoint's price unless another price is given.
 
-        Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while
+        Raises an ApiError: 403 for a model that the key may not use, 429 beyond a rate limit or the budget, 503 while
         these cannot be checked. The caller must settle or release the grant.
         """
         grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
@@ -205,10 +202,10 @@ class GatewayCaller:
         try:
             await self._check(self.key, grant, prompt_tokens, most_completion_tokens)
         except ApiError as error:
-            self._tenancy.reporter.report_refused(grant.row(None, error.status))
+            self._tenancy.reporter.report_refused(grant.usage_row(None, error.status))
             if error.status == 429:
                 limit = _LIMITS.get(error.body.error.type, error.body.error.type)
-                self._tenancy.count_limited(self.team, limit)
+                self._tenancy.limited.add(self.team, limit)
             raise
         return grant
 
@@ -224,7 +221,7 @@ class GatewayCaller:
         if key.budget_micro_usd is None or amount == 0:
             return
         try:
-            await tenancy.budgets.reserve(grant.id, key, amount)
+            await tenancy.budgets.reserve(grant.reservation, key, amount)
             grant.has_reserved = True
         except BaseException:
             tenancy.limits.adjust(key, -grant.counted_tokens)
@@ -235,7 +232,10 @@ class GatewayGrant:
     """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
 
     def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
-        self.id = uuid4().hex if caller.group is None else id_in_group(uuid4().hex, caller.group)
+        self.reservation = uuid4().hex if caller.group is None else id_in_group(uuid4().hex, caller.group)
+        """The id of the reservation, of this attempt alone."""
+        self.id = self.reservation if caller.row is None else caller.row.id
+        """The id under which the answer is billed, once: that of the row, if it is one of a batch."""
         self.caller, self.model, self.price = caller, model, price
         self.counted_tokens, self.rates, self.has_reserved = 0, RateState(), False
         self._tenancy, self._is_over = tenancy, False
@@ -248,25 +248,33 @@ class GatewayGrant:
         return {**self.rates.headers(), "x-raytide-cost-usd": f"{self._cost_pico_usd / 1e12:.9f}"}
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
-        """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left)."""
+        """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left). A
+        row of a batch is billed for a whole answer only, because it is asked for again otherwise.
+        """
+        if self.caller.row is not None and status != 200:
+            usage = None
         if self._end(0 if usage is None else usage.prompt_tokens + usage.completion_tokens):
             if usage is not None:
                 self._tenancy.count_tokens(self.caller, self.model, usage)
-            row = self.row(usage, status, version)
+            row = self.usage_row(usage, status, version)
             self._cost_pico_usd = row.cost_pico_usd
             self._tenancy.reporter.report(row)
+            if self.has_reserved and row.id != self.reservation:
+                self._tenancy.reporter.release(self.reservation)
 
     def release(self) -> None:
         """Ends a request that cost nothing and had no response."""
         if self._end(0) and self.has_reserved:
-            self._tenancy.reporter.release(self.id)
+            self._tenancy.reporter.release(self.reservation)
 
-    def row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
-        """Returns the request's row as it is reported to the control API."""
+    def usage_row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
+        """Returns the request's row as it is reported to the control API. Its id is the grant's for an answer, else the
+        reservation's.
+        """
         key, tokens = self.caller.key, usage or TokenUsage(0, 0)
         cached = min(tokens.cached_tokens, tokens.prompt_tokens)
         return RequestUsage(
-            id=self.id,
+            id=self.id if status == 200 else self.reservation,
             at_s=self._tenancy.now_s(),
             key="" if key is None else key.id,
             team=self.caller.team,
@@ -281,8 +289,8 @@ class GatewayGrant:
         )
 
     def _end(self, tokens: int) -> bool:
-        """Ends the grant and corrects the tokens that the rate limit counted to those that were used. Returns False if
-        it had ended before.
+        """Ends the grant, and corrects the rate limit's count to the tokens that were used. Returns False if the grant
+        had ended before.
         """
         if self._is_over:
             return False

@@ -17,9 +17,9 @@ from raytide.gateway.tenancy.usage_journal import UsageJournal
 
 EVERY_S = 0.5
 MOST_QUEUED = 50_000
-"""The requests that wait to be reported, above which those with a key are refused: none goes unbilled."""
+"""The number of unreported requests above which requests with a key are refused, so that none goes unbilled."""
 FLUSH_S = 5.0
-"""The time for the last reports at shutdown."""
+"""The seconds for the last reports at shutdown."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,9 +36,8 @@ class UsageReporter:
         self._is_closing = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts to report and returns the task that does so. Requests that killed gateways had not reported come
-        first.
-        """
+        """Starts reporting and returns its task. The first reports are requests that killed gateways had not
+        reported."""
         if self._journal is not None:
             self._requests.extend(self._journal.take_over())
         self._task = asyncio.create_task(self._run())
@@ -105,8 +104,8 @@ class UsageReporter:
                 await asyncio.sleep(EVERY_S)
 
     def _next_batch(self) -> UsageBatch:
-        """Returns a batch of the oldest waiting requests and releases; they stay in the queue until the batch has
-        arrived.
+        """Returns a batch of the oldest waiting requests and releases. They stay in the queue until the batch is
+        delivered.
         """
         requests = tuple(self._requests[n] for n in range(min(MOST_BATCH, len(self._requests))))
         released = tuple(self._released[n] for n in range(min(MOST_BATCH, len(self._released))))
@@ -123,7 +122,7 @@ class UsageReporter:
             self._journal.keep(self._requests)
 
     async def _send(self, batch: UsageBatch) -> None:
-        """Sends a batch. If the API rejects the content, finds the requests that it rejects and reports all others."""
+        """Sends a batch. If the API rejects its content, it finds the rejected requests and reports all others."""
         try:
             await self._api.settle(batch)
         except UsageError as error:

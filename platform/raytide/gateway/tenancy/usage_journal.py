@@ -1,8 +1,8 @@
 """Requests that a gateway process has finished but not reported yet, in a file that outlives the process.
 
-A row is written before its response ends. So an answered request is billed even if the gateway is killed at that
-moment: the next gateway that starts on this machine reports the rows that it finds. Some of them may have been reported
-already, but the API bills no request twice.
+A row is written before its response ends, so an answered request is billed even if the gateway is killed at that
+moment: the next gateway that starts on this machine reports the rows that it finds. Rows may thus be reported twice,
+but the API bills no request twice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from raytide.core.objects.api_key import RequestUsage
 
 MOST_BYTES = 4 << 20
-"""The size from which the file is written anew, without the rows that were reported."""
+"""The size in bytes from which the file is rewritten without the reported rows."""
 _log = logging.getLogger(__name__)
 
 
 class UsageJournal:
-    """The file of one gateway process, which holds a lock on it while it lives."""
+    """The file of one gateway process. The process holds a lock on it as long as it runs."""
 
     def __init__(self, folder: Path, gateway: str) -> None:
         self._path = folder / f"usage-{gateway}.jsonl"
@@ -43,7 +43,7 @@ class UsageJournal:
             self._has_failed = True
 
     def keep(self, requests: Collection[RequestUsage]) -> None:
-        """Forgets all rows but these: empties the file if there are none, else rewrites it once it is large."""
+        """Drops all rows but these: empties the file if there are none, else rewrites it once it is large."""
         try:
             if not requests:
                 os.ftruncate(self._file, 0)
@@ -54,8 +54,8 @@ class UsageJournal:
             _log.error("reported requests stay in %s: %s", self._path, error)
 
     def take_over(self) -> Iterator[RequestUsage]:
-        """Yields the unreported rows of gateways that have ended. Each row is added to this journal before the old
-        journal is deleted.
+        """Yields the unreported rows of ended gateways. Each row is added to this journal before the old journal is
+        deleted.
         """
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:

@@ -1,11 +1,10 @@
-"""One scheduling cycle: each waiting row, in order, is admitted to free room, or preempts rows that are lower in the
-order.
+"""One scheduling cycle: each waiting row, in order, is admitted to free capacity, or preempts rows that are lower in
+the order.
 
-The cycle knows nothing of nodes: a `Capacity` does. The live queue's has nodes, quotas and budgets (`preemption.py`);
-the simulator's counts GPUs.
-
-Preemption cannot go in circles: within a cycle victims are below their preemptor in one order; a preempted job preempts
-none until its cool-down is over; and no job is preempted more than `MAX_PREEMPTIONS` times.
+The cycle knows nothing of nodes; its `Capacity` does. The live queue's has nodes, quotas and budgets (`preemption.py`);
+the simulator's counts GPUs. Preemption cannot go in circles. Within a cycle, victims are lower in the order than their
+preemptor. A preempted job preempts no other until its cool-down is over, and no job is preempted more than
+`MAX_PREEMPTIONS` times.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ Victims = Callable[[], Ints]
 
 class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index in `waiting` of the first row that may find room; those before it are skipped."""
+        """Returns the index in `waiting` of the first row that may fit; the rows before it are skipped. Returns None if
+        none may.
+        """
         ...
 
     def admit(self, row: int) -> bool:
-        """Admits a waiting row to free room."""
+        """Admits a waiting row to free capacity; returns whether it fits."""
         ...
 
     def preempt(self, row: int, victims: Victims) -> Sequence[int]:
-        """Admits a row to the room of as few as necessary of the `victims`, taken in their order.
+        """Admits a row in the place of as few `victims` as necessary, taken in their order.
 
         Returns the rows that are preempted whole: none if the row was not admitted, or if shrinking gangs was enough.
         """
@@ -40,7 +41,7 @@ class Capacity(Protocol):
 
 
 def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
-    """Admits the rows that find room; returns all waiting rows in the order in which they were tried."""
+    """Admits the rows that fit; returns all waiting rows in the order in which they were tried."""
     order = ranked(table)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
@@ -60,5 +61,5 @@ def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
 
 
 def _below(table: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
-    """Returns the candidates that come after this row in the order, the last first; none during the row's cool-down."""
+    """Returns the candidates that come after this row in the order, last first; none during the row's cool-down."""
     return lowest[: 0 if table.in_cooldown[row] else height.searchsorted(-rank[row])]

@@ -1,4 +1,4 @@
-"""Counts of the members that fit: computed once, then updated for the nodes that changed."""
+"""Counts of the members that fit on nodes: computed once, and then updated for the nodes that changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class FitCount:
     """The count for one kind of member."""
 
     need: Need
-    """Empty if no node has a resource that they need."""
+    """The resources of one member, by column of the node table; empty if no node has a resource that it needs."""
     labels: Mapping[str, str]
     ready_only: bool
     by_row: dict[int, int]
-    """Free places by row of the node table."""
+    """The number of members that fit, by row of the node table."""
     on_nodes: int
     to_buy: int
-    """Places on nodes that can be bought."""
+    """The number of members that fit on nodes that can be bought."""
     is_eligible: dict[int, bool]
     """True for rows whose node has the labels (and is ready); rows that were not looked up are missing."""
     bought: int

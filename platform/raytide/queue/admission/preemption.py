@@ -23,8 +23,9 @@ from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.state import SchedulingState
 
 MOST_PREEMPTORS = 100
-"""Jobs that preempt others in one cycle; the next tick continues. This bounds the checkpoints written at once, and the
-time of a cycle."""
+"""The most jobs that preempt others in one cycle; the next tick continues. This bounds the checkpoints written at once,
+and the time of a cycle.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,9 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower`: borrowers first, then the rows of any team or, without `any_team`, of its own."""
+        """Yields the rows of `lower` that a borrower of `team` may preempt: first those of borrowing teams, then with
+        `any_team` those of any team, else those of `team`.
+        """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
         others = lower[~borrows]
@@ -72,8 +75,8 @@ class PreemptionCandidates:
         yield from lower[~borrowers[lower]].tolist()
 
     def _belongs_to(self, teams: frozenset[str]) -> Bools:
-        """Returns, for each row, whether its team is one of these. Keeps the last answer, since most calls repeat the
-        teams.
+        """Returns, for each row, whether its team is one of these. The last result is cached, because most calls repeat
+        the teams.
         """
         if self._last_lookup is None or (self._last_lookup[0] is not teams and self._last_lookup[0] != teams):
             among = np.zeros(len(self.team_numbers) + 1, dtype=bool)
@@ -85,8 +88,8 @@ class PreemptionCandidates:
 
 @dataclass(slots=True, eq=False)
 class PreemptibleCapacity:
-    """The room and quota that there would be if every candidate were preempted. A job that does not fit even then, as
-    in most hopeless cases, needs no search.
+    """The capacity and quota if every candidate were preempted. A job that does not fit even then, which is the usual
+    case, needs no search for victims.
     """
 
     index: FitIndex
@@ -98,7 +101,7 @@ class PreemptibleCapacity:
         self.quotas.release(victim.team, victim.quota)
 
     def reserve(self, state: AdmissionState, row: int) -> None:
-        """Takes the room and quota of a row that was just admitted."""
+        """Subtracts the capacity and quota of a row that was just admitted."""
         admission, team = state.admitted[row], state.jobs[row].spec.team
         types = usage.placed_types(admission.placed, state.snapshot.node_types)
         quota = usage.quota_usage(admission.shape, types)
@@ -117,15 +120,15 @@ class PreemptibleCapacity:
 
 @dataclass(slots=True, eq=False)
 class Preemptor:
-    """The `Capacity` of the live queue: admits jobs into free room, or preempts others for them."""
+    """The `Capacity` of the live queue: admits jobs to free capacity, or preempts others for them."""
 
     state: AdmissionState
     candidates: PreemptionCandidates
     count: int = 0
-    """Jobs for which others were preempted."""
+    """The number of jobs for which others were preempted."""
     _capacity: PreemptibleCapacity | None = None
     _hopeless: set[tuple[object, ...]] = field(default_factory=set)
-    """Kinds of requests for which no victims were found."""
+    """The kinds of requests for which no victims were found."""
     _gangs: dict[int, GangVictims] = field(default_factory=dict)
 
     @classmethod
@@ -169,8 +172,10 @@ class Preemptor:
         return found
 
     def evict(self, victims: Sequence[Victim], by: str, place: Callable[[], bool]) -> list[int] | None:
-        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole. If `place` fails,
-        undoes everything and returns None: members may belong in one domain, or their accelerators exceed a quota.
+        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole.
+
+        If `place` fails, everything is undone and None is returned: the members may need one domain, or their
+        accelerators may exceed a quota.
         """
         for victim in victims:
             self.state.release(victim.row, victim.members, by)
@@ -228,8 +233,8 @@ class Preemptor:
         return self._capacity
 
     def _room_after(self, head: Job) -> SchedulingState:
-        """Returns the room left once all that the head of the queue waits for has ended or yielded, and the head has
-        started.
+        """Returns the capacity that is left once everything for which the head of the queue waits has ended or yielded,
+        and the head has started.
         """
         state, room = self.state, self.state.room.copy()
         for admission in state.admitted.values():

@@ -1,9 +1,9 @@
 """The order of all jobs, waiting or running: least attained service with corrections.
 
-Plain least attained service starves large gangs and preempts long jobs late. So a gang goes before all but new jobs
-once it has waited longer than smaller jobs do, or longer than it would under first come, first served. A job well into
-its run is preempted for short jobs only. The few oldest jobs, which are late anyhow, go last. The durations of jobs are
-not known.
+Plain least attained service starves large gangs and preempts long jobs late. So once a gang has waited longer than
+smaller jobs do, or longer than it would under first come, first served, it goes before all but new jobs. A little
+earlier already, it goes before other long jobs. A job that has run for long is preempted only for short jobs. The few
+oldest jobs, which are late in any case, go last. The durations of jobs are not known.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 NEW_GPU_S, SHORT_GPU_S = 3600.0, 36000.0
-"""Attained service up to which a job counts as new, and as short."""
+"""The attained service in GPU-seconds up to which a job counts as new, and as short."""
 GANG = 8
-"""A job with this many GPUs or more counts as a gang, for which room is hard to find."""
+"""The number of GPUs from which a job counts as a gang, which is hard to place."""
 PATIENCE_S = 4 * 3600.0
-"""A gang that has waited less is not overdue."""
+"""The seconds that a gang must have waited to be overdue."""
+LATE_FROM, KEPT_LATE_FROM, KEPT_OVERDUE_FROM = 0.85, 0.5, 0.9
+"""Shares of the wait under first come, first served. From LATE_FROM on, a gang goes before other long jobs, and from 1
+on it is overdue. A gang with GPUs keeps these ranks down to the other two shares: the wait that it is compared with
+grows while it runs, so that it would otherwise soon be preempted, and wait again."""
 WELL_IN_S = 8 * 3600.0
-"""A smaller job that has run for longer counts as short, until it goes last."""
+"""The seconds of run time above which a smaller job counts as short, until it goes last."""
 OLD_S = 72 * 3600.0
 LAST_SHARE = 0.005
 """A smaller job goes last once it is older than `OLD_S`, and older than all but this share of all jobs ever became."""
 
-URGENT, NEW, OVERDUE, SHORT, LONGER, LAST = range(6)
-"""The bands, in order."""
+URGENT, NEW, OVERDUE, SHORT, LATE, LONGER, LAST = range(7)
+"""The bands, in scheduling order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,26 +44,26 @@ class QueueTable:
     gpus: Floats
     submitted_s: Floats
     attained_gpu_s: Floats
-    """Work done, in GPU-seconds."""
+    """The work done, in GPU-seconds."""
     held_s: Floats
-    """Time with GPUs, over all its runs."""
+    """The time with GPUs, over all runs of the job."""
     queued_s: Floats
-    """Waiting time, over all its waits."""
+    """The waiting time, over all waits of the job."""
     priority: Ints
-    """The number of its class; higher goes first."""
+    """The number of the job's priority class; higher numbers go first."""
     share: Floats
-    """The recent use of each job's team over its weight; the least goes first within a band."""
+    """The recent use of each job's team divided by the team's weight; within a band, the lowest goes first."""
     is_held: Bools
     is_preemptible: Bools
-    """It holds GPUs and may be preempted."""
+    """True if the job holds GPUs and may be preempted."""
     in_cooldown: Bools
-    """It was preempted a short while ago, so it preempts no other."""
+    """True if the job was preempted a short while ago and therefore preempts no other."""
     is_urgent: Bools
-    """It has a deadline and no time to spare."""
+    """True if the job has a deadline and no time to spare."""
     within_nominal_quota: Bools
-    """It fits into its team's nominal quota together with the team's jobs before it."""
+    """True if the job, together with the jobs of its team before it, is within the team's nominal quota."""
     aging_cutoff_s: float = 0.0
-    """Only `LAST_SHARE` of all jobs, finished ones included, became older."""
+    """The age that only `LAST_SHARE` of all jobs, including finished ones, have exceeded."""
 
     @property
     def age_s(self) -> Floats:
@@ -72,7 +76,7 @@ def ranked(table: QueueTable) -> Ints:
 
 
 def waiting(table: QueueTable, order: Ints) -> Ints:
-    """Returns the waiting rows in scheduling order, those within their team's nominal quota before borrowers.
+    """Returns the waiting rows in scheduling order, those within their team's nominal quota before those that borrow.
 
     Otherwise a borrower would be admitted in one cycle and preempted in the next.
     """
@@ -87,16 +91,20 @@ def bands(table: QueueTable) -> Ints:
     band[~is_gang & (table.held_s > WELL_IN_S)] = SHORT
     band[is_last] = LAST
     # In a long queue all jobs wait long: a gang is overdue when it has waited longer than the others.
-    others_s = table.queued_s[~is_gang & ~is_last].max(initial=0.0)
-    band[is_gang & (table.queued_s > max(PATIENCE_S, min(others_s, fair_wait_s(table))))] = OVERDUE
+    others_s, fair_s = table.queued_s[~is_gang & ~is_last].max(initial=0.0), fair_wait_s(table)
+    late_s = fair_s * np.where(table.is_held, KEPT_LATE_FROM, LATE_FROM)
+    band[is_gang & (band == LONGER) & (table.queued_s > late_s)] = LATE
+    overdue_s = min(others_s, fair_s) * np.where(table.is_held, KEPT_OVERDUE_FROM, 1.0)
+    band[is_gang & (table.queued_s > np.maximum(PATIENCE_S, overdue_s))] = OVERDUE
     band[table.attained_gpu_s < NEW_GPU_S] = NEW
     band[table.is_urgent] = URGENT
     return np.asarray(band)
 
 
 def fair_wait_s(table: QueueTable) -> float:
-    """Returns the wait under first come, first served: the age of the oldest job that would find no room if all jobs
-    before it held their GPUs."""
+    """Returns the wait under first come, first served: the age of the oldest job that would not fit if all jobs before
+    it held their GPUs.
+    """
     first = np.argsort(table.submitted_s, kind="stable")
     is_behind = np.cumsum(table.gpus[first]) > table.gpus[table.is_held].sum()
     return float(table.age_s[first][is_behind].max(initial=0.0))

@@ -1,7 +1,7 @@
-"""The queue's part of a decision: which jobs are admitted, which gangs are preempted or shrink, which grow.
+"""The queue's part of a decision: the jobs that are admitted, and the gangs that are preempted, shrink or grow.
 
-In the order of `priority.py`, each job takes room that is free, that can be bought, or that lower jobs yield. A job may
-be admitted to slots that are still being vacated: its members get them within `GRACE_S`, and no other job does.
+In the order of `priority.py`, each job takes capacity that is free, that can be bought, or that lower jobs yield. A job
+may be admitted to slots that are still being vacated: its members get them within `GRACE_S`, and no other job does.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from raytide.scheduling.market_constraint import alternatives, constrain, withou
 from raytide.scheduling.state import Placements, SchedulingState
 
 GRACE_S = 30.0
-"""The longest that yielding members stay usable: for a checkpoint, and for the rest to form again without them."""
+"""The longest time in seconds that yielding members stay usable: for a checkpoint, and for the remaining members to
+form a group again.
+"""
 SETTLE_S = 15.0
-"""The seconds for which a parked member stays parked at least."""
+"""The least seconds for which a parked member stays parked."""
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
     """Returns Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
 
-    `room`: the scheduling state of the snapshot, if it was made already; this function changes it.
+    `room` is the scheduling state of the snapshot, if it was computed before; this function changes it.
     """
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so it is unknown which resources are free."
@@ -144,7 +146,7 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
 
 
 def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placements:
-    """Reserves slots for those members of a lease that need a node, as far as slots are free."""
+    """Reserves free slots for the members of a lease that need a node, and returns those reserved."""
     count = sum(member.needs_node for member in lease.members)
     for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
         if slots := room.place_some(shape, count, paces=snapshot.paces.get(lease.job_id)):
@@ -153,7 +155,7 @@ def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placem
 
 
 def queue_table(state: AdmissionState) -> QueueTable:
-    """Returns the jobs as rows. Those that neither wait nor keep a lease (stopping, yielding) count as held."""
+    """Returns the jobs as rows. Jobs that neither wait nor keep a lease (stopping, yielding) count as holding GPUs."""
     now_s, jobs = state.snapshot.at_s, state.jobs
     waits = {job.id for job in queued_jobs(state.snapshot)}
     classes, stances = state.snapshot.classes, state.snapshot.stances
@@ -234,7 +236,7 @@ def _enforce_budgets(state: AdmissionState, table: QueueTable) -> list[Preempt]:
 
 
 def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
-    """Preempts deadline jobs that must leave spot but hold a spot-only shape, if one of their on-demand shapes fits, is
+    """Preempts deadline jobs that must leave spot but hold a spot-only shape, if an on-demand shape of theirs fits, is
     within quota and is affordable.
     """
     found = []
@@ -254,7 +256,7 @@ def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
 
 
 def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
-    """Returns the shapes that budgets and quota would allow the job if it held nothing."""
+    """Returns the shapes that budgets and quota would allow the job if it held no nodes."""
     job, quota = state.jobs[row], usage.lease_quota(state.leases[row], state.node_types)
     state.quotas.release(job.spec.team, quota)
     affordable = state.affordable_shapes(row).affordable
@@ -264,7 +266,7 @@ def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
 
 
 def _preempt_whole(state: AdmissionState, table: QueueTable, row: int, why: str) -> Preempt:
-    """Preempts a whole gang, but not to make room for another job."""
+    """Preempts a whole gang for a reason other than a place for another job."""
     lease, table.is_preemptible[row] = state.leases[row], False
     state.release(row, usage.retained_members(lease), by=lease.job_id)
     del state.leases[row]
@@ -317,7 +319,7 @@ def _verdicts(state: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
 
 
 def _grow(state: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
-    """Brings parked members back on node types for which no job waits."""
+    """Brings parked members back, on node types for which no job waits."""
     rows = [row for row in order if row in state.leases and row not in state.yielded and _parked(state, row)]
     contended = _contended_types(state) if rows else set()
     for row in rows:
@@ -331,7 +333,7 @@ def _grow(state: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
 
 
 def _contended_types(state: AdmissionState) -> set[str]:
-    """Returns the node types that replicas or queued jobs wait for."""
+    """Returns the node types for which replicas or queued jobs wait."""
     contended = {name for shape in state.unplaced for name in state.requests.request(shape).node_types}
     for row, refusal in state.refused.items():
         shapes = state.jobs[row].spec.gang.shapes

@@ -1,8 +1,8 @@
-"""The shock absorber: replicas that find no room preempt spare members of elastic gangs.
+"""Reclaims capacity for serving: replicas that do not fit preempt spare members of elastic gangs. A gang shrinks in
+place, never below its minimum, and grows back later.
 
-A gang shrinks in place, never below its minimum, and grows back later. A replica that can wait for a node waits.
-Members are preempted for a replica only if it can have no node, or if the endpoint is overloaded and the replica's node
-would be ready later than a member leaves.
+A replica that can wait for a node waits. Members are preempted for a replica only if it can get no node, or if the
+endpoint is overloaded and the replica's node would be ready later than a member leaves.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from raytide.scheduling.placement import Slot
 from raytide.scheduling.replicas import is_overloaded, replica_shape
 
 LEAVE_S = 5.0
-"""The time in which a trainer leaves a member: a checkpoint, and a new process group without it."""
+"""The seconds in which a trainer frees a member: for a checkpoint, and a new process group without it."""
 MOST_REJECTED = 4
 
 _Key = tuple[bool, int, float, int, int]
 
 
 def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
-    """Preempts spare members until every published replica has room; endpoints of the highest class go first."""
+    """Preempts spare members until every published replica fits; endpoints of the highest class go first."""
     state, times = preemptor.state, _StartTimes.of(preemptor.state.snapshot.nodes, preemptor.state.snapshot.at_s)
     rank = {row: place for place, row in enumerate(ranked(table).tolist())}
     for view in sorted(state.snapshot.endpoints, key=lambda view: -_priority_of(state, view)):
@@ -55,7 +55,7 @@ def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
 
 
 def _place_replicas(preemptor: Preemptor, view: EndpointView, times: _StartTimes, rank: Mapping[int, int]) -> bool:
-    """Places all replicas that lack room, each of them whole. Returns False as soon as a replica finds no room.
+    """Places all replicas that lack nodes, each of them whole. Returns False as soon as a replica does not fit.
 
     Replicas of one member use ready nodes only; those of several also use nodes that can be bought.
     """
@@ -86,8 +86,8 @@ def _place_replicas(preemptor: Preemptor, view: EndpointView, times: _StartTimes
 
 
 def _lacking(state: AdmissionState, view: EndpointView, times: _StartTimes) -> list[Slot | None]:
-    """Returns one entry for each member that needs room now: the slot for which it would have to wait, or None if it
-    has no slot.
+    """Returns one entry for each member that needs a slot now: the slot for which it would have to wait, or None if
+    there is none.
     """
     without_slot: list[Slot | None] = [None] * reservations.missing_members(state.room, view)
     if view.endpoint.spec.members > 1:
@@ -103,7 +103,7 @@ class _StartTimes:
     at_s: float
     views: Mapping[str, NodeView]
     mean_s: Mapping[str, float]
-    """Keyed by node type: from the launch to ready."""
+    """The mean seconds from launch to ready, by node type."""
 
     @classmethod
     def of(cls, nodes: Sequence[NodeView], at_s: float) -> _StartTimes:
@@ -126,8 +126,10 @@ class _StartTimes:
 
 
 class _Donors:
-    """The gangs that may shrink for an endpoint, in the order of preemption: borrowers first, then the lowest class,
-    then the fewest GPUs that pause while the gang shrinks, then the last in the order of the queue.
+    """The gangs that may shrink for an endpoint, in the order of preemption.
+
+    Borrowers come first, then the lowest class, then the fewest GPUs that pause while the gang shrinks, then the last
+    in the order of the queue.
     """
 
     def __init__(self, state: AdmissionState, view: EndpointView, rank: Mapping[int, int]) -> None:
@@ -143,12 +145,12 @@ class _Donors:
         self._order = sorted(self._keys.values())
 
     def spare_members(self) -> Iterator[Victim]:
-        """Yields the possible victims: of each gang at most as many members as it has beyond its minimum."""
+        """Yields the possible victims: of each gang, at most the members beyond its minimum."""
         for *_, row in self._order:
             yield from self._victims(row)[: _spare_count(self._state, row)]
 
     def update(self, rows: set[int]) -> None:
-        """Updates the order after members of these gangs were preempted."""
+        """Updates the order after members of the gangs in `rows` were preempted."""
         before, self._borrowing = self._borrowing, self._state.quotas.borrowing(self._state.quotas.names)
         for team in before ^ self._borrowing:
             rows |= self._by_team[team]

@@ -1,4 +1,4 @@
-"""The shapes that a job may ask for now, with what each of them needs. Jobs with equal shapes share one look-up."""
+"""The shapes that a job may request now, with the needs of each. Jobs with equal shapes share one look-up."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class ShapeRequest:
 
     shape: Shape
     key: int
-    """Equal for shapes that fit or do not fit alike."""
+    """A number that is equal for shapes that fit under the same conditions."""
     member_key: int
-    """Equal for shapes whose members have the same resources and labels."""
+    """A number that is equal for shapes whose members have the same resources and labels."""
     at_least: int
     one: Resources
-    """Quota that one member uses, whatever its node type."""
+    """The quota that one member uses, on any node type."""
     least: Resources
-    """Quota that `at_least` members use."""
+    """The quota that the minimum number of members (`at_least`) uses."""
     node_types: frozenset[str]
     """The node types that can hold a member."""
     micro_usd_h: float
     """The lowest price of a member."""
     never: Unschedulable | None
-    """The reason why even an empty fleet could not hold it, if so."""
+    """The reason why even an empty fleet could not hold the shape; None if it could."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,9 @@ class ShapeRequests:
         return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
     def for_job(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the shapes that the job may have now, the cheapest for its work first; none if it waits for spot."""
+        """Returns the shapes that the job may request now, the cheapest for its work first; none if the job waits for
+        spot.
+        """
         if (found := self._by_job.get(job.id)) is None:
             shapes = _cheapest_first(job.spec.gang.shapes, self.offerings, self.throughputs.get(job.id, {}))
             allowed = constrain(shapes, self.stances.get(job.id))
@@ -103,16 +105,16 @@ class ShapeRequests:
 
 @dataclass(slots=True, eq=False)
 class AffordableShapes:
-    """A job's shapes under its own budget and its team's. Valid until `Budgets.version` changes."""
+    """A job's shapes within its own budget and its team's. Valid until `Budgets.version` changes."""
 
     requests: tuple[ShapeRequest, ...]
     """The requests, for spot nodes only beyond a soft limit; empty while the job waits for spot."""
     unaffordable: tuple[Unschedulable | None, ...]
-    """The reason why the budgets refuse each request at the lowest price that it can have; None if they allow it."""
+    """The reason why the budgets refuse each request even at its lowest price; None if they allow it."""
     affordable: Sequence[ShapeRequest]
     """The requests that the budgets allow."""
     over_soft_limit: str
-    """The job or team that is beyond a soft limit; "" if none is."""
+    """The job or team that is beyond a soft limit; "" if there is none."""
     version: int
 
     @classmethod
@@ -125,8 +127,8 @@ class AffordableShapes:
 
     @property
     def can_start(self) -> bool:
-        """True if the fleet could ever hold one of the affordable shapes, so that the job would start once there is
-        room.
+        """True if the fleet could ever hold one of the affordable shapes, so that the job would start once nodes are
+        free.
         """
         return any(request.never is None for request in self.affordable)
 
@@ -141,15 +143,16 @@ def _unaffordable(job: Job, request: ShapeRequest, budgets: Budgets, over_soft_l
 
 
 def _cheapest_first(shapes: Sequence[Shape], offerings: Offerings, throughputs: Throughputs) -> Sequence[Shape]:
-    """Returns the shapes by cost per unit of work; in the job's own order at equal cost or unknown throughput."""
+    """Returns the shapes by cost per unit of work. At equal cost or unknown throughput they are in the job's own
+    order."""
     if len(shapes) < 2 or not throughputs:
         return shapes
     return sorted(shapes, key=lambda shape: _cost_per_work(shape, offerings, throughputs))
 
 
 def _cost_per_work(shape: Shape, offerings: Offerings, throughputs: Throughputs) -> float:
-    """Returns the cost in micro-dollars of the work that one GPU of the slowest node type does in an hour, losses on
-    spot included.
+    """Returns the cost in micro-dollars of the work that one GPU of the slowest node type does in an hour, including
+    losses on spot.
     """
     costs = [
         cost_per_work(

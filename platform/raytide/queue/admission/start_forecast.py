@@ -1,4 +1,5 @@
-"""A forecast of when queued jobs start: the queue's decision, replayed at each end of a job that can be foreseen."""
+"""A forecast of the starts of queued jobs: the queue's decision, repeated at each end of a job that can be
+predicted."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.queue.admission.scheduler import schedule
 
 MOST_DECISIONS = 2000
-"""Jobs decided on in total; a long queue gets a shorter forecast."""
+"""The most decisions about single jobs; a long queue gets a shorter forecast."""
 
 
 def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
-    """Returns the seconds until each queued job would be admitted if no other job came. Jobs for which that is unknown
-    are left out.
+    """Returns the seconds until each queued job would be admitted if no other job came. Jobs whose start is unknown are
+    left out.
     """
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(
@@ -57,7 +58,7 @@ def _freed(view: NodeView, over: list[Lease]) -> NodeView:
 
 
 def _started(snapshot: Snapshot, new: list[Admit]) -> Snapshot:
-    """Returns the snapshot with these leases."""
+    """Returns the snapshot with the leases of these admissions."""
     ids = {action.job_id for action in new}
     return replace(
         snapshot,

@@ -1,4 +1,4 @@
-"""The state of one admission cycle: what fits by nodes, quota and budget, and what the cycle has decided so far."""
+"""The state of one admission cycle: the free capacity by nodes, quota and budget, and the cycle's decisions so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class AdmissionState:
-    """A row is an index into `jobs`. Resources of yielding members count as free, nominated ones as taken."""
+    """The state of one admission cycle. A row is an index into `jobs`. Resources of yielding members count as free, and
+    those of nominated slots as taken.
+    """
 
     snapshot: Snapshot
     jobs: Sequence[Job]
@@ -40,28 +42,27 @@ class AdmissionState:
     budgets: Budgets
     requests: ShapeRequests
     node_types: Mapping[str, NodeType]
-    """Keyed by node id."""
+    """The node types by node id."""
     is_preemptible: Sequence[bool]
     """Indexed by row."""
     nominated: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Keyed by row and index of a member that waits for a node: the node that it would get, which may have to be
-    bought."""
+    """The node nominated for each waiting member, by row and index of the member; the node may have to be bought."""
     admitted: dict[int, Admission] = field(default_factory=dict)
     refused: dict[int, Unschedulable] = field(default_factory=dict)
     yielded: dict[int, dict[int, str]] = field(default_factory=dict)
-    """The members that yield in this cycle, by row, each with the job or endpoint that takes its place."""
+    """The members that yield in this cycle, by row and index, with the job or endpoint that takes their place."""
     unplaced: list[Shape] = field(default_factory=list)
-    """Shapes of replicas that found no room, not even by preemption."""
+    """The shapes of replicas that did not fit, not even through preemption."""
     alternatives: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
-    """Keyed by endpoint that preempts: the alternatives that were rejected."""
+    """The rejected alternatives to preemption, by preempting endpoint."""
     quota_owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
-    """Keyed by resource, then by team: the rows that wait for their team's nominal quota. Other teams do not borrow
-    it for
-    members beyond a gang's minimum."""
+    """The rows that wait for their team's nominal quota, by resource and team. Other teams do not borrow this quota for
+    members beyond a gang's minimum.
+    """
     head: int | None = None
-    """The first row in the order that found no room."""
+    """The first row in the order that did not fit; None if all fitted."""
     room_after_head: SchedulingState | None = None
-    """The room left once the head has started; jobs that cannot be preempted may use no other."""
+    """The capacity that is left once the head has started. Jobs that cannot be preempted may use no other."""
     _full: dict[int, Unschedulable] = field(default_factory=dict)
     _affordable: dict[int, AffordableShapes] = field(default_factory=dict)
     _index: FitIndex | None = None
@@ -115,7 +116,7 @@ class AdmissionState:
         self.index.mark_changed(node_id)
 
     def place(self, shape: Shape, count: int, subject: str, *, max_new: int | None = None) -> bool:
-        """Reserves room for `count` members, all of them or none."""
+        """Reserves slots for `count` members, for all of them or none; returns whether it did."""
         placed = self.room.place(shape, count, subject=subject, max_new=max_new)
         if isinstance(placed, Unschedulable):
             return False
@@ -151,15 +152,18 @@ class AdmissionState:
         return self.quotas.may_reclaim(job.spec.team, self.requests.first(job).least)
 
     def preemptible_teams(self, job: Job) -> frozenset[str] | None:
-        """Returns the teams that this job may preempt; None for all. A borrower may not preempt another team that is
-        within its nominal quota, because that team would reclaim it at once."""
+        """Returns the teams that this job may preempt; None for all.
+
+        A borrower may not preempt another team that is within its nominal quota, because that team would reclaim it at
+        once.
+        """
         need = self.requests.first(job).least
         if self.quotas.limited.isdisjoint(need) or self.quotas.may_reclaim(job.spec.team, need):
             return None
         return self.quotas.borrowing(need) | {job.spec.team}
 
     def reserve_to_grow(self, row: int, most: int) -> int:
-        """Reserves room for up to `most` more members of a lease, as quota, nodes and budgets allow; returns their
+        """Reserves slots for up to `most` more members of a lease, within quota, nodes and budgets; returns their
         number.
         """
         job = self.jobs[row]
@@ -194,7 +198,7 @@ class AdmissionState:
         return self.quotas.lacking(team, need, is_preemptible=self.is_preemptible[row], may_borrow=may_borrow)
 
     def _find(self, row: int) -> tuple[Shape, Placements] | Unschedulable:
-        """Returns the first of the job's shapes that fits, with its reserved slots."""
+        """Returns the first of the job's shapes that fits, with its reserved slots; else the reason why none does."""
         refusals = []
         shapes = self.affordable_shapes(row)
         if not shapes.requests:
@@ -234,7 +238,9 @@ class AdmissionState:
             self.release_on(slot.node_id, shape.resources)
 
     def _within_budgets(self, job: Job, shape: Shape, placed: Placements) -> Placements | Unschedulable:
-        """Returns all slots if the budgets allow an hour of them, else those of the minimum, else the refusal."""
+        """Returns all placed slots if the budgets allow an hour of them, else the slots of the minimum, else the
+        refusal.
+        """
 
         def refuse(slots: Placements) -> Unschedulable | None:
             types = usage.placed_types(slots, self.snapshot.node_types)
@@ -278,8 +284,8 @@ class AdmissionState:
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """Returns the slots that a job which cannot be preempted may take without delaying the head of the queue.
 
-        So the head starts at the latest when all jobs that ran already when it began to wait, and cannot be preempted,
-        have ended.
+        The head then starts at the latest when all non-preemptible jobs that already ran when it began to wait have
+        ended.
         """
         if self.head is None or self.room_after_head is None or self.is_preemptible[row]:
             return placed

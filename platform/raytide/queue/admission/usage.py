@@ -16,15 +16,15 @@ _RETAINED = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, Member
 def retained_members(lease: Lease) -> tuple[Member, ...]:
     """Returns the members that are neither parked nor yielding, the most useful first.
 
-    A member that waits for a node is last: it uses quota and the room reserved for it, and loses nothing by yielding.
+    A member that waits for a node is last: it uses quota and its reserved slot, and loses nothing by yielding.
     """
     members = [member for member in lease.members if not (member.is_parked or member.gives_way)]
     return tuple(sorted(members, key=lambda member: _RETAINED.index(member.state)))
 
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
-    """Returns the quota that one member on each of these node types uses: its resources, and its GPUs under the
-    accelerator's name too.
+    """Returns the quota that one member on each of these node types uses: its resources, and its GPUs also under the
+    accelerator's name.
 
     None stands for a node that is not chosen yet.
     """
@@ -37,19 +37,23 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the retained members use, including members without a node. `types`: node types by node
-    id.
+    """Returns the quota that the retained members use, including members without a node.
+
+    `types` has the node types by node id.
     """
     return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
-    """Returns the quota that the minimum of a gang uses, whichever nodes it gets."""
+    """Returns the quota that a gang with its minimum number of members uses, whichever nodes it gets."""
     return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that an endpoint's published replicas use, placed or not. `types`: types by Ray's node id."""
+    """Returns the quota that an endpoint's published replicas use, placed or not.
+
+    `types` has the node types by Ray's node id.
+    """
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()

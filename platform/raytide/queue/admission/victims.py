@@ -1,4 +1,4 @@
-"""The choice of victims: the fewest, in a given order, that make room for a gang or a replica."""
+"""The choice of victims: in a given order, the fewest that must be preempted so that a gang or a replica fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytide.scheduling.node_table import Need
 
 @dataclass(slots=True, eq=False)
 class Victim:
-    """Members of a gang that can only be preempted together: a spare one, or all of its minimum."""
+    """Members of a gang that can only be preempted together: one spare member, or all members of the minimum."""
 
     row: int
     members: tuple[Member, ...]
@@ -25,9 +25,9 @@ class Victim:
     team: str
     quota: Resources
     need: Need
-    """Resources of one member, by column of the node table."""
+    """The resources of one member, by column of the node table."""
     at: tuple[int, ...]
-    """The rows, in the node table, of those members that have a node."""
+    """The rows in the node table of the members that have a node."""
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """One gang as victims: its spare members, the last first, and its minimum."""
+    """One gang as victims: its spare members, last first, and its minimum."""
 
     spare: tuple[Victim, ...]
     minimum: tuple[Victim, ...]
@@ -62,8 +62,9 @@ class GangVictims:
 
 
 class Simulation:
-    """The room and the quota as they would be if some victims were preempted. Room is only counted. Quotas are changed
-    in place, once there is room, and `close` restores them.
+    """The capacity and the quota as they would be if some victims were preempted.
+
+    Capacity is only counted. Quotas are changed in place, once the capacity is enough, and `close` restores them.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class Simulation:
         self._preempted: dict[Victim, None] = {}
         self._quota_released: dict[Victim, None] = {}
         self._changed: list[Victim] = []
-        """Victims whose quota may not be up to date."""
+        """The victims whose quota may be out of date."""
 
     def fits(self) -> bool:
-        """Returns True if one of the requests has room and quota."""
+        """Returns True if one of the requests fits, by capacity and by quota."""
         for request in self._requests:
             if request.total >= request.request.at_least:
                 self._update_quotas()
@@ -92,12 +93,12 @@ class Simulation:
         return False
 
     def preempt(self, victim: Victim) -> bool:
-        """Preempts the victim in the simulation. Returns True if there is room then, quota aside."""
+        """Preempts the victim in the simulation. Returns True if the capacity is then enough, regardless of quota."""
         self._preempted[victim] = None
         return self._change(victim, 1.0)
 
     def retain(self, victim: Victim) -> bool:
-        """Undoes `preempt`. Returns True if there still is room."""
+        """Undoes `preempt` of the victim. Returns True if the capacity is still enough."""
         del self._preempted[victim]
         return self._change(victim, -1.0)
 
@@ -143,10 +144,9 @@ class _Request:
 
 
 def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list[Victim]:
-    """Returns the candidates that have to be preempted until one of the requests fits, in their order: no more than
-    necessary.
+    """Returns the candidates to preempt so that one of the requests fits: no more than necessary, in the given order.
 
-    Returns none if preempting all of them would not make enough room, or if nothing has to be preempted.
+    Returns none if preempting all of them would not be enough, or if a request fits without preemption.
     """
     victims = iter(candidates)
     if (first := next(victims, None)) is None:
@@ -185,8 +185,8 @@ def _needed(simulation: Simulation, preempted: list[Victim]) -> list[Victim]:
 
 
 def _prune(simulation: Simulation, victims: Sequence[Victim], last: Victim) -> list[Victim]:
-    """Retains each victim that is not needed, the last first, and returns the needed ones. `last` made the room, so it
-    is always needed.
+    """Retains each victim that is not needed, last first, and returns the needed ones. `last` is always needed, because
+    only its preemption made a request fit.
     """
     needed = []
     for victim in reversed(victims):

@@ -1,4 +1,4 @@
-"""The GPU-seconds that a job has had, which decide its place in the queue and whether it may be preempted."""
+"""The GPU-seconds that a job has received, which decide its place in the queue and whether it may be preempted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job
 
 COOL_DOWN_S = 600.0
-"""After its preemption, a job takes only free room for this time and preempts no other."""
+"""The seconds after its preemption in which a job preempts no other and only takes free capacity."""
 MAX_PREEMPTIONS = 100
-"""After this many preemptions a job counts as one that cannot be preempted."""
+"""The number of preemptions after which a job counts as one that cannot be preempted."""
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
-    """Ends the job's spell (a time with one number of usable GPUs) and begins another if the number has changed."""
+    """Ends the job's current spell (a time with a constant number of usable GPUs) and begins another if the number has
+    changed.
+    """
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
     if gpus == job.spell_gpus:
@@ -33,7 +35,8 @@ def attained_gpu_s(job: Job, now_s: float) -> float:
 
 
 def queued_s(job: Job, now_s: float) -> float:
-    """Returns all of its waiting time: before admission, between its runs, and while its nodes started."""
+    """Returns the job's total waiting time in seconds: before admission, between its runs, and while its nodes
+    started."""
     return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 

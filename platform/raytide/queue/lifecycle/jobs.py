@@ -24,7 +24,9 @@ from raytide.queue.lifecycle.leases import acknowledge_release, release
 WITHOUT_MEMBERS = 254
 """The exit code of a driver whose gang has no usable member left."""
 _MOST_NODE_LOSSES = 100
-"""The losses of all nodes that use up no restart: a job that itself brings nodes down does not buy them for ever."""
+"""The most losses of all nodes that use up no restart, so that a job that breaks its own nodes does not get new ones
+for ever.
+"""
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 
@@ -40,8 +42,7 @@ class DriverKey:
 class DriverStatus:
     """The status of a job's driver.
 
-    `died`: the process vanished (out of memory, killed, node lost) and may run again; `failed`: it reported failure.
-
+    `died`: the process vanished (out of memory, killed, node lost) and may run again. `failed`: it reported failure.
     `unknown`: the status could not be read, so nothing follows from it.
     """
 
@@ -49,18 +50,18 @@ class DriverStatus:
     state: Literal["running", "succeeded", "failed", "died", "unknown"]
     message: str = ""
     with_head: bool = False
-    """It was started by another head than the present one, so what ended it was the loss of that head."""
+    """True if a former head started the driver, which ended because that head was lost."""
     without_members: bool = False
-    """It ended because no member of its gang was usable any more."""
+    """True if the driver ended because no member of its gang was usable any more."""
 
 
 def advance(
     job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
-    """Returns the job's next state, and its lease, which is released when the job is over. The driver's status is
-    ignored if it is that of another attempt.
+    """Returns the job's next state, and its lease, which is released when the job is over.
 
-    `silent_s`: seconds since the driver of a gang last asked for its lease; None while that is unknown.
+    The status of a driver of another attempt is ignored. `silent_s` is the seconds since the driver of a gang last
+    polled its lease; None while that is unknown.
     """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
@@ -91,7 +92,7 @@ def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -
 
 
 def requeued(job: Job, reason: str) -> Job:
-    """Applies the planner's Requeue, or the end of a preemption, to a job. The caller releases its lease with it."""
+    """Applies the planner's Requeue, or the end of a preemption, to a job. The caller also releases its lease."""
     return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
 
 

@@ -22,9 +22,9 @@ _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEA
 def advance(
     lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, PlacementGroupInfo] | None, now_s: float
 ) -> Lease:
-    """Returns the lease's next state. `epoch` grows exactly when the holder has to react.
+    """Returns the lease's next state. `epoch` grows only when the holder has to react.
 
-    `groups` is None while Ray does not answer: nothing is concluded, and the time to form restarts.
+    `groups` is None while Ray does not answer: then nothing is concluded, and the time to form restarts.
     """
     if lease.state is LeaseState.RELEASED:
         return lease
@@ -44,7 +44,10 @@ def advance(
 
 
 def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
-    """Applies a plan's Assigns to one lease. `nodes`: node id by member index. Members with a node keep it."""
+    """Applies a plan's Assigns to one lease. Members that have a node keep it.
+
+    `nodes` has the node id by member index.
+    """
     members = tuple(
         replace(m, state=MemberState.ASSIGNED, node_id=nodes[m.index])
         if m.index in nodes and m.state is MemberState.WAITING
@@ -55,7 +58,7 @@ def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
 
 
 def unassign(lease: Lease, index: int) -> Lease:
-    """Applies the planner's Unassign to a member whose node holds nothing of it yet."""
+    """Applies the planner's Unassign to a member that has no placement group on its node yet."""
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
 
 
@@ -126,7 +129,7 @@ def _vacate(member: Member) -> Member:
 
 
 def _park(member: Member, now_s: float) -> Member:
-    """Returns the parked member. It remembers the node that it gave away until Ray shows the node's slot as free."""
+    """Returns the member as parked. It remembers the node that it yielded until Ray shows the node's slot as free."""
     parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
     return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
@@ -169,8 +172,8 @@ def _leave_node(member: Member, now_s: float) -> Member:
 
 
 def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:
-    """Makes a member whose group Ray lost look for a node again. A group that Ray does not list is kept: the list may
-    be stale.
+    """Makes a member whose group Ray lost look for a node again. A group that is missing in Ray's list is kept, because
+    the list may be stale.
     """
     if member.state not in _WITH_GROUP or group is None:
         return member

@@ -1,4 +1,4 @@
-"""The reason why an admitted job has not started, and what would help. Queued jobs have theirs in a Wait."""
+"""The reason why an admitted job has not started, and the remedy. A queued job has its reason in a Wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PendingReason:
     remedy: str = ""
     """The nearest change that would meet it."""
     wait_s: float | None = None
-    """Seconds until it would start if no other job came; None if unknown."""
+    """The seconds until the job would start if no other job came; None if unknown."""
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
@@ -43,7 +43,9 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 
 def given_away_text(lease: Lease) -> str:
-    """Returns a text with the jobs and endpoints to which the lease gave members; empty if it has all its members."""
+    """Returns a text that names the jobs and endpoints to which the lease yielded members; empty if it has all its
+    members.
+    """
     to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
@@ -56,12 +58,12 @@ def given_away_text(lease: Lease) -> str:
 
 
 def _is_job(name: str) -> bool:
-    """True for a job's id; no endpoint may have such a name."""
+    """Returns True for a job's id; no endpoint may have such a name."""
     return name.startswith("job-") and name[4:].isdigit()
 
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
-    """Returns the reason of a job that waits for slots which other jobs vacate; None if no member yields."""
+    """Returns the reason of a job whose slots other jobs are still vacating; None if no member yields."""
     yielding = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
     if not yielding:
         return None

@@ -1,8 +1,8 @@
-"""Checks a job's spec at submission, and fills in what it leaves to raytide.
+"""Checks a job's spec at submission, and fills in the fields that it leaves to raytide.
 
-The planner fills in what a training leaves to it, and refuses a training that cannot fit its GPUs. Its corrections are
-learned from the trainings that the cluster has run. A deadline must be one that can be met at all. GPU memory is a
-resource of shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
+The planner fills in the automatic fields of a training, and refuses a training that cannot fit its GPUs. Its
+corrections are learned from the trainings that the cluster has run. A deadline must be possible to meet. GPU memory is
+a resource of shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from raytide.sizing.search.fixes import check_training
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
-"""It returns the `config.json` of the model that a spec trains; None if that cannot be read."""
+"""A function that returns the `config.json` of the model that a spec trains; None if it cannot be read."""
 _JOBS = 200
-"""The number of newest jobs that are looked at."""
+"""The number of newest jobs from which corrections are learned."""
 _LEAST_STEPS = 20
-"""A run with fewer steps would mostly have measured its start."""
+"""The least steps of a run to learn from; a shorter one would mostly measure its start."""
 _EVERY_S = 60.0
 
 ReadConfigOfJob = Callable[[TrainSpec, Job], Mapping[str, object] | None]
-"""It returns the `config.json` of the model that a job trained; None if that cannot be read."""
+"""A function that returns the `config.json` of the model that a job trained; None if it cannot be read."""
 
 
 def plan_training(
@@ -79,7 +79,7 @@ def _without_spares(shapes: Sequence[Shape], spares: int) -> list[Shape]:
 
 
 def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
-    """Returns the sizes of the model that a spec trains; None if they are not known here."""
+    """Returns the sizes of the model that a spec trains; None if they cannot be determined here."""
     from raytide.actors.models.architecture import model_shape
     from raytide.actors.models.families import architecture_of
 
@@ -91,7 +91,10 @@ def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
 
 
 class LearnedCorrections:
-    """Learns from the trainings that succeeded, on nodes of one type, and looks for new ones once a minute at most."""
+    """Corrections of predicted step times and memory, learned from trainings that succeeded on nodes of one type.
+
+    The store is searched for new trainings at most once a minute.
+    """
 
     def __init__(
         self, store: Store, node_types: Sequence[NodeType], read_config: ReadConfigOfJob, clock: Clock
@@ -130,7 +133,8 @@ class LearnedCorrections:
 
 
 def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) -> MeasuredRun | None:
-    """Returns what a training on nodes of one type measured; None if that cannot be compared with a prediction."""
+    """Returns the measurements of a training on nodes of one type; None if they cannot be compared with a
+    prediction."""
     device = device_of(node_type)
     step_s, world, steps = (job.progress_number(name) for name in ("step_s", "world", "step"))
     if device is None or not step_s or not world or (steps or 0) < _LEAST_STEPS:
@@ -184,8 +188,9 @@ def _holds(shape: Shape, node_type: NodeType) -> bool:
 
 
 def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:
-    """Returns the gang with `gpu_memory_gb` of each shape replaced by a label. Raises CapacityError if no node type
-    that a shape's other labels allow has GPUs with that much."""
+    """Returns the gang with `gpu_memory_gb` of each shape replaced by a label. Raises CapacityError if none of the node
+    types that a shape's other labels allow has GPUs with that much memory.
+    """
     if all(shape.gpu_memory_gb is None for shape in gang.shapes):
         return gang
     shapes = tuple(_selected(shape, node_types, subject) for shape in gang.shapes)

@@ -28,31 +28,29 @@ _LEAST_GROUPS = 20
 
 class AbSpec(Config):
     effect: float = Field(gt=0)
-    """The size of a difference that matters, in units of the metric: tau. A wrong one costs time, not validity."""
+    """The smallest difference that matters, in units of the metric: tau. A wrong value makes the test slower, not
+    invalid.
+    """
     better: Literal["higher", "lower"] = "higher"
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """The probability that a winner is declared between equal arms, however often one looks."""
+    """The probability that a winner is declared although the arms are equal, however often the test is looked at."""
     requests: int = Field(default=200, ge=2)
     """The least number of requests of each arm."""
 
 
 @dataclass(slots=True)
 class Arm:
-    """The observations of one arm, summed by group of users. Arms of several gateways can be added up."""
+    """The observations of one arm, summed by group of users."""
 
     counts: list[int] = field(default_factory=lambda: [0] * GROUPS)
     sums: list[float] = field(default_factory=lambda: [0.0] * GROUPS)
 
     def add(self, group: int, value: float, count: int = 1) -> None:
-        """Adds to a group this number of observations with this sum."""
+        """Adds `count` observations with the sum `value` to a group."""
         if not math.isfinite(value):
             raise ValueError(f"{value} is no observation")
         self.counts[group] += count
         self.sums[group] += value
-
-    def merge(self, other: Arm) -> None:
-        for group, (count, value) in enumerate(zip(other.counts, other.sums, strict=True)):
-            self.add(group, value, count)
 
     @property
     def requests(self) -> int:
@@ -81,12 +79,14 @@ class Comparison:
     difference: float = 0.0
     """The mean of b minus the mean of a."""
     low: float = -math.inf
-    """The interval holds the true difference at all looks together, with a probability of 1 - alpha."""
+    """The lower limit of the interval that contains the true difference, at all looks together, with a probability of 1
+    - alpha; `high` is the upper limit.
+    """
     high: float = math.inf
     p_value: float = 1.0
-    """The smallest of all looks."""
+    """The smallest p-value of all looks so far."""
     winner: Literal["", "a", "b"] = ""
-    """Empty while the test goes on."""
+    """The arm that won; empty while the test continues."""
     reason: str = ""
 
 

@@ -1,4 +1,6 @@
-"""A canary: the challenger gets more traffic step by step. As soon as it is worse than the champion, it gets none."""
+"""A canary: the challenger gets more traffic step by step. As soon as it is worse than the champion, it gets no more
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from raytide.registry.rollout.share_test import BadShare, ShareTest
 Criterion = Literal["errors", "late", "disliked"]
 CRITERIA: tuple[Criterion, ...] = ("errors", "late", "disliked")
 _METRIC = "metric "
-"""The begin of the criterion of a metric, which may have the name of another criterion."""
+"""The prefix of a metric's criterion, so that a metric may have the name of another criterion."""
 Action = Literal["hold", "advance", "complete", "roll_back"]
 _NAMES = {"errors": "failed requests", "late": "late first tokens", "disliked": "disliked answers"}
 
@@ -25,9 +27,9 @@ class CanaryStep(Config):
     percent: float = Field(gt=0, le=100)
     """The challenger's share of traffic."""
     for_s: bounds.Seconds = 60.0
-    """The least time that it lasts."""
+    """The least seconds that the step lasts."""
     requests: int = Field(default=100, ge=1)
-    """The least number of the challenger's requests in it."""
+    """The least number of requests that the challenger must have had in the step."""
 
 
 class CanarySpec(Config):
@@ -37,12 +39,15 @@ class CanarySpec(Config):
         default=tuple(CanaryStep(percent=percent) for percent in (5, 25, 50, 100)), min_length=1, max_length=100
     )
     alpha: float = Field(default=0.001, gt=0, lt=0.5)
-    """The probability of rolling back a challenger that is no worse than the champion, however long it takes. A step of
-    100 % may add as much again."""
+    """The probability that a challenger which is no worse than the champion is rolled back, however long the canary
+    lasts. A step of 100 % may add as much again.
+    """
     tolerance: float = Field(default=0.005, ge=0, lt=1)
-    """The excess over the champion's share of failed, late or disliked requests that is accepted even if it is real."""
+    """The accepted excess over the champion's share of failed, late or disliked requests: a real but smaller excess
+    does not end the canary.
+    """
     metrics: dict[MetricName, MetricLimit] = Field(default_factory=dict, max_length=MOST_METRICS)
-    """Metrics that users send for answers, and which of their values are bad."""
+    """The metrics that users report for answers, with the limits of their good values."""
 
     @model_validator(mode="after")
     def _rises(self) -> CanarySpec:
@@ -58,13 +63,13 @@ class RevisionCounts:
 
     requests: int = 0
     errors: int = 0
-    """Requests that failed by the server's fault; refusals and clients that left are none."""
+    """The number of requests that failed through the server's fault; refusals and clients that left do not count."""
     started: int = 0
-    """Requests with a first token, or that waited for it longer than the goal."""
+    """The number of requests that got a first token, or waited for it longer than the SLO."""
     late: int = 0
-    """Those of `started` whose first token came after the goal."""
+    """The number of requests in `started` whose first token came later than the SLO."""
     judged: int = 0
-    """Answers with a quality score: a thumb, or a judge's verdict."""
+    """The number of answers with a quality score: a thumb, or a judge's verdict."""
     disliked: int = 0
     metrics: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The number of values and of the bad ones, by metric."""
@@ -86,9 +91,9 @@ class RevisionCounts:
 class CanaryState:
     step: int
     since_s: float
-    """The begin of the step."""
+    """The time at which the step began."""
     requests: int = 0
-    """The challenger's requests in this step."""
+    """The number of the challenger's requests in this step."""
     tests: Mapping[str, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
     """The sequential tests by criterion."""
 
@@ -121,11 +126,10 @@ def decide(
         for criterion, test in state.tests.items()
     }
     state = replace(state, tests=tests, requests=state.requests + challenger.requests)
-    for criterion, test in tests.items():
-        if test.e_value >= len(tests) / spec.alpha and test.excess > spec.tolerance:
-            bad = _NAMES.get(criterion) or f"bad values of {criterion}"
-            why = f"{test.b.mean:.1%} {bad} in {test.b.total}, against {test.a.mean:.1%} of the champion"
-            return state, CanaryDecision("roll_back", 0.0, why)
+    for criterion in regressions(spec, state):
+        test, bad = tests[criterion], _NAMES.get(criterion) or f"bad values of {criterion}"
+        why = f"{test.b.mean:.1%} {bad} in {test.b.total}, against {test.a.mean:.1%} of the champion"
+        return state, CanaryDecision("roll_back", 0.0, why)
     left_s, left = state.since_s + step.for_s - now_s, step.requests - state.requests
     if left_s > 0 or left > 0:
         missing = [f"{left_s:.0f} s"] * (left_s > 0) + [f"{left} requests"] * (left > 0)
@@ -135,6 +139,18 @@ def decide(
     following = spec.steps[state.step + 1].percent
     state = replace(state, step=state.step + 1, since_s=now_s, requests=0)
     return state, CanaryDecision("advance", following, f"{step.percent:g} % passed")
+
+
+def regressions(spec: CanarySpec, state: CanaryState) -> dict[str, float]:
+    """Returns the criteria by which the challenger is proven to be worse, with the excess of its share of bad
+    observations over the champion's.
+    """
+    limit = len(state.tests) / spec.alpha
+    return {
+        criterion: test.excess
+        for criterion, test in state.tests.items()
+        if test.e_value >= limit and test.excess > spec.tolerance
+    }
 
 
 def _updated(test: ShareTest, champion: BadShare, challenger: BadShare, spec: CanarySpec) -> ShareTest:

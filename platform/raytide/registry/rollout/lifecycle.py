@@ -1,5 +1,7 @@
-"""The states of a rollout: the observations of both revisions, the next decision, and the number of replicas that each
-may have. Together they may have at most one replica more than the endpoint alone.
+"""The life of a rollout: the observations of both revisions, the next decision, and the bounds on the replicas of each
+revision.
+
+Together the revisions may have at most one replica more than the endpoint alone.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.specs.rollout import CountedRevision, MetricLimit, Rollout, RolloutState
 from raytide.registry.rollout.ab_test import Arm, last_look, look
-from raytide.registry.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide
+from raytide.registry.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide, regressions
 from raytide.registry.rollout.share_test import BadShare
 from raytide.registry.rollout.spec import AbTestSpec, RolloutSpec
 
 GRACE_S = 3.0
-"""The time from an outcome until the application that lost begins to drain: by then gateways send it nothing."""
+"""The seconds from an outcome until the losing application begins to drain; by then gateways send it nothing."""
 _STATE = TypeAdapter(CanaryState)
 _GONE = frozenset({EndpointState.DELETING, EndpointState.DELETED})
 
@@ -32,17 +34,19 @@ class RolloutView:
     """The observations of one rollout."""
 
     champion: Endpoint | None
-    """None once it is deleted."""
+    """The champion's endpoint; None once it is deleted."""
     challenger: Endpoint | None
     ready: int = 0
-    """The challenger's replicas that answer."""
+    """The number of the challenger's replicas that answer."""
     counts: Mapping[int, CountedRevision] = field(default_factory=dict)
-    """The totals since the begin, by revision."""
+    """The total counts since the begin of the rollout, by revision."""
     liked: Mapping[int, Mapping[int, tuple[int, float]]] = field(default_factory=dict)
-    """In an A/B test: the number of judged answers and the liked ones, or of values and their sum, by revision and
-    group of users."""
+    """In an A/B test, by revision and group of users: the number of judged answers and that of liked ones, or the
+    number of a metric's values and their sum.
+    """
     bad_values: Mapping[int, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
-    """In a canary: the number of values since the begin, and of bad ones, by revision and metric."""
+    """In a canary, by revision and metric: the number of values since the begin of the rollout, and that of bad
+    ones."""
 
     @property
     def needed(self) -> int:
@@ -59,8 +63,9 @@ def advance_all(
     liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, float]]]] = MappingProxyType({}),
     bad_values: Mapping[int, Mapping[int, Mapping[str, tuple[int, int]]]] = MappingProxyType({}),
 ) -> dict[int, Rollout]:
-    """Returns the rollouts by number, each advanced by one step. `endpoints`: the endpoints that are not deleted, by
-    application.
+    """Returns the rollouts by number, each advanced by one step.
+
+    `endpoints` has the endpoints that are not deleted, by application.
     """
     moved = {}
     for rollout in rollouts:
@@ -78,7 +83,7 @@ def advance_all(
 
 
 def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
-    """Returns the rollout after one look at its revisions."""
+    """Returns the rollout after one evaluation of its revisions."""
     if not rollout.state.is_live:
         loser = view.champion if rollout.loser == rollout.champion_application else view.challenger
         is_gone = rollout.ended_at_s is None and loser is None
@@ -107,7 +112,7 @@ def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
 def losing_endpoints(
     rollouts: Iterable[Rollout], endpoints: Mapping[str, Endpoint], now_s: float
 ) -> dict[str, Endpoint]:
-    """Returns the endpoints that must drain and end now, because their rollout is decided."""
+    """Returns the endpoints that must drain and end now, because they lost their rollout."""
     found = {}
     for rollout in rollouts:
         loser = endpoints.get(rollout.loser)
@@ -158,7 +163,7 @@ def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: flo
 
 
 def _compared(rollout: Rollout, spec: AbTestSpec, view: RolloutView) -> Rollout:
-    """Returns the rollout after one look at its A/B test. The test never ends a rollout; only a user does."""
+    """Returns the rollout after one evaluation of its A/B test. The test never ends a rollout; only a user does."""
     champion, challenger = (_arm(view.liked.get(each, {})) for each in (rollout.champion, rollout.challenger))
     found = look(spec.test, champion, challenger, last_look(rollout.progress))
     dumped = {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(found).items()}
@@ -185,7 +190,9 @@ def _arm(liked: Mapping[int, tuple[int, float]]) -> Arm:
 
 
 def _promoted(rollout: Rollout, view: RolloutView, why: str, now_s: float) -> Rollout:
-    """Lets the challenger serve alone once it has enough ready replicas."""
+    """Returns the rollout in which the challenger serves alone, once it has enough ready replicas; until then, the
+    rollout as it is.
+    """
     if view.ready < view.needed:
         waits = f"{why}; {view.ready} of {view.needed} replicas of the challenger are ready"
         return replace(rollout, percent=100.0, reason=waits)
@@ -221,8 +228,8 @@ def _since(total: Mapping[str, int], before: Mapping[str, int]) -> RevisionCount
 
 
 def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-    """Returns, for each metric, the number of new values and of bad ones among them; a value that was replaced counts
-    once.
+    """Returns, for each metric, the number of new values and that of bad ones among them. A value that was replaced
+    counts once.
     """
     gained = {}
     for metric, (number, bad) in total.items():
@@ -230,6 +237,20 @@ def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[
         new = max(0, number - earlier)
         gained[metric] = (new, min(new, max(0, bad - earlier_bad)))
     return gained
+
+
+def proven_regressions(rollout: Rollout) -> dict[str, float]:
+    """Returns the criteria by which a canary was rolled back, with the excess of the challenger's share of bad
+    observations over the champion's; empty for any other rollout or outcome.
+    """
+    if rollout.state is not RolloutState.ROLLED_BACK or "canary" not in rollout.progress:
+        return {}
+    try:
+        spec = RolloutSpec.model_validate(rollout.plan)
+        state = _STATE.validate_python(rollout.progress["canary"])
+    except ValueError:  # an earlier release wrote it
+        return {}
+    return {} if spec.canary is None else regressions(spec.canary, state)
 
 
 def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
@@ -261,11 +282,11 @@ def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
     """Returns all endpoints; those of live rollouts have bounds on their replicas that follow from their share of
-    traffic. An application that lost keeps its replicas until it drains.
+    traffic.
 
-    Within the bounds the number of replicas follows the load as always. A revision grows as the other one shrinks: the
-    champion's maximum falls as the challenger's replicas become ready, and the challenger's maximum rises as the
-    champion's replicas end.
+    A losing application keeps its replicas until it drains. Within the bounds the number of replicas follows the load
+    as always. The champion's maximum falls as the challenger's replicas become ready, and the challenger's maximum
+    rises as the champion's replicas end.
     """
     found = dict(endpoints)
     for rollout in rollouts:
@@ -288,7 +309,7 @@ def with_shares(
 
 
 def _share(rollout: Rollout) -> float:
-    """Returns the challenger's share of requests, copies included."""
+    """Returns the challenger's share of requests, including shadow copies."""
     shadow = RolloutSpec.model_validate(rollout.plan).shadow
     return min(1.0, (rollout.percent if shadow is None else shadow.percent) / 100.0)
 

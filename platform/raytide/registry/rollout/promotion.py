@@ -16,7 +16,7 @@ from raytide.registry.rollout.ab_test import Comparison
 class PromotionDecision:
     promotes: bool
     reasons: tuple[str, ...]
-    """The conditions that hold if it promotes, else those that do not."""
+    """The conditions that hold, if the challenger is promoted; else the conditions that do not."""
 
 
 def decide_promotion(
@@ -62,5 +62,5 @@ def _checks(
 
 
 def _reaches(value: float, wanted: float) -> bool:
-    """Returns whether the value reaches the least one, up to rounding errors: 12.0 - 11.9 counts as a gain of 0.1."""
+    """Returns whether `value` is at least `wanted`, up to rounding errors: 12.0 - 11.9 counts as a gain of 0.1."""
     return value >= wanted or math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-12)

@@ -1,4 +1,4 @@
-"""An endpoint's route as gateways know it: the application that serves it, and its rollout if it has one."""
+"""An endpoint's route for gateways: the application that serves it, and its rollout if it has one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RolloutRoute(Config):
     """The challenger's application."""
     split: TrafficSplit
     by_key: bool = False
-    """Requests that name no user are split by their API key, and not one by one."""
+    """True if requests that name no user are assigned by their API key; else each one is assigned on its own."""
 
 
 class EndpointRoute(Config):
@@ -31,7 +31,7 @@ class EndpointRoute(Config):
 
 
 def routes(serving: Mapping[str, Serving], rollouts: Iterable[Rollout]) -> dict[str, EndpointRoute]:
-    """Returns the routes by endpoint. In them, a revision that was just promoted serves already."""
+    """Returns the routes by endpoint. A revision that was just promoted already serves in them."""
     found = dict(serving)
     running: dict[str, RolloutRoute] = {}
     for rollout in rollouts:

@@ -3,8 +3,8 @@
 The test multiplies E-variables of blocks of observations: for n_a and n_b observations with the shares theta_a <
 theta_b of the alternative, and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against
 theta_0 in both has an expectation of at most 1 if b is no worse than a (Turner, Ly, Grunwald: Generic E-variables for
-exact sequential k-sample tests that allow for optional stopping, 2021). By Ville's inequality the product ever reaches
-1 / alpha with a probability of at most alpha, for any traffic split, even one that changes. Observations must be
+exact sequential k-sample tests that allow for optional stopping, 2021). By Ville's inequality, the probability that the
+product ever reaches 1 / alpha is at most alpha, for any traffic split, even a changing one. Observations must be
 independent.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 ODDS_RATIOS = (1.5, 3.0, 10.0, 100.0)
-"""The alternatives, whose E-values are averaged: b's odds over a's."""
+"""The odds ratios (b's odds over a's) of the alternatives, whose E-values are averaged."""
 _PRIOR_BAD, _PRIOR_TOTAL = 0.5, 50.0
 _LEAST, _MOST = 1e-4, 1 - 1e-4
 
@@ -43,8 +43,9 @@ class BadShare:
         return 1.0 - BadShare(self.total, self.total - self.bad).upper(alpha)
 
     def upper(self, alpha: float) -> float:
-        """Returns the upper limit of Wilson's one-sided interval, which the true share exceeds with a probability of
-        about alpha."""
+        """Returns the upper limit of Wilson's one-sided interval. The true share exceeds it with a probability of about
+        alpha.
+        """
         if not self.total:
             return 1.0
         z2, n, mean = NormalDist().inv_cdf(1.0 - alpha) ** 2, self.total, self.mean
@@ -61,7 +62,9 @@ class ShareTest:
     log_e: tuple[float, ...] = (0.0,) * len(ODDS_RATIOS)
 
     def updated(self, a: BadShare, b: BadShare) -> ShareTest:
-        """Returns the test with a block of new observations. Blocks without either side carry no evidence."""
+        """Returns the test with a block of new observations. A block without observations of a or of b carries no
+        evidence.
+        """
         theta_a = _within((self.a.bad + _PRIOR_BAD) / (self.a.total + _PRIOR_TOTAL))
         logs = (
             log + _block(a, b, theta_a, _shifted(theta_a, odds))
@@ -80,9 +83,8 @@ class ShareTest:
 
     @property
     def e_value(self) -> float:
-        """The evidence that b is worse. If b is not worse, this exceeds 1 / alpha with a probability of
-        at most alpha.
-        """
+        """The evidence that b is worse. If b is not worse, this exceeds 1 / alpha with a probability of at most
+        alpha."""
         highest = max(self.log_e)
         if highest > 700.0:
             return math.inf
@@ -102,7 +104,7 @@ def _block(a: BadShare, b: BadShare, theta_a: float, theta_b: float) -> float:
 
 
 def _likelihood_ratio(seen: BadShare, theta: float, null: float) -> float:
-    """Returns the logarithm of the likelihood ratio."""
+    """Returns the logarithm of the likelihood ratio of `theta` to `null`."""
     good = seen.total - seen.bad
     return seen.bad * math.log(theta / null) + good * math.log((1.0 - theta) / (1.0 - null))
 

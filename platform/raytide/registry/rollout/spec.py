@@ -1,4 +1,4 @@
-"""A rollout as a user asks for it."""
+"""The spec of a rollout that a user requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AbTestSpec(Config):
     metric: MetricName | None = None
     """The metric whose means are compared; by default the shares of thumbs up."""
     test: AbSpec = AbSpec(effect=0.05)
-    """The test; `effect` is in units of the metric."""
+    """The test to run; `effect` is in units of the metric."""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +47,7 @@ class RolloutSpec(Config):
     shadow: ShadowSpec | None = None
     ab: AbTestSpec | None = None
     ready_within_s: bounds.Seconds = 900.0
-    """The time within which a replica of the challenger must answer."""
+    """The seconds within which a replica of the challenger must answer."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -61,7 +61,7 @@ class RolloutSpec(Config):
 
 
 class NewRollout(Config):
-    """A request for a rollout: the challenger's spec, how its traffic grows, and why."""
+    """A request for a rollout: the challenger's spec, the growth of its traffic, and the reason."""
 
     spec: dict[str, Any]
     rollout: RolloutSpec

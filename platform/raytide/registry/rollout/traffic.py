@@ -1,4 +1,4 @@
-"""The choice of a request's revision by a stable hash of the user. As the challenger's share grows, users only move to
+"""The choice of a request's revision by a stable hash of the user. As the challenger's share grows, users move only to
 the challenger.
 """
 
@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from raytide.core.config import Config
 
 SLOTS = 10_000
-"""The slots that units are hashed into; a share of traffic is a number of them."""
+"""The number of slots into which units are hashed; a share of traffic is a number of slots."""
 GROUPS = 100
-"""The groups of slots by which an A/B test measures its variance. Each arm has slots in all groups."""
+"""The number of groups of slots from which an A/B test measures its variance. Each arm has slots in all groups."""
 
 
 class TrafficSplit(Config):
@@ -21,7 +21,7 @@ class TrafficSplit(Config):
 
     endpoint: str
     champion: int = Field(ge=1)
-    """The revision that answers everybody else."""
+    """The revision that answers all other units."""
     challenger: int = Field(ge=1)
     percent: float = Field(default=0.0, ge=0, le=100)
     """The share of units whose requests the challenger answers."""
@@ -42,7 +42,7 @@ class TrafficSplit(Config):
         return self.challenger if self._slot(unit) < self.percent * SLOTS / 100 else self.champion
 
     def is_shadowed(self, request_id: str) -> bool:
-        """Returns whether a request to the champion is also sent to the challenger."""
+        """Returns whether a request that the champion answers is also sent to the challenger."""
         return slot_of(request_id, f"{self._salt}/shadow") < self.shadow_percent * SLOTS / 100
 
     def group_of(self, unit: str) -> int:
@@ -54,15 +54,14 @@ class TrafficSplit(Config):
 
     @property
     def _salt(self) -> str:
-        """The salt of the hash. It differs between rollouts, so that not always the same users get new
-        revisions first.
+        """The salt of the hash. It differs between rollouts, so that different users are the first to get new
+        revisions.
         """
         return f"{self.endpoint}/{self.challenger}"
 
 
 def slot_of(unit: str, salt: str) -> int:
-    """Returns the slot of a unit. Slots are uniform over units, equal in every process, and independent
-    between salts.
-    """
+    """Returns the slot of a unit. Slots are uniform over units, equal in every process, and independent between
+    salts."""
     digest = blake2b(unit.encode(errors="surrogatepass"), digest_size=8, key=salt.encode()[-64:]).digest()
     return int.from_bytes(digest, "big") % SLOTS

@@ -1,4 +1,6 @@
-"""Loads an endpoint and measures first token, inter-token, throughput and goodput, as `raytide bench` does."""
+"""Loads an endpoint and measures time to first token, inter-token latency, throughput and goodput, as `raytide bench`
+does.
+"""
 
 from raytide.sdk.bench.load.generator import BenchProgress, LoadGenerator
 from raytide.sdk.bench.load.report import BenchReport

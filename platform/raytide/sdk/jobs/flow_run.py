@@ -27,7 +27,7 @@ from raytide.workflows.view import COLUMNS, FlowGraph, StageView, views_of
 
 _SPEC, _RUN = "RAYTIDE_FLOW", "RAYTIDE_FLOW_RUN"
 _RESTARTS = 100
-"""A driver that was killed starts again at most this often; a flow that failed is not started again."""
+"""The most restarts of a driver that was killed. A flow that failed is not restarted."""
 
 
 class FlowRun(Run):
@@ -48,11 +48,11 @@ class FlowRun(Run):
         return self.flow.out
 
     def stages(self) -> list[StageView]:
-        """Returns the stages in the workflow's order, in their state when this job was last read."""
+        """Returns the stages in the workflow's order, with their states as of the last `refresh`."""
         return views_of(self.flow, self.progress, time.time())
 
     def stage(self, name: str) -> StageView:
-        """Returns one stage. Raises NotFoundError."""
+        """Returns the stage of this name. Raises NotFoundError if there is none."""
         found = next((view for view in self.stages() if view.name == name), None)
         if found is None:
             names = ", ".join(self.flow.stages)
@@ -64,7 +64,7 @@ class FlowRun(Run):
         return FlowGraph(tuple(self.stages()))
 
     def resume(self) -> FlowRun:
-        """Submits the run again: finished stages stay, failed and skipped ones run again."""
+        """Submits the run again: failed and skipped stages run again, finished ones do not."""
         if not self.refresh().view.job.is_final:
             raise ConflictError(f"{self.id} is {self.state}: it needs no resume.", hint="`raytide flow show` shows it.")
         return FlowRun(self._client, self._client.retry(self.id))
@@ -95,9 +95,9 @@ def submit_flow(
     params: Mapping[str, Value] | None = None,
     working_dir: str | Path | None = None,
 ) -> FlowRun:
-    """Checks a workflow, submits its driver as a job and returns it. Raises ConfigError.
+    """Checks a workflow, submits its driver as a job and returns it. Raises ConfigError if the workflow is invalid.
 
-    The working directory is uploaded if there are script stages: by default the file's own folder.
+    The working directory, by default the file's own folder, is uploaded if there are script stages.
     """
     flow = _parsed(source, params or {})
     check(flow)

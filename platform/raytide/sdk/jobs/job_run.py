@@ -56,7 +56,8 @@ class Run:
         return self
 
     def updates(self, timeout_s: float = 86_400.0) -> Iterator[JobView]:
-        """Yields the job whenever it has changed, until it ends. Raises WaitTimeoutError."""
+        """Yields the job's view whenever it has changed, until the job ends. Raises WaitTimeoutError after
+        `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         seen: JobView | None = None
         while True:
@@ -150,7 +151,7 @@ class Run:
         return self
 
     def why(self) -> str:
-        """Returns a text: what the job waits for, or why it ended."""
+        """Returns a text that says what the job waits for, or why it ended."""
         return ShownText(explain(self.refresh().view))
 
     def waits_for(self) -> WhyView:

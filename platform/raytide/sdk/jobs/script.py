@@ -17,7 +17,7 @@ _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 
 
 def command_of(script: str, args: Sequence[str], working_dir: Path) -> tuple[str, ...]:
-    """Returns the command that the members run in the working directory. Raises UsageError.
+    """Returns the command that the members run in the working directory. Raises UsageError if they cannot run it.
 
     A `.py` file runs in Python; any other file is executed. A name that is not a file is a command, such as `python`.
     """
@@ -45,7 +45,9 @@ def _below(path: str, folder: str) -> str | None:
 
 
 def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
-    """Returns the spec with its resources and labels replaced by those that the keywords give. Raises UsageError."""
+    """Returns the spec with its resources and labels replaced by those in `words`, keywords for resources. Raises
+    UsageError for invalid ones.
+    """
     if not words:
         return spec
     try:
@@ -62,7 +64,7 @@ def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
 
 
 def parse_shape(text: str) -> Shape:
-    """Returns the shape that a text describes; `1:2x...` is an elastic one. Raises UsageError.
+    """Returns the shape that a text describes; `1:2x...` is an elastic one. Raises UsageError for other texts.
 
     `2xGPU:8,CPU:16@ray.io/accelerator-type=H100` means two nodes with these resources each and this label.
     """
@@ -81,7 +83,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
-    """Returns the mapping that `KEY=VALUE` texts give. Raises UsageError that names the option."""
+    """Returns the mapping that `KEY=VALUE` texts give. Raises UsageError, which names `option`, for other texts."""
     found = dict(text.partition("=")[::2] for text in texts)
     if odd := next((text for text in texts if not text.partition("=")[0] or "=" not in text), None):
         raise UsageError(f"{option} {odd} is not KEY=VALUE.")
@@ -89,7 +91,9 @@ def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
 
 
 def parse_range(text: str, option: str) -> tuple[int, int]:
-    """Returns the least and the most of a text such as `2` or `1:4`. Raises UsageError."""
+    """Returns the minimum and the maximum that a text such as `2` or `1:4` gives. Raises UsageError, which names
+    `option`, for other texts.
+    """
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):
         raise UsageError(f"{option} {text} is not a number.", hint="Write 2, or 1:4 for an elastic number.")

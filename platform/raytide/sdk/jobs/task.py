@@ -20,7 +20,8 @@ MOST_AT_ONCE = 64
 """The number of calls of one task that are queued at once. Each has a thread of this process; further calls wait."""
 _LOOK_S = 1.0
 _REPLACED_WITHIN_S = 30.0
-"""The seconds within which the platform reports a lost member. Without a report by then, its node is alive."""
+"""The seconds within which raytide reports a lost member. Without a report by then, the member's node counts as
+alive."""
 
 
 class Task(Generic[P, T]):
@@ -103,7 +104,7 @@ def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs
 
 
 def _wait_for_replacement(gang: Gang, lost: Member) -> None:
-    """Waits until the lease shows that the lost member is gone, at most for a fixed time."""
+    """Waits until the lease shows that the lost member is gone, but at most for a fixed time."""
     deadline = time.monotonic() + _REPLACED_WITHIN_S
     while any(each.incarnation == lost.incarnation for each in gang.members) and time.monotonic() < deadline:
         gang.wait_change(gang.lease.epoch, timeout_s=_LOOK_S)

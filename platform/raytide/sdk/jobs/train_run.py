@@ -55,18 +55,18 @@ class TrainRun(Run):
         return self._picture(self.history())
 
     def profile(self, steps: int = 3) -> None:
-        """Requests a profile of the next steps: traces and tables appear in `out`/profile. The run is not restarted.
+        """Requests a profile of the next steps: traces and tables appear in `out`/profile.
 
-        It needs a machine that can write the spec's `out`.
+        The run is not restarted. This machine must be able to write to the spec's `out`.
         """
         from raytide.actors.trainer.run_log import profiler as profile
 
         profile.request(self.out, steps)
 
     def result(self, timeout_s: float = 86_400.0) -> RunResult:
-        """Waits for the end and returns the result. Raises RaytideError if the run failed.
+        """Waits until the run ends and returns its result. Raises RaytideError if the run failed.
 
-        It needs a machine that can read the spec's `out`.
+        This machine must be able to read the spec's `out`.
         """
         self.wait(timeout_s)
         return history.result(self.out)

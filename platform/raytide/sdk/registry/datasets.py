@@ -33,7 +33,7 @@ class DatasetRegistry:
         return ShownList(found, "datasets", ("dataset", "team", "versions", "documents", "tokens"), _row)
 
     def get(self, reference: str) -> DatasetVersion:
-        """Returns a version."""
+        """Returns the version to which a reference points."""
         name, number = _parsed(reference)
         path = f"/v1/datasets/{name}" if number is None else f"/v1/datasets/{name}/versions/{number}"
         return from_json(DatasetVersion, self._client.call("GET", path))

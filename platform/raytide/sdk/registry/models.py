@@ -40,7 +40,7 @@ class ModelRegistry:
         return ShownList(found, "registered models", ("model", "team", "versions", "newest", "aliases"), _model_row)
 
     def get(self, reference: str) -> ModelVersion:
-        """Returns a version."""
+        """Returns the version to which a reference points."""
         return self._client.model_version(ModelReference.parse(reference))
 
     def register(
@@ -84,9 +84,11 @@ class ModelRegistry:
         if_version: int | None = None,
         rule: PromotionRule | None = None,
     ) -> AliasChange:
-        """Makes an alias name this version; with `if_version`, only if the alias names that number now (0: none).
+        """Points an alias at this version; with `if_version`, only if the alias points at that version now (0: at
+        none).
 
-        Raises ConflictError if this version, compared with the one that the alias names now, does not satisfy `rule`.
+        Raises ConflictError if the alias points elsewhere, or if this version, compared with the one that the alias
+        points at, does not satisfy `rule`.
         """
         version = self.get(reference)
         change = AliasSpec(version=version.version, why=why, if_version=if_version, rule=rule)

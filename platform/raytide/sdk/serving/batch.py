@@ -14,7 +14,9 @@ from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.registry.models import ModelRegistry
 
 RETRIES = 3
-"""The restarts of a job whose process was killed, for example for want of memory. Each continues where it stopped."""
+"""The most restarts of a job whose process was killed, for example when out of memory. Each restart continues where the
+job stopped.
+"""
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:

@@ -33,7 +33,9 @@ _WATCH_S = 1.0
 _MOST_SHOWN = 600
 _FEEDBACK_S = 30.0
 _ASK_AGAIN = 2
-"""The number of times that logs ask again for replicas whose node does not answer: it may be busy, or gone."""
+"""The number of times that `logs` repeats the request for replicas whose node does not answer, because it is busy or
+gone.
+"""
 _LOG = logger(__name__)
 
 
@@ -169,7 +171,7 @@ class EndpointHandle:
     def report(self, **signals: float) -> None:
         """Reports values of `replicas.scale_on`, such as `report(queue=120)`; each counts for five minutes.
 
-        Raises NotFoundError for one that the endpoint does not scale on.
+        Raises NotFoundError for a signal that the endpoint does not scale on.
         """
         self._client.call("POST", f"/v1/endpoints/{self.name}/signals", signals)
 
@@ -200,7 +202,8 @@ class EndpointHandle:
     def bench(
         self, *, api_key: str = "", on_progress: Callable[[BenchProgress], None] | None = None, **options: Any
     ) -> BenchReport:
-        """Sends a load to the endpoint and returns the report: first token, inter-token, throughput, goodput.
+        """Sends a load to the endpoint and returns the report: time to first token, inter-token latency, throughput and
+        goodput.
 
         The options are the fields of `raytide.sdk.bench.BenchSpec`: `concurrency=16`, or `rate=4.0, poisson=True`, with
         `requests`, `prompt_tokens`, `output_tokens`, `slo="ttft=300ms"` and others. The SLO is the endpoint's own if

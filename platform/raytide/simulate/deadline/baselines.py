@@ -14,7 +14,9 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs,
 
 
 def greedy(terms: Terms) -> TickPolicy:
-    """Returns a policy that uses spot when it is up, else waits; it switches to on demand when time gets short."""
+    """Returns a policy that uses spot when it is up and waits otherwise, until it must switch to on demand to meet the
+    deadline.
+    """
 
     def choose(view: TickView) -> int:
         if view.held != NONE:

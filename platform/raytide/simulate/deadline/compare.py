@@ -18,10 +18,10 @@ from raytide.simulate.spot import SpotTrace, stacked
 
 NONE = -1
 ON_DEMAND = -2
-"""An allocation is one of these, or the index of a zone."""
+"""The allocation of an on-demand node. An allocation is NONE, ON_DEMAND or the index of a zone."""
 
 Up = NDArray[np.bool_]
-"""True where a zone is up; indexed by zone and tick."""
+"""The availability of spot, indexed by zone and tick: True where the zone is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class Terms:
 
     @classmethod
     def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
-        """Returns the terms of a job of `hours` hours of work. From the start to the deadline there are `hours` * (1 +
-        `slack`) hours and one restart.
+        """Returns the terms of a job of `hours` hours of work.
+
+        The deadline is `hours` * (1 + `slack`) hours and one restart after the start.
         """
         work = max(1, round(hours * 3600 / tick_s))
         restart = max(1, round(restart_h * 3600 / tick_s))
@@ -60,18 +61,18 @@ class TickView:
     """The input of a policy at a tick. `held` is NONE when the held zone was just lost."""
 
     tick: int
-    """Ticks since the job's start."""
+    """The number of ticks since the job's start."""
     work: int
-    """Remaining work."""
+    """The remaining work in ticks."""
     held: int
     starting: int
-    """Remaining start-up ticks of `held`."""
+    """The remaining start-up ticks of `held`."""
     up: NDArray[np.bool_]
-    """Keyed by zone."""
+    """The availability of spot by zone."""
 
 
 TickPolicy = Callable[[TickView], int]
-"""Returns what to hold for this tick: NONE, ON_DEMAND or a zone that is up."""
+"""A function that returns the allocation for this tick: NONE, ON_DEMAND or a zone that is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ class RunOutcome:
 
 
 Runs = Callable[[Terms, Up], Callable[[int], RunOutcome]]
-"""Returns the outcomes of a job on a market by start tick. The market before that tick may be known."""
+"""A function from a job's terms and a market to a function that returns the outcome by start tick. The market before
+that tick may be known.
+"""
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
@@ -109,9 +112,8 @@ def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
 
 
 def starts(ticks: int, terms: Terms, count: int) -> list[int]:
-    """Returns the first ticks of `count` runs, spread evenly over the trace; each run's deadline is
-    within the trace.
-    """
+    """Returns the start ticks of `count` runs, spread evenly over the trace; each run's deadline is within the
+    trace."""
     room = ticks - terms.deadline
     if room < 0:
         raise DataError(
@@ -132,7 +134,7 @@ class DeadlineReport:
     tick_s: float
     starts: int
     cost_vs_ondemand: float
-    """Mean cost over the starts, in costs of the job on demand."""
+    """The mean cost over the starts, relative to the job's on-demand cost."""
     cost_vs_ondemand_worst: float
     missed_deadlines: int
 
@@ -148,7 +150,11 @@ def run(
     restart_h: float,
     count: int,
 ) -> DeadlineReport:
-    """Runs the policy on these zones from each start and returns the mean costs."""
+    """Replays `count` jobs under a policy on the traces, with starts spread evenly over the traces.
+
+    Returns the mean and the largest cost relative to on-demand, and the number of missed deadlines. `slack` is relative
+    to `hours`.
+    """
     is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
     if not is_sane:
         raise UsageError("--starts, --hours and --restart-hours are above zero, and --slack is not below it.")

@@ -1,7 +1,7 @@
 """The lowest cost of finishing in time if the whole trace is known: a lower bound for every policy.
 
 It is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A start is
-considered only if its zone stays up throughout; else holding nothing is better.
+considered only if its zone stays up throughout; otherwise holding nothing is better.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
 def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns the function that runs the optimum. It never misses the deadline, because on demand alone finishes in
-    time.
+    """Returns a function that runs the optimal policy. It never misses the deadline, because on demand alone finishes
+    in time.
     """
     return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 

@@ -23,7 +23,7 @@ POLICIES: dict[str, Runs] = {
     "optimal": optimal,
     "raytide": raytide,
 }
-"""`uniform-progress` is its variant C, the cheapest on most markets."""
+"""The policies by name. `uniform-progress` is its variant C, the cheapest on most markets."""
 
 
 def policy(name: str) -> Runs:

@@ -56,8 +56,8 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """Returns the jobs to run: repeatedly the next job of the team that holds the fewest GPUs; within a team, first
-    come, first served.
+    """Returns the jobs to run: repeatedly the next job of the team with the fewest GPUs; within a team, first come,
+    first served.
     """
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
@@ -95,7 +95,7 @@ def srpt(queue: JobQueue) -> Ints:
 
 
 def _filled(queue: JobQueue, order: Ints) -> Ints:
-    """Returns the jobs that get GPUs in this order. Each gets all of its GPUs or none."""
+    """Returns the jobs that get GPUs in this order; each job gets all of its GPUs or none."""
     free, rest, taken = queue.gpus_total, order, [order[:0]]
     while free and len(rest := rest[queue.gpus[rest] <= free]):
         sums = np.cumsum(queue.gpus[rest])

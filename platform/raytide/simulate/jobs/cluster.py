@@ -18,9 +18,9 @@ from raytide.simulate.jobs.trace import DAY_S, JobTrace
 
 RESTART_S = 60.0
 QUANTUM_S = 60.0
-"""A preempting policy decides at whole multiples of this."""
+"""The seconds at whose whole multiples a preempting policy decides."""
 GANG = 8
-"""The smallest gang that counts for the longest wait."""
+"""The number of GPUs from which a job counts for the longest wait."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,16 +35,16 @@ class JobQueue:
     now_s: float
     gpus_total: int
     active: Ints
-    """Indices of unfinished jobs, in order of submission."""
+    """The indices of unfinished jobs, in order of submission."""
     gpus: Ints
     team: Ints
     submit_s: Floats
     attained_gpu_s: Floats
-    """Work done, times GPUs."""
+    """The attained service: work done multiplied by GPUs."""
     left_s: Floats
     """Remaining run time; only clairvoyant policies use it."""
     held_s: Floats
-    """The time for which it has held its GPUs."""
+    """The time for which the job has held its GPUs."""
     end_s: Floats
     """The end time; 0 until then."""
     is_running: NDArray[np.bool_]
@@ -68,10 +68,11 @@ class JobQueue:
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
     pick: Callable[[JobQueue], Ints]
-    """Returns the jobs that hold GPUs from now on; running jobs that are not picked are preempted."""
+    """A function that returns the jobs that hold GPUs from now on; running jobs that it does not return are
+    preempted."""
     preempts: bool = False
     wake_s: Callable[[JobQueue], float] | None = None
-    """Returns when the order changes although no job arrives or ends."""
+    """A function that returns the next time at which the order changes without an arrival or an end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,15 @@ class ReplayResult:
     p99_jct_s: float
     makespan_s: float
     utilisation: float
-    """Held over existing GPU-seconds in the window."""
+    """The GPU-seconds held divided by the existing ones, in the window."""
     lower_bound_mean_jct_s: float
     max_wait_s: float
-    """The longest total wait of a gang of 8 or more."""
+    """The longest total wait of a job with 8 or more GPUs."""
     restarts: int
 
 
 def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> ReplayResult:
-    """Simulates until the last job is done."""
+    """Simulates until the last job is done, and returns the result."""
     state = _State.of(trace, gpus)
     while state.arrived < len(trace) or len(state.queue.active):
         state.advance(policy, days * DAY_S)
@@ -133,11 +134,11 @@ class _State:
     trace: JobTrace
     queue: JobQueue
     overhead_s: Floats
-    """Remaining restart time of running jobs."""
+    """The remaining restart time of running jobs."""
     arrived: int = 0
     restarts: int = 0
     held_gpu_s: float = 0.0
-    """GPU-seconds held in the window."""
+    """The GPU-seconds held in the window."""
 
     @classmethod
     def of(cls, trace: JobTrace, gpus: int) -> _State:

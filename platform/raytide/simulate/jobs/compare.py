@@ -12,7 +12,7 @@ from raytide.simulate.jobs.cluster import QueuePolicy, replay
 from raytide.simulate.jobs.raytide import RAYTIDE
 
 LEAST_LOAD, MOST_LOAD = 1e-4, 1e4
-"""Bounds of the load, against typing errors."""
+"""The bounds of the load, which catch typing errors."""
 POLICIES: dict[str, QueuePolicy] = {"raytide": RAYTIDE, **BASELINES}
 
 
@@ -23,7 +23,9 @@ class Setting:
     days: int = 14
     gpus: int | None = None
     load: float | None = None
-    """GPU-hours of the jobs over those of the cluster in the window; sizes the cluster."""
+    """The jobs' GPU-hours divided by the cluster's in the window, from which the cluster is sized; None if its size is
+    given.
+    """
     policy: str = "raytide"
     multi_gpu_share: float = 0.0
     seed: int = 0

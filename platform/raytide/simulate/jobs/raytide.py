@@ -42,7 +42,7 @@ class GpuCapacity:
     is_preemptible: Bools
     preempts: Bools
     need: Floats
-    """Free GPUs that each row needs beside those of preemptible lower rows, if it may preempt."""
+    """The free GPUs that each row needs in addition to those of preemptible lower rows, if it may preempt."""
 
     @classmethod
     def of(cls, claims: QueueTable, gpus_total: int) -> GpuCapacity:
@@ -109,8 +109,8 @@ def _claims(queue: JobQueue) -> QueueTable:
 
 
 def _old_s(queue: JobQueue) -> float:
-    """Returns the ageing cutoff in seconds over all jobs submitted so far. A cutoff of at most `OLD_S` has no effect,
-    so 0 is returned instead.
+    """Returns the ageing cutoff in seconds over all jobs submitted so far. A cutoff of at most `OLD_S` has no effect
+    and is returned as 0.
     """
     until = queue.active.max(initial=-1) + 1
     end_s = queue.end_s[:until]

@@ -16,7 +16,7 @@ DAY_S = 86400.0
 SHORTEST_S, LONGEST_S = 30.0, 7 * DAY_S
 MOST_GPUS = 64
 _LATEST_S = 1e11
-"""Three thousand years; later times are in other units."""
+"""The latest time accepted, in seconds: three thousand years. Later times are in other units."""
 COLUMNS = ("submit_s", "duration_s", "num_gpus", "vc")
 
 
@@ -28,7 +28,7 @@ class JobTrace:
     duration_s: NDArray[np.float64]
     gpus: NDArray[np.int64]
     team: NDArray[np.int64]
-    """The number of its team."""
+    """The number of the job's team."""
 
     def __len__(self) -> int:
         return len(self.submit_s)
@@ -42,7 +42,7 @@ class JobTrace:
 
 
 def read(path: Path) -> JobTrace:
-    """Returns the jobs of a CSV file, durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
+    """Returns the jobs of a CSV file, with durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
     table = columns.read(path, COLUMNS[:3], COLUMNS[3:])
     submit_s, duration_s, gpus = (table.numbers[name] for name in COLUMNS[:3])
     if (submit_s < 0).any() or (submit_s > _LATEST_S).any():
@@ -76,7 +76,8 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Gives one-GPU jobs random sizes of multi-GPU jobs, until about this share of jobs has several GPUs."""
+    """Returns the trace with random multi-GPU sizes for one-GPU jobs, until about this share of jobs has several
+    GPUs."""
     several = trace.gpus > 1
     now = several.mean()
     if share <= now or not several.any():
@@ -89,7 +90,5 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 
 
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
-    """Returns the number of GPUs, in whole nodes of 8, with which the jobs' GPU-hours are `load` times those of the
-    cluster.
-    """
+    """Returns the number of GPUs, in whole nodes of 8, at which the jobs' GPU-hours are `load` times the cluster's."""
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))

@@ -1,4 +1,4 @@
-"""A fake Ray that counts resources: it knows which work of a live cluster runs on which node, and which work waits."""
+"""A fake Ray that counts resources: it knows the node of each piece of a live cluster's work, and which work waits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raytide.scheduling.replicas import SERVING_STATES, is_replica, replica_sele
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A replica's member, or a task without a lease. It stays on its node."""
+    """A member of a replica, or a task without a lease. It stays on its node."""
 
     resources: Resources
     selector: Mapping[str, str]
     endpoint: str = ""
     node_id: str = ""
-    """"" while it waits for one."""
+    """The node on which it runs; "" while it waits for one."""
 
 
 class LiveRay:
@@ -41,7 +41,7 @@ class LiveRay:
         self._leases = seen.leases
         self._others: dict[str, Resources] = {}
         self._size = {view.endpoint.name: view.endpoint.spec.members for view in seen.endpoints}
-        """Members of each replica, by endpoint."""
+        """The number of members of each replica, by endpoint."""
         self._work = [*_replicas(seen), *_tasks(seen)]
         for view in seen.nodes:  # other usage stays
             rest = minus(minus(view.total, view.available), self._used(view.node))
@@ -113,8 +113,8 @@ class LiveRay:
         return (*waiting, *(demand for demand in self._seen.demand if demand.is_standing))
 
     def loads(self, now_s: float) -> dict[str, EndpointLoad]:
-        """Returns the last load of each endpoint, spread over its present replicas; a report that was fresh in the
-        snapshot stays fresh.
+        """Returns the last load of each endpoint, spread over its present replicas. Reports keep the age that they had
+        in the snapshot, so a fresh report stays fresh.
         """
         return {
             view.endpoint.name: self._load(view.endpoint.name, view.load, now_s - self._seen.at_s)
@@ -138,8 +138,9 @@ class LiveRay:
         )
 
     def _publish(self, endpoint: Endpoint, draining: Collection[str]) -> None:
-        """Starts missing replicas; those on draining nodes do not count. Ends surplus replicas, and those on draining
-        nodes once all others are placed.
+        """Starts missing replicas; replicas on draining nodes do not count as present.
+
+        Ends surplus replicas, and those on draining nodes once all others are placed.
         """
         replicas = [work for work in self._work if work.endpoint == endpoint.name]
         staying = [work for work in replicas if work.node_id not in draining]
@@ -167,7 +168,7 @@ class LiveRay:
 
 
 def _spread(replicas: Sequence[ReplicaLoad], nodes: Sequence[str], later_s: float) -> tuple[ReplicaLoad, ...]:
-    """Spreads the same load evenly over replicas on these nodes."""
+    """Returns reports with the same load spread evenly over replicas on these nodes."""
     if not replicas or not nodes:
         return ()
     count = len(nodes)

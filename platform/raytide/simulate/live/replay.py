@@ -14,7 +14,7 @@ from raytide.simulate.live.world import LiveWorld
 
 USUAL_LAUNCH_S = 120.0
 _SHORTEST_S, _LONGEST_S = 1.0, 10.0
-"""Bounds of the time between two ticks: the shorter after one with news, then doubling."""
+"""The bounds of the time between two ticks, in seconds: the lower one after a tick with changes, then doubling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class JobStart:
     job_id: str
     name: str
     after_s: float | None
-    """None if it does not start within the forecast."""
+    """The seconds until it starts; None if it does not start within the forecast."""
     waits_for: str
     """The reason of its last wait; "" if it never waited."""
 
@@ -42,7 +42,7 @@ class Outlook:
     price_most_micro_usd_h: int
     price_end_micro_usd_h: int
     cost_micro_usd: int
-    """The cost of all nodes over these hours."""
+    """The cost of all nodes during the forecast."""
 
 
 def look_ahead(
@@ -88,7 +88,7 @@ def look_ahead(
 
 
 def usual_launch_s(seen: Snapshot) -> float:
-    """Returns the median number of seconds that the cluster's own nodes took from the decision until they joined."""
+    """Returns the median number of seconds from the decision to launch one of the cluster's nodes until it joined."""
     took_s = [
         view.node.ready_at_s - view.node.requested_at_s for view in seen.nodes if view.node.ready_at_s is not None
     ]

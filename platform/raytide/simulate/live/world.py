@@ -113,8 +113,9 @@ class LiveWorld:
         )
 
     def _held(self, view: NodeView) -> str:
-        """Returns why the node counts as busy although it is idle in Ray; empty if it does not. Work outside Ray, and
-        missing readings, are assumed to persist.
+        """Returns why the node counts as busy although it is idle in Ray; empty if it does not.
+
+        Work outside Ray is assumed to continue, and missing readings to stay missing.
         """
         node_type = self._types.get(view.node.type)
         if node_type is None or not view.idle_s:
@@ -148,13 +149,15 @@ class LiveWorld:
         return node.ready_at_s is not None or self.provider.is_up(node.id)
 
     def _leave_seats(self) -> None:
-        """Marks the last step's preemptions as settled: trainers have left their nodes by now."""
+        """Marks the last step's preemptions as settled, because trainers have left their nodes by now."""
         for lease in self.book.leases.values():
             if (job := self.book.jobs.get(lease.job_id)) is not None and job.spec.kind is JobKind.TRAIN:
                 self.book.jobs[job.id] = replace(job, progress={**job.progress, "settled": lease.version})
 
     def _ended_drivers(self) -> dict[DriverKey, DriverStatus]:
-        """Ends jobs that have run for the assumed time; the driver of a gang releases its lease."""
+        """Returns the drivers of jobs that have run for the assumed time, as succeeded. Drivers of gangs release their
+        leases.
+        """
         done = {}
         for job in tuple(self.book.jobs.values()):
             if self._job_s is None or job.state is not JobState.RUNNING or job.started_at_s is None:

@@ -21,8 +21,10 @@ DOWNSCALE_DELAY_S = 600.0
 
 @dataclass(slots=True)
 class ServeTarget:
-    """Ray Serve's rule. The target is the number of requests in flight divided by the target of one replica. It rises
-    after 30 s, and falls after 600 s to the highest target of that time.
+    """Ray Serve's rule: it wants one replica for every `TARGET_ONGOING` requests in flight, rounded up.
+
+    The target rises once more replicas have been wanted for 30 s. It falls once fewer have been wanted for 600 s, to
+    the highest number wanted in these 600 s.
     """
 
     most: int
@@ -69,7 +71,7 @@ class ServeOnDemand:
 
 @dataclass(slots=True)
 class SpotNaive:
-    """Buys only spot, from the zones in turn; a zone that refuses is skipped for the rest of the tick."""
+    """Buys only spot, from the zones in turn. A zone that refuses is skipped for the rest of the tick."""
 
     target: ServeTarget
     turn: int = 0

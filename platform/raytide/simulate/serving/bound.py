@@ -1,4 +1,4 @@
-"""A lower bound of the cost, that of an omniscient buyer: a linear programme over fractional nodes, with
+"""A lower bound of the cost: that of a buyer who knows the future, by a linear programme over fractional nodes with
 billed starts.
 """
 

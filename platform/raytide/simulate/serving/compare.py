@@ -22,12 +22,12 @@ from raytide.simulate.serving.setup import USD_H, ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
 
 STATIC_SLO = 0.99
-"""The SLO attainment of the fixed fleet, which is the smallest that reaches it."""
+"""The SLO attainment of the fixed fleet, which is the smallest fleet that reaches it."""
 
 
 class FleetPolicy(Protocol):
     def tick(self, fleet: SimulatedFleet) -> None:
-        """Decides and applies launches and releases."""
+        """Makes one decision: launches and releases replicas of the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Result:
     cost_usd: float
     slo_attainment: float
     worst_hour: int
-    """The hour with the most late requests; hour 0 holds the first start."""
+    """The hour with the most late requests; hour 0 contains the first start."""
     worst_hour_attainment: float
     ttft_p50_s: float
     ttft_p99_s: float
@@ -83,9 +83,8 @@ class Scenario:
         return self._run(name, policy(name, self))
 
     def _smallest_static(self) -> Result:
-        """Finds the smallest fixed fleet by bisection on its size, because a larger fleet never has more
-        late requests.
-        """
+        """Finds the smallest fixed fleet by bisection on its size, because a larger fleet never has more late
+        requests."""
         low, high = 1, self.setup.max_replicas
         best = self._run("static", Static(high))
         while low < high:
@@ -98,7 +97,9 @@ class Scenario:
         return best
 
     def setup_of(self, name: str) -> ServingSetup:
-        """Returns the setup with the order in which requests wait, and the treatment of requests on lost nodes."""
+        """Returns the setup for a policy, with the order in which requests wait and the treatment of requests on lost
+        nodes.
+        """
         setup, is_raytide = self.setup, name == "raytide"
         queue = setup.queue or ("deadline" if is_raytide else "first-come")
         resumes = is_raytide if setup.resumes is None else setup.resumes
@@ -132,7 +133,7 @@ class Scenario:
 
 
 def policy(name: str, stage: Scenario) -> FleetPolicy:
-    """Returns a policy by name; `static` is not among them, because its size has to be searched."""
+    """Returns a policy by name; `static` is not available, because its size must be searched."""
     target = ServeTarget(stage.setup.max_replicas)
     named: dict[str, Callable[[], FleetPolicy]] = {
         "serve-ondemand": lambda: ServeOnDemand(target),

@@ -26,7 +26,7 @@ class SimulatedFleet:
         self.alive: list[SimulatedReplica] = []
         self.router = (DeadlineRouter if setup.queue == "deadline" else FirstComeRouter)(setup, work)
         self.lost_nodes: list[SimulatedReplica] = []
-        """Reclaimed spot nodes, in order."""
+        """The reclaimed spot nodes, in order."""
         self._random = np.random.default_rng([setup.seed, 3])
         self._ongoing: deque[int] = deque([0], maxlen=30)
         self._counted_s = 0
@@ -50,8 +50,8 @@ class SimulatedFleet:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
     def busy(self, replica: SimulatedReplica) -> int:
-        """Returns the number of the replica's requests: those in flight and waiting, and finished ones that came after
-        a still unfinished one.
+        """Returns the number of the replica's requests: those in flight or waiting, and finished ones that came after a
+        still unfinished one.
         """
         return len(replica.jobs)
 
@@ -100,8 +100,8 @@ class SimulatedFleet:
                 self._on_lost(replica)
 
     def warn(self, deadline_s: float) -> None:
-        """Warns nodes that will be reclaimed: they take no new requests, and hand over the requests that they cannot
-        finish.
+        """Warns nodes that will be reclaimed at `deadline_s`: they take no new requests, and hand over the requests
+        that they cannot finish.
         """
         for zone, room in enumerate(self.zones.at(deadline_s)):
             staying = [r for r in self.alive if r.zone == zone and r.ended_s > deadline_s]
@@ -115,7 +115,7 @@ class SimulatedFleet:
                 self.router.send_again(handed, self.now_s)
 
     def update_counts(self) -> None:
-        """Removes finished requests, and counts the ongoing requests of each second."""
+        """Removes finished requests from the replicas, and counts the requests in progress in each second."""
         for replica in self.alive:
             jobs = replica.jobs
             while jobs and self.router.done_s[jobs[0]] <= self.now_s:

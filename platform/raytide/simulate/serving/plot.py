@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVE = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
-"""The targets that trace raytide's curve."""
+"""The SLO targets at which raytide's curve is drawn."""
 OTHERS = ("serve-ondemand", *(f"spothedge-{extra}" for extra in range(5)))
 
 Point = tuple[float, float]
-"""Dollars, and the percentage of requests in time."""
+"""A point: dollars, and the percentage of requests in time."""
 _MOST_POINTS = 1200
 _HEIGHT = 360
 _STYLE = (

@@ -23,7 +23,7 @@ ONDEMAND = ""
 """The name of the on-demand pool, which is never reclaimed and never empty."""
 
 _ROUNDS = 12
-"""The most decisions in a tick; a spot launch, refused or not, leads to another decision."""
+"""The most decisions in a tick; after a spot launch, refused or not, another decision follows."""
 
 
 @dataclass(slots=True)

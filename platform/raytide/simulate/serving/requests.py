@@ -16,12 +16,12 @@ from raytide.simulate.columns import Floats
 from raytide.simulate.serving.setup import ServingSetup
 
 LEAST_RATE = 0.05
-"""The quietest hour, as a share of the peak."""
+"""The rate in the quietest hour, as a share of the peak."""
 
 _MOST_HOURS = 100_000
 
 _STEP_S = 60.0
-"""The step of the rate, which is linear between the middles of hours."""
+"""The step in seconds at which the rate is evaluated. The rate is linear between the middles of hours."""
 
 
 @dataclass(frozen=True, slots=True)

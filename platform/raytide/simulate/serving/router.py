@@ -24,7 +24,7 @@ NEVER_S = float("inf")
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """One replica on its own node. `zone` is the column of its spot zone, None on demand."""
+    """One replica on its own node. `zone` is the column of its spot zone; None for an on-demand node."""
 
     number: int
     zone: int | None
@@ -35,9 +35,9 @@ class SimulatedReplica:
     jobs: deque[int] = field(default_factory=deque)
     """The replica's requests, in order; finished ones are removed by `update_counts`."""
     is_leaving: bool = False
-    """It takes no more requests."""
+    """True if the replica takes no more requests."""
     ended_s: float = NEVER_S
-    """Billed until then."""
+    """The time until which the replica is billed."""
 
 
 class FirstComeRouter:
@@ -51,9 +51,9 @@ class FirstComeRouter:
         self.done_s = [NEVER_S] * work.count
         self.arrivals = np.bincount(np.ceil(work.arrival_s).astype(int), minlength=seconds)[:seconds].tolist()
         self.departures = [0] * seconds
-        """Requests by the second of their arrival, and of their end."""
+        """The number of requests by the second of their end; `arrivals` has those by the second of their arrival."""
         self.arrived = 0
-        """Requests that have arrived."""
+        """The number of requests that have arrived."""
         self._arrival_s, self._prefill_s = work.arrival_s.tolist(), work.prefill_s.tolist()
         self._decode_s = work.decode_s.tolist()
         self._routed: list[SimulatedReplica] = []
@@ -83,8 +83,8 @@ class FirstComeRouter:
             del self._routed[at], self._starts[at]
 
     def send_again(self, jobs: Iterable[int], now_s: float) -> None:
-        """Sends requests that a lost replica had not finished to other replicas, which continue from the tokens so far,
-        or start anew.
+        """Sends the unfinished requests of a lost replica to other replicas, which continue from the tokens so far, or
+        start again.
         """
         last = len(self.departures) - 1
         for job in jobs:
@@ -97,7 +97,7 @@ class FirstComeRouter:
         self._send(jobs, now_s)
 
     def _send(self, jobs: Iterable[int], not_before_s: float) -> None:
-        """Routes each request to the replica that can start it first. This is a hot loop."""
+        """Routes each request to the replica that can start it first, not before `not_before_s`. This is a hot loop."""
         starts = self._starts
         if not starts:
             self._waiting += jobs

@@ -10,32 +10,37 @@ from pydantic import Field
 from raytide.core.config import Config
 
 USD_H = {"v100": (3.06, 0.918), "k80": (0.90, 0.27)}
-"""On-demand and spot price of an hour of one GPU where the traces were taken; other GPUs need the options."""
+"""The on-demand and the spot price in dollars of an hour of one GPU where the traces were recorded; other GPUs need the
+options.
+"""
 
 
 class ServingSetup(Config):
     requests: Path
-    """Columns t_s, prompt_tokens and output_tokens. Its gaps and its pairs of tokens are repeated to fill the days."""
+    """A CSV file with the columns t_s, prompt_tokens and output_tokens. Its gaps and its pairs of token counts are
+    repeated to fill the days.
+    """
     envelope: Path | None = None
-    """Columns hour and requests: the shape of the rate. Flat when left out."""
+    """A CSV file with the columns hour and requests, which give the shape of the rate; None for a constant rate."""
     spot: Path
     collection: str
-    """Part of the traces' keys."""
+    """A part of the keys of the traces to use."""
     gpu: str = "v100"
     gpus_per_node: int = Field(default=1, ge=1)
     kind: Literal["availability", "preemption"] = "availability"
     depth: int = Field(default=4, ge=1)
-    """A factor on the nodes of each trace."""
+    """The factor by which the nodes of each trace are multiplied."""
     policy: str = "raytide"
     queue: Literal["first-come", "deadline"] | None = None
     """The order in which waiting requests start: by default `deadline` for raytide, as in its replicas, and
     `first-come` for the others, as published."""
     resumes: bool | None = None
-    """True if answers of lost nodes go on from their tokens elsewhere, as through raytide's gateway; else they start
-    again. By default only raytide's go on."""
+    """True if answers of lost nodes continue from their tokens elsewhere, as through raytide's gateway; False if they
+    start again. By default only raytide's continue.
+    """
     slo_ttft_s: float = Field(default=5.0, gt=0)
     slo_target: float = Field(default=0.99, gt=0, lt=1)
-    """Used by raytide's policy only."""
+    """The SLO target of raytide's policy; other policies do not use it."""
     days: float = Field(default=7.0, gt=0, le=366)
     peak_rps: float = Field(default=6.0, gt=0)
     prefill_tps: float = Field(default=1500.0, gt=0)

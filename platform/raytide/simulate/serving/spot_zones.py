@@ -13,7 +13,7 @@ from raytide.simulate.spot import read, select, stacked
 
 @dataclass(frozen=True, slots=True)
 class SpotZones:
-    """Row i of `capacity` is valid from `times_s[i]`; one column per zone."""
+    """The capacity of spot zones. Row i of `capacity` is valid from `times_s[i]`; it has one column per zone."""
 
     names: tuple[str, ...]
     times_s: tuple[float, ...]

@@ -1,8 +1,8 @@
 """Back-off of spot zones in the serving simulation, after refusals and reclaims.
 
 The back-off doubles with each further refusal (launch_backoff.py) up to a short maximum: a request costs nothing, but
-each minute in which the policy does not know that a zone is available costs the on-demand price. After the back-off the
-zone is tried with one node, and with more once that node was launched.
+each minute in which the policy does not know that a zone is available costs the on-demand price. After the back-off one
+node is requested from the zone, and more once that node was launched.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from raytide.core.specs.train import MemorySpec
 from raytide.sizing.model_shape import ModelShape
-from raytide.sizing.workload import TrainWorkload
 
 FLOAT = 4
 _IDS = 8
@@ -23,12 +22,12 @@ class Slice:
 
     sequences: int
     seq_len: int
-    """Whole sequences, before the context axis divides them."""
+    """The length of whole sequences, before the context axis divides them."""
     tensor: int = 1
     context: int = 1
     bytes_each: int = 2
     on_cpu: bool = False
-    """On CPUs norms keep two fp32 tensors of their size; CUDA's fused norm keeps only its input."""
+    """True on CPUs, where norms keep two fp32 tensors of their size; CUDA's fused norm keeps only its input."""
 
     @property
     def tokens(self) -> int:
@@ -37,7 +36,7 @@ class Slice:
 
     @property
     def own_tokens(self) -> float:
-        """The number of this rank's tokens in the residual stream, which the tensor ranks divide among them."""
+        """The number of this rank's tokens in the residual stream, which is divided among the tensor ranks."""
         return self.tokens / self.tensor
 
 
@@ -64,8 +63,10 @@ def stream_norm_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def attention_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of q, k, v, the output and the log-sum-exp. With a context axis it counts the keys and values
-    of whole sequences, the joined output, and the masks of pieces that do not begin at the first key.
+    """Returns the bytes of q, k, v, the output and the log-sum-exp.
+
+    With a context axis these include the keys and values of whole sequences, the joined output, and the masks of pieces
+    that do not begin at the first key.
     """
     q = model.attention_width / part.tensor
     kv_heads = model.kv_heads / part.tensor if model.kv_heads % part.tensor == 0 else 1
@@ -83,7 +84,9 @@ def attention_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def ffn_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of gate, its activation, up, and their product; without a gate, of up and its activation."""
+    """Returns the bytes of the gate, its activation, the up projection, and their product; without a gate, of the up
+    projection and its activation.
+    """
     return (4 if model.gated else 2) * part.tokens * part.bytes_each * model.ffn / part.tensor
 
 
@@ -124,8 +127,8 @@ def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, 
     that they need in addition while they run.
 
     Without chunks the log-probabilities of all tokens are kept in fp32. In addition the forward pass needs the logits
-    in the compute dtype and in fp32, and the backward pass their gradient. With chunks the gradients of the last hidden
-    states and of the head are kept instead.
+    in the compute dtype and in fp32, and the backward pass needs their gradient. With chunks the gradients of the last
+    hidden states and of the head are kept instead.
     """
     tokens = part.tokens
     norm = stream_norm_bytes(model, part) * part.own_tokens + _IDS * tokens
@@ -138,8 +141,3 @@ def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, 
         chunk = min(loss_chunk, tokens) * vocab * (2 * FLOAT + 2 * casts)
         return norm + hidden + part.bytes_each * head, chunk + FLOAT * head
     return norm + hidden + FLOAT * rows * vocab, (FLOAT + casts) * rows * vocab
-
-
-def part_of(workload: TrainWorkload, *, sequences: int, tensor: int, context: int, on_cpu: bool) -> Slice:
-    """Returns the part that a rank computes of a micro-batch of `sequences` sequences."""
-    return Slice(sequences, workload.seq_len, tensor, context, workload.bytes_each, on_cpu)

@@ -1,8 +1,8 @@
 """The memory of one rank of raytide's trainer, by term, and its peak.
 
-The peak is the larger need of two moments. At the end of the last forward pass before memory falls, activations and
+The peak is the larger need of two moments. At the end of the last forward pass before memory use falls, activations and
 logits exist, but gradients only of earlier micro-batches. At the end of the backward pass, gradients are complete and
-activations are gone. The sum of all terms would be too much.
+activations are freed. The sum of all terms would be too large.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, ran
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
 
 FRAGMENTATION = 0.07
-"""The share of its allocations that PyTorch's caching allocator cannot use: 5 to 10 % (measured runs vary)."""
+"""The share of the allocated memory that PyTorch's caching allocator cannot use: 5 to 10 % (measured runs vary)."""
 CONTEXT_BYTES = 2 << 30
-"""The CUDA context, NCCL's buffers and libraries' workspaces of one process: 1 to 3 GiB."""
+"""The bytes of one process's CUDA context, NCCL buffers and library workspaces: 1 to 3 GiB."""
 _PREFETCHED = 2
-"""Layers whose weights FSDP2 has gathered at once: the one that runs and the next."""
+"""The number of layers whose weights FSDP2 has gathered at once: the one that runs and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Hardware:
     fragmentation: float = FRAGMENTATION
     context_bytes: float = CONTEXT_BYTES
     activation_scale: float = 1.0
-    """Measured over predicted activations of earlier runs."""
+    """The measured divided by the predicted bytes of activations in earlier runs."""
 
     @classmethod
     def cpu(cls, nbytes: float = 0.0) -> Hardware:
@@ -48,32 +48,32 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
-    """On the device; 0 if it is offloaded."""
+    """The optimizer state on the device; 0 if it is offloaded."""
     gathered: float
-    """Weights gathered for computation, in its dtype."""
+    """The weights gathered for computation, in its dtype."""
     reducing: float
-    """Gradients of a layer before they are reduced, and with ZeRO-1 those of all layers between micro-batches."""
+    """The gradients of a layer before they are reduced; with ZeRO-1, those of all layers between micro-batches."""
     layers: float
-    """Activations of all micro-batches in flight, on the device."""
+    """The activations of all micro-batches in flight, on the device."""
     recomputed: float
-    """Activations of the layer that the backward pass computes again."""
+    """The activations of the layer that the backward pass recomputes."""
     logits: float
-    """Log-probabilities kept for the backward pass."""
+    """The log-probabilities kept for the backward pass."""
     loss: float
-    """Logits and their gradient while the loss runs."""
+    """The logits and their gradient while the loss runs."""
     micro_batch_activations: float
-    """Activations and kept logits of one micro-batch, offloaded ones included."""
+    """The activations and kept logits of one micro-batch, including offloaded ones."""
     earlier_gradients: float
-    """Gradients present at the end of a forward pass."""
+    """The gradients that exist at the end of a forward pass."""
     context: float
     fragmentation_share: float
     host: float
-    """Bytes of this rank in the node's memory (offloaded weights, gradients, state and activations)."""
+    """The bytes of this rank in the node's memory (offloaded weights, gradients, state and activations)."""
     disk: float
 
     @cached_property
     def forward_end(self) -> Mapping[str, float]:
-        """The terms, in bytes, when the last layer's forward pass has run."""
+        """The terms, in bytes, at the end of the last layer's forward pass."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -85,7 +85,7 @@ class MemoryEstimate:
 
     @cached_property
     def backward_end(self) -> Mapping[str, float]:
-        """The terms, in bytes, when the first layer's gradient is computed."""
+        """The terms, in bytes, when the gradient of the first layer is computed."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -97,8 +97,8 @@ class MemoryEstimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """The terms, in bytes, at the moment that needs the most, with fragmentation and context; their
-        sum is `peak`.
+        """The terms, in bytes, at the moment with the highest use, including fragmentation and context; their sum is
+        `peak`.
         """
         most = max(self.forward_end, self.backward_end, key=lambda each: sum(each.values()))
         fragmentation = sum(most.values()) * self.fragmentation_share / (1.0 - self.fragmentation_share)
@@ -168,7 +168,7 @@ def estimate_rank(
 def estimate(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int | None = None
 ) -> MemoryEstimate:
-    """Returns the memory of the given pipeline rank, by default of the one that needs the most."""
+    """Returns the memory of the given pipeline rank; by default, of the one that needs the most."""
     if pipeline_rank is not None:
         return estimate_rank(workload, strategy, hardware, pipeline_rank)
     ranks = busiest_pipeline_ranks(strategy.layout)
@@ -194,8 +194,10 @@ def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
 
 
 def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -> float:
-    """Returns the bytes of gathered weights: all that the rank computes with if they stay for the whole step, else
-    those outside of layers and of two layers. A single rank in fp32 gathers none.
+    """Returns the bytes of gathered weights.
+
+    If they stay for the whole step, these are all weights with which the rank computes; else those outside of layers
+    and of two layers. A single rank in fp32 gathers none.
     """
     ranks = strategy.sizes.shard * strategy.sizes.context
     is_resident = strategy.memory.parameters == "none"
@@ -207,8 +209,8 @@ def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -
 
 
 def _reducing(workload: TrainWorkload, strategy: Strategy, states: StateBytes, *, has_earlier: bool) -> float:
-    """Returns the bytes of unreduced gradients. ZeRO-1 and pipelines sum the gradients of all layers in fp32 over the
-    micro-batches.
+    """Returns the bytes of gradients that are not reduced yet. ZeRO-1 and pipelines sum the gradients of all layers in
+    fp32 over the micro-batches.
     """
     ranks = strategy.sizes.shard * strategy.sizes.context * strategy.sizes.replicate
     layer = min(states.largest_layer, states.computed_trained)

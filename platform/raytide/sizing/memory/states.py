@@ -18,28 +18,31 @@ from raytide.sizing.model_shape import ModelShape, WeightTensor
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
 
 _STEP = 4
-"""Bytes of the counter of steps of a parameter."""
+"""The bytes of the optimizer's step counter of one parameter."""
 _BLOCK, _MIN_QUANTIZED = 256, 4096
-"""adamw8bit: values that share a scale, and the smallest tensor that is quantized (Dettmers et al. 2021)."""
+"""For adamw8bit, the number of values that share a scale, and the size of the smallest tensor that is quantized
+(Dettmers et al. 2021).
+"""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FFN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes of one rank that are allocated for the whole run, and the number of elements with which it computes."""
+    """The bytes of one rank that are allocated for the whole run, and the numbers of elements with which it
+    computes."""
 
     weights: int
     gradients: int
     optimizer: int
     computed: int
-    """Elements of the rank's part of the model, gathered over the shard axis."""
+    """The elements of the rank's part of the model, gathered over the shard axis."""
     computed_trained: int
     """The elements of `computed` that are trained."""
     largest_layer: int
-    """Elements of its largest layer, gathered."""
+    """The elements of the rank's largest layer, gathered."""
     outside: int
-    """Elements outside of layers: embedding, last norm and head."""
+    """The elements outside of layers: embedding, last norm and head."""
 
 
 def rank_states(workload: TrainWorkload, strategy: Strategy, pipeline_rank: int = 0) -> StateBytes:
@@ -87,7 +90,8 @@ _NOTHING = _Unit()
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(workload: TrainWorkload, kind: str | tuple[bool, bool], tensor: int, ranks: int) -> _Unit:
-    """Returns the sums of a `dense` or `sparse` layer, or of the weights before the first and after the last layer."""
+    """Returns the sums over a `dense` or `sparse` layer, or over the weights before the first and after the last
+    layer."""
     model = workload.model
     if isinstance(kind, tuple):
         plain = model.weights(range(0), first=kind[0], last=kind[1])

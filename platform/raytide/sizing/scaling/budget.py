@@ -1,4 +1,4 @@
-"""The model to train for a budget, according to each scaling law."""
+"""The model to train for a budget, by each scaling law."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.sizing.devices import device_of
 from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2, over_trained, repeated_optimum
 
 ASSUMED_MFU = 0.35
-"""The utilization that turns dollars into FLOPs before a model is known: that of published runs is 0.3 to 0.5."""
+"""The utilization with which dollars are converted to FLOPs before a model is known; published runs have 0.3 to 0.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,10 @@ class ModelAdvice:
 
 
 def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
-    """Returns the optimum of each law for `flops`, the default law first. Then come, if asked for, the model of the
-    same loss that is cheapest with its serving included, and the best model if only `unique_tokens` exist.
+    """Returns the optimum of each law for `flops`, the default law first.
+
+    With `served_tokens`, it adds the model of the same loss whose training and serving are cheapest together; with
+    `unique_tokens`, the best model if only that many unique tokens exist.
     """
     optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
     found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]
@@ -58,8 +60,8 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
     """Returns the model FLOPs that the money buys, at 35 % utilization, on the node type that gives the most.
 
-    With `hours`, a node type counts with at most the FLOPs that all of its nodes compute in that time. Raises
-    CapacityError if no node type has a price and known GPUs.
+    With `hours`, a node type counts with at most the FLOPs of all of its nodes in that time. Raises CapacityError if no
+    node type has a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FLOPS_PER_PARAMETER = 6.0
-"""Forward and backward FLOPs of one parameter and token (Kaplan et al. 2020)."""
+"""The forward and backward FLOPs of one parameter and token (Kaplan et al. 2020)."""
 _SERVED = 2.0
-"""FLOPs of one parameter and token in a forward pass."""
+"""The FLOPs of one parameter and token in a forward pass."""
 _PRECISION = 1e-9
 LOG_A, LOG_B, LOG_E = 6.255414, 7.3049974, 0.6254804
 EXPONENT = 0.3526596
-"""Alpha and beta, which are equal in this fit."""
+"""The exponents alpha and beta, which are equal in this fit."""
 DATA_DECAY, SIZE_DECAY = 15.387756, 5.309743
-"""R*_D and R*_N: the number of repetitions after which more of them add little."""
+"""R*_D and R*_N: the numbers of repetitions after which further repetitions add little."""
 BALANCE = math.exp((LOG_A - LOG_B) / (2 * EXPONENT))
-"""G of the fit, 0.225802: N = G (C / 6)^0.5."""
+"""The constant G of the fit, 0.225802: N = G (C / 6)^0.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ScalingLaw:
     parameter_exponent: float
     data_exponent: float
     errors: tuple[float, float, float, float, float] | None = None
-    """Standard errors of the constants, in the order of the fields."""
+    """The standard errors of the constants, in the order of the fields."""
 
     def loss(self, parameters: float, tokens: float) -> float:
         of_size = self.parameter_factor / parameters**self.parameter_exponent
@@ -84,11 +84,13 @@ class Allocation:
 
 
 HOFFMANN = ScalingLaw("Hoffmann 2022, approach 3 as printed", 1.69, 406.4, 410.7, 0.34, 0.28)
-"""The printed constants are rounded, which biases the optimum towards small models (Besiroglu et al. 2024)."""
+"""The law with Hoffmann's printed constants. They are rounded, which biases the optimum towards small models (Besiroglu
+et al. 2024).
+"""
 BESIROGLU = ScalingLaw(
     "Besiroglu 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658, errors=(0.026, 125.0, 1293.0, 0.015, 0.021)
 )
-"""The refit of Hoffmann's data (arXiv 2404.10102): the default."""
+"""The refit of Hoffmann's data (arXiv 2404.10102), which is the default."""
 
 APPROACH_1 = (
     (0.4e9, 8.0e9, 1.92e19),
@@ -98,7 +100,7 @@ APPROACH_1 = (
     (175e9, 3.7e12, 3.85e24),
     (280e9, 5.9e12, 9.90e24),
 )
-"""Parameters, tokens and FLOPs of Hoffmann's table 3: the minimum over training curves."""
+"""The parameters, tokens and FLOPs in Hoffmann's table 3, which are the minima over training curves."""
 
 
 def approach_1(flops: float) -> tuple[float, float]:
@@ -115,15 +117,17 @@ def approach_1(flops: float) -> tuple[float, float]:
 
 
 def approach_2(flops: float) -> tuple[float, float]:
-    """Returns the parameters and tokens of approach 2 (isoFLOP profiles): N grows as C^0.49 and D as C^0.51, through
-    Chinchilla's own budget, 67e9 parameters at 5.76e23 FLOPs.
+    """Returns the parameters and tokens of approach 2 (isoFLOP profiles).
+
+    N grows as C^0.49 and D as C^0.51, through Chinchilla's own budget, 67e9 parameters at 5.76e23 FLOPs.
     """
     parameters = 67e9 * (flops / 5.76e23) ** 0.49
     return parameters, flops / FLOPS_PER_PARAMETER / parameters
 
 
 def golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Returns the position of the minimum of a function that has only one between `low` and `high`, to within 1e-9."""
+    """Returns the position of the minimum of a function with a single minimum between `low` and `high`, to within
+    1e-9."""
     ratio = (math.sqrt(5.0) - 1.0) / 2.0
     while high - low > _PRECISION:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -151,8 +155,8 @@ def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIR
 
 
 def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the model with the loss of the compute-optimal one for `flops` whose training and serving are cheapest
-    together.
+    """Returns the model whose training and serving are cheapest together, among those with the loss of the
+    compute-optimal one for `flops`.
     """
     return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)
 
@@ -172,8 +176,8 @@ class RepeatedPlan:
 
 
 def effective(total: float, unique: float, decay: float) -> float:
-    """Returns the number of unique units that are worth as much as `total`: U + U R* (1 - e^(-R / R*)), with R = total
-    / U - 1 repetitions.
+    """Returns the number of unique units with the value of `total` units: U + U R* (1 - e^(-R / R*)), with R = total /
+    U - 1 repetitions.
     """
     used = min(unique, total)
     repetitions = max(0.0, total / used - 1.0)

@@ -67,7 +67,7 @@ def _best(
 
 
 def _fixed(spec: TrainSpec, plans: Sequence[TrainingPlan], options: SearchOptions) -> TrainingPlan:
-    """Returns the best plan for the layout that the spec gives."""
+    """Returns the best plan with the layout that the spec gives."""
     for plan in plans:
         world = plan.nodes * plan.devices
         fixed = spec.layout

@@ -1,6 +1,5 @@
-"""Checks that a training fits the GPUs that its gang asks for, and finds the cheapest change with which
-it would fit.
-"""
+"""Checks that a training fits the GPUs that its gang requests, and finds the cheapest change with which it would
+fit."""
 
 from __future__ import annotations
 
@@ -19,14 +18,16 @@ from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST_CONTEXT = 0.5e9
-"""A job is refused only if it cannot fit under the most favourable assumptions: no fragmentation, a small context."""
+"""The bytes of the smallest CUDA context. A job is refused only if it cannot fit under the most favourable assumptions:
+no fragmentation and this context.
+"""
 _CHUNK = 4096
 _MOST_CHANGES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a spec. It may cost time, or memory of the node, or nothing."""
+    """A change of a spec. It may cost time, memory of the node, or nothing."""
 
     text: str
     apply: Callable[[TrainWorkload, Strategy], tuple[TrainWorkload, Strategy]]
@@ -38,7 +39,7 @@ class Fix:
 
     text: str
     cost: float
-    """Dollars of a step relative to the spec as it is, had it fitted."""
+    """The dollars of a step relative to those of the unchanged spec, if that had fitted."""
 
     def describe(self) -> str:
         return f"{self.text} ({self.cost - 1.0:+.0%} cost a step)"
@@ -66,8 +67,10 @@ class Misfit:
 
 
 def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], node_types: Sequence[NodeType]) -> None:
-    """Raises CapacityError if the training fits no node type that any shape of its gang may run on, with the cheapest
-    fix. Node types whose memory is unknown, CPUs among them, count as large enough.
+    """Raises CapacityError, with the cheapest fix, if the training fits on none of the node types on which its gang's
+    shapes may run.
+
+    Node types whose memory is unknown, including CPUs, count as large enough.
     """
     workload = TrainWorkload.from_spec(spec, model)
     misfits: list[Misfit] = []
@@ -95,7 +98,9 @@ def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], 
 
 def smallest(spec: TrainSpec, world: int) -> Strategy:
     """Returns the spec's strategy with micro-batches of one sequence, the smallest to which the trainer can shrink
-    them. Raises ConfigError if the layout needs more ranks.
+    them.
+
+    Raises ConfigError if the layout needs more than `world` ranks.
     """
     return replace(Strategy.from_spec(spec, world), micro_batch=1)
 
@@ -176,8 +181,8 @@ def _larger_members(
     devices: int,
     base_s: float,
 ) -> Iterator[Fix]:
-    """Yields the fix with the fewest GPUs on each node with which the job fits, if the node type has more GPUs than the
-    job asks for.
+    """Yields the fix with the fewest GPUs on each node with which the job fits, if the node type has more GPUs than
+    requested.
     """
     factor = 2
     while devices * factor <= node_type.resources.get("GPU", 0.0):
@@ -220,7 +225,7 @@ def _option(name: str, value: str | int) -> Change:
 
 
 def _wider(strategy: Strategy, factor: int) -> Strategy:
-    """Returns the strategy with more ranks that share the weights."""
+    """Returns the strategy with `factor` times as many ranks that share the weights."""
     return replace(strategy, sizes=replace(strategy.sizes, shard=strategy.sizes.shard * factor))
 
 

@@ -21,12 +21,14 @@ from raytide.sizing.workload import Strategy, TrainWorkload
 
 Objective = Literal["cost", "time"]
 WATTS_PER_CORE = 3.5
-"""The Cloud Carbon Footprint project's mean for AWS (2022), as in `metadata.raytide.energy`."""
+"""The power of a busy core in watts: the Cloud Carbon Footprint project's mean for AWS (2022), as in
+`metadata.raytide.energy`.
+"""
 _TIGHT = 0.85
-"""The share of a device's memory above which memory is the constraint that binds."""
+"""The share of a device's memory above which memory counts as the binding constraint."""
 _REMATS: tuple[Remat, ...] = ("none", "selective", "full")
 _LONG_SEQUENCE = 16_384
-"""Below it, context parallelism never pays: a sequence's activations fit."""
+"""The sequence length below which context parallelism never pays, because a sequence's activations fit."""
 _MOST_PIPELINE, _MOST_CONTEXT = 16, 8
 _LOSS_CHUNK = 4096
 _LARGE_VOCABULARY = 16_384
@@ -75,9 +77,7 @@ def is_possible(workload: TrainWorkload, tensor: int, pipeline: int, context: in
 
 
 def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpec) -> Iterator[MemorySpec]:
-    """Yields the memory options for a layout: each kind of checkpointing, each with whole logits and with logits in
-    chunks.
-    """
+    """Yields the memory options for a layout: each kind of checkpointing, with whole logits and with chunked logits."""
     chunks = [base.loss_chunk]
     if not base.loss_chunk and layout.tensor == 1 and workload.model.vocab >= _LARGE_VOCABULARY:
         chunks.append(_LOSS_CHUNK)
@@ -96,9 +96,8 @@ def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
 
 
 def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
-    """Returns the pairs (nodes, devices) to try: parts of one node, then one, two, four... whole nodes,
-    and all nodes.
-    """
+    """Returns the pairs (nodes, devices) to try: parts of one node, then one, two, four... whole nodes, and all
+    nodes."""
     parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
     counts = sorted({*_powers(most_nodes), most_nodes} - {0})
     return parts + [(nodes, nodes * devices_per_node) for nodes in counts]
@@ -122,7 +121,7 @@ class TrainingPlan:
     node_type: NodeType
     nodes: int
     devices: int
-    """Ranks on each node."""
+    """The number of ranks on each node."""
     device: Accelerator
     workload: TrainWorkload
     strategy: Strategy
@@ -150,9 +149,8 @@ class TrainingPlan:
 
     @property
     def kwh(self) -> float:
-        """The energy in kWh of the whole run: of the devices at their board power, and of the CPU cores that belong to
-        them.
-        """
+        """The energy of the whole run in kWh: of the devices at their board power, and of their share of the CPU
+        cores."""
         cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
         watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)
         return watts * self.hours / 1000.0
@@ -183,7 +181,7 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def json(self) -> dict[str, object]:
-        """Returns the plan as plain values, units in the names."""
+        """Returns the plan as plain values, with units in the names."""
         return {
             "node_type": self.node_type.name,
             "nodes": self.nodes,
@@ -208,12 +206,12 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """The plans that fit, best first, and for each node type on which none fits, the plan that comes closest."""
+    """The plans that fit, best first, and the nearest miss on each node type on which none fits."""
 
     plans: tuple[TrainingPlan, ...]
     misses: tuple[TrainingPlan, ...]
     unknown: tuple[str, ...] = ()
-    """Node types whose GPUs are not known, so that nothing can be said of them."""
+    """The node types whose GPUs are not known, for which nothing can be predicted."""
     considered: int = 0
 
 
@@ -224,7 +222,7 @@ class SearchOptions:
     objective: Objective = "cost"
     most_nodes: int = 64
     base: MemorySpec = field(default_factory=MemorySpec)
-    """Memory options that stay as they are: offloading and compilation."""
+    """The memory options that the search does not change: offloading and compilation."""
     corrections: Corrections = field(default_factory=Corrections)
     watts_per_core: float = WATTS_PER_CORE
     hours: float | None = None
@@ -280,7 +278,7 @@ def plans_on(
     options: SearchOptions,
 ) -> Iterable[TrainingPlan]:
     """Yields, for each layout and kind of checkpointing, the plan with the largest micro-batch that fits; if none fits,
-    the plan with the smallest one.
+    the plan with the smallest micro-batch.
     """
     hardware = hardware_of(device)
     for sizes, layout in layouts(workload, nodes * devices, devices):

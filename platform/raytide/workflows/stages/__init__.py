@@ -1,1 +1,1 @@
-"""The kinds of stages: the spec, the submission and the results of each."""
+"""The kinds of stages, with the spec, the submission and the results of each kind."""

@@ -1,4 +1,4 @@
-"""The interface between the executor and the runner of stages: `runner` uses the API, tests have their own runner."""
+"""The interface between the executor and the runner of stages: `runner` uses the API; tests have their own runner."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StageTask:
     """One attempt of a stage, or of a trial of its sweep, without references."""
 
     name: str
-    """The name of its job: the flow's and the stage's, and the trial's number."""
+    """The name of its job, from the names of flow and stage and the trial's number."""
     options: StageSpec
-    """The stage as the file has it; `spec` below is what is run."""
+    """The stage as the file has it; `spec` below is the spec that runs."""
     spec: Mapping[str, object]
     out: str
     """The folder of its results."""
     key: str
-    """The key of its submission: the same one is the same job."""
+    """The key of its submission: submitting the same key again gives the same job."""
     team: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -32,14 +32,14 @@ class StageReport:
     """The state of a submitted attempt."""
 
     status: Literal["running", "done", "failed", "refused"]
-    """refused: a rule of the stage does not hold, so it and all that need it are skipped."""
+    """The state. `refused`: a rule of the stage does not hold, so it and all stages that need it are skipped."""
     reason: str = ""
     outputs: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     curve: Curve = ()
-    """The swept metric by step so far; only for a trial."""
+    """The values of the swept metric so far, by step; only for a trial."""
     is_final: bool = False
-    """A failure that another attempt would repeat."""
+    """True for a failure that another attempt would repeat."""
 
 
 class StageRunner(Protocol):
@@ -54,4 +54,4 @@ class StageRunner(Protocol):
         """Returns the state of an attempt; with `metric`, also the curve of that metric."""
 
     def stop(self, task: StageTask, handle: str) -> None:
-        """Asks an attempt to end; has no effect on an attempt that has ended."""
+        """Requests that an attempt ends; has no effect on an attempt that has ended."""

@@ -1,7 +1,7 @@
 """The process of a compress stage: `python -m raytide.workflows.stages.compression RECIPE`, on a leased node.
 
-A job that is stopped and started again continues where it was. The metrics come from the card: `bytes`, `parent_bytes`,
-the metrics of the suite, and the measured speed.
+A job that is stopped and started again continues where it stopped. The metrics come from the model card: `bytes`,
+`parent_bytes`, the metrics of the suite, and the measured speed.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ class ScriptStageSpec(Config):
     env: dict[str, str] = Field(default_factory=dict, max_length=1000)
     nproc_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
     steps: int | None = Field(default=None, ge=1)
-    """The `step` that it reports at its end, by which the rungs of a sweep are placed."""
+    """The value of `step` that the command reports at its end, from which the rungs of a sweep are computed."""
 
     @field_validator("command", "env", mode="before")
     @classmethod
     def _as_texts(cls, value: object) -> object:
-        """Returns the values with numbers written as text, because a reference to a metric becomes a number."""
+        """Returns the values with numbers written as text, because references to metrics are replaced by numbers."""
         if isinstance(value, Mapping):
             return {key: _text(each) for key, each in value.items()}
         return [_text(each) for each in value] if isinstance(value, list | tuple) else value
@@ -61,32 +61,33 @@ class ScriptStageSpec(Config):
 
 
 class EvalSpec(Config):
-    """The evaluation of a model: its loss on a dataset that it has not seen, its answers to prompts, a suite that
-    compares it with its parent, or several of these.
+    """The evaluation of a model: its loss on a held-out dataset, its answers to prompts, a suite that compares it with
+    its parent, or several of these.
 
     The metrics are `loss` (nats a token), `perplexity` and `tokens` of a dataset; `accuracy` and `prompts` of prompts;
     and the metrics of the suite, such as `kl`. If the suite's gate is not passed, the stage fails.
     """
 
     model: bounds.Location = ""
-    """A Hugging Face directory, or a run that exported one."""
+    """A Hugging Face directory, or the `out` of a run that exported one."""
     dataset: bounds.Location = ""
-    """A token dataset, of the model's tokenizer."""
+    """A token dataset made with the model's tokenizer."""
     seq_len: int = Field(default=256, ge=2, le=1 << 20)
-    """The length of the sequences; every token after a sequence's first is predicted."""
+    """The length of the sequences in tokens; every token after a sequence's first is predicted."""
     batch: int = Field(default=8, ge=1, le=4096)
     max_sequences: int | None = Field(default=None, ge=1)
-    """The most sequences that are read, from the beginning; all of them by default."""
+    """The most sequences to read, from the beginning; None for all."""
     endpoint: bounds.Location = ""
     """An endpoint by its base URL, such as `${serve.url}`."""
     endpoint_model: bounds.Word = ""
-    """The model's name there, such as `${serve.name}`."""
+    """The model's name at the endpoint, such as `${serve.name}`."""
     prompts: bounds.Location = ""
-    """A JSONL file of `{"prompt": ..., "expect": ...}`: the answer must hold the text, or match the pattern
-    `{"matches": ...}`."""
+    """A JSONL file of `{"prompt": ..., "expect": ...}`. The answer must contain the expected text, or match the pattern
+    in `{"matches": ...}`.
+    """
     max_tokens: int = Field(default=64, ge=1, le=1 << 16)
     suite: QualitySuite | None = None
-    """As for `raytide eval`."""
+    """The suite, as for `raytide eval`."""
 
     @model_validator(mode="after")
     def _has_work(self) -> EvalSpec:
@@ -102,15 +103,16 @@ class EvalSpec(Config):
 
 
 class RegisterSpec(Config):
-    """A model directory that becomes a version of a registered model, with its evaluations."""
+    """The registration of a model directory as a version of a registered model, with its evaluations."""
 
     name: ModelName
     model: bounds.Location = Field(min_length=1)
     job: bounds.Word = ""
-    """The job that made it, such as `${train.job}`, for its lineage."""
+    """The job that made the model, such as `${train.job}`, for its lineage."""
     metrics: dict[bounds.Name, float] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """Results of evaluations, such as `eval_loss: ${eval.metrics.loss}`, which `raytide model promote --rule` compares
-    too."""
+    """Results of evaluations, such as `eval_loss: ${eval.metrics.loss}`, which `raytide model promote --rule` also
+    compares.
+    """
     note: bounds.Word = ""
 
 
@@ -143,7 +145,7 @@ def compress_recipe(spec: dict[str, object], name: str, out: str) -> CompressRec
 
 
 def check(flow: FlowSpec) -> None:
-    """Checks everything that can be checked before a flow runs. Raises ConfigError that names the stage.
+    """Checks everything that can be checked before a flow runs. Raises ConfigError, which names the stage.
 
     References are replaced by examples for the check: a path for an output, 1.0 for a metric.
     """

@@ -1,6 +1,6 @@
 """The process of an eval stage: `python -m raytide.workflows.stages.evaluation SPEC`, on a leased node.
 
-It writes the metrics to RAYTIDE_STAGE_OUT/metrics.json, whole or not at all.
+It writes the metrics to RAYTIDE_STAGE_OUT/metrics.json atomically.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def suite_metrics(spec: EvalSpec) -> dict[str, float]:
 
 
 def read_cases(url: str) -> list[Mapping[str, Any]]:
-    """Returns the prompts of a JSONL file with the expected texts. Raises DataError that names the line."""
+    """Returns the prompts of a JSONL file with the expected texts. Raises DataError, which names the line, for a
+    malformed line.
+    """
     cases: list[Mapping[str, Any]] = []
     for number, line in enumerate(read_bytes(url).splitlines(), start=1):
         if not line.strip():

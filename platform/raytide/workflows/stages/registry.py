@@ -1,4 +1,4 @@
-"""Register and serve stages: they send requests to the API and have no jobs. A repeated request changes nothing."""
+"""Register and serve stages, which send requests to the API and have no jobs. A repeated request changes nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def serve(client: ApiClient, task: StageTask) -> str:
 
 
 def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
-    """Returns the state of a serve stage: it is done once a replica with the stage's spec answers."""
+    """Returns the state of a serve stage. It is done once a replica with the stage's spec answers, or if none is
+    needed: the endpoint is scaled to zero, or a hosted API answers for it.
+    """
     if handle.startswith(_REFUSED):
         return StageReport("refused", handle.removeprefix(_REFUSED))
     status = client.endpoint(handle)
@@ -68,7 +70,7 @@ def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
 
 
 def _is_served(spec: ServeSpec, now: EndpointStatus) -> bool:
-    """Returns whether the endpoint has this spec already, so that serving it again would only add a revision."""
+    """Returns whether the endpoint already has this spec, so that serving it again would only add a revision."""
     there = now.endpoint.spec
     location = spec.model.removeprefix(SCHEME)
     if location not in (there.model, there.version):
@@ -90,7 +92,7 @@ def _is_new(client: ApiClient, status: EndpointStatus) -> bool:
 
 
 def _broken_rule(client: ApiClient, task: StageTask, spec: ServeSpec, now: EndpointStatus | None) -> str:
-    """Returns why the new version may not replace the one that is served; empty if it may."""
+    """Returns why the new version may not replace the served one; empty if it may."""
     if not spec.model.startswith(SCHEME):
         raise ConfigError(
             f"{task.name}: its rule compares the metrics of registered versions, and {spec.model} is a directory.",

@@ -22,11 +22,11 @@ METRICS_FILE = "metrics.json"
 _MOST_METRICS = 100
 _POINTS = 2000
 _OF_THE_RUNNER = frozenset({"attempts", "failures", "world", "exit_code", "restarts", "left_s", "redo_s", "lost_s"})
-"""Numbers in a job's progress that are about its run, not its result."""
+"""Numbers in a job's progress that describe its run, not its result."""
 
 
 class ApiRunner:
-    """Submits stages with the rights of the flow's own job. `package` is the flow's working directory."""
+    """Submits stages with the rights of the flow's own job. `package` is the digest of the flow's working directory."""
 
     def __init__(self, client: ApiClient, package: str = "") -> None:
         self._client, self._package = client, package
@@ -51,8 +51,8 @@ class ApiRunner:
             self._client.stop(handle)
 
     def _curve(self, view: JobView, metric: str) -> Curve:
-        """Returns the metric of a trial by step: for a training, from its log; for a script, only the last reported
-        value.
+        """Returns a trial's values of the metric by step: for a training, from its log; for a script, only the last
+        reported value.
         """
         job = view.job
         if job.spec.kind is not JobKind.TRAIN:
@@ -68,7 +68,7 @@ class ApiRunner:
 
 
 def job_spec(task: StageTask, package: str) -> JobSpec:
-    """Returns the job of a data, train, eval or script stage. Raises ConfigError for a spec that is wrong."""
+    """Returns the job of a data, train, eval or script stage. Raises ConfigError for an invalid spec."""
     spec, options = dict(task.spec), task.options
     gang = options.gang or GangSpec.parse({"cpus": 1}, where=task.name)
     if options.kind == "data":
@@ -128,9 +128,7 @@ def outputs_of(task: StageTask, job: Job) -> dict[str, str]:
 
 
 def metrics_of(task: StageTask, job: Job) -> dict[str, float]:
-    """Returns the numbers that a job reported, and those in the metrics.json that it wrote; the latter
-    take precedence.
-    """
+    """Returns the numbers that a job reported, and those in its metrics.json, which take precedence."""
     reported: dict[str, object] = {name: value for name, value in job.progress.items() if name not in _OF_THE_RUNNER}
     return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("compress", "eval", "script") else {})}
 

@@ -1,1 +1,1 @@
-"""Sweeps: many variants of one stage; variants with bad results end early."""
+"""Sweeps: variants of one stage, of which those with bad results end early."""

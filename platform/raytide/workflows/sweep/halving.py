@@ -11,7 +11,7 @@ from raytide.workflows.sweep.spec import HalvingSpec
 Curve = Sequence[tuple[int, float]]
 """The values of a metric: (step, value), by step."""
 Rungs = Mapping[int, float | None]
-"""The value of a trial at each rung that it has reached; None for one that is no finite number."""
+"""The value of a trial at each rung that it has reached; None for a value that was not finite."""
 _WINDOW = 0.1
 
 
@@ -30,8 +30,10 @@ def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
 
 
 def smoothed(curve: Curve, step: int) -> float | None:
-    """Returns the mean of the values in the last tenth of the steps up to `step`. If there are none, returns the last
-    value before them, else the first value. Returns None if a value is not finite, or if there is no value.
+    """Returns the mean of the values in the last tenth of the steps up to `step`.
+
+    If there are none, it returns the last value before them, else the first value. Returns None if a value is not
+    finite, or if there is no value.
     """
     before = [(at, value) for at, value in curve if at <= step]
     near = [value for at, value in before if at > step - max(1, round(_WINDOW * step))]
@@ -45,8 +47,8 @@ def goes_on(
     """Returns whether a trial with this value at a rung is among the best `1 / factor` of the trials that reached the
     rung.
 
-    `others` are the values of all other trials at that rung. At least one trial goes on. A value that is not finite is
-    the worst.
+    `others` are the values of all other trials at that rung. At least one trial continues. A value that is not finite
+    is the worst.
     """
     known = [_rank(each, mode) for each in others]
     own = _rank(value, mode)
@@ -57,10 +59,10 @@ def goes_on(
 
 
 def rung_of_end(own: Rungs, others: Iterable[Rungs], spec: HalvingSpec, mode: Literal["min", "max"]) -> int | None:
-    """Returns the rung at which a trial ends; None if it goes on.
+    """Returns the rung at which a trial ends; None if it continues.
 
-    A trial is compared at the highest rung that it has reached with all trials that have reached this rung by now. So a
-    trial that went on because it was alone is judged again when others arrive.
+    A trial is compared at the highest rung that it has reached with all trials that have reached this rung by now. A
+    trial that continued because it was alone is thus compared again when others arrive.
     """
     if not own:
         return None

@@ -1,4 +1,4 @@
-"""Draws the parameters of a trial with Optuna, as a pure function of the trials before it and the seed."""
+"""Draws the parameters of a trial with Optuna, as a pure function of the earlier trials and the seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PastTrial:
 def suggest(sweep: SweepSpec, number: int, past: Sequence[PastTrial]) -> dict[str, Value]:
     """Returns the parameters of trial `number` (from 0). The same arguments give the same parameters.
 
-    A trial that ended early counts as Optuna's pruned trials do: by the last rung that it reached, then by its value
+    A trial that ended early counts like a pruned trial of Optuna: by the last rung that it reached, then by its value
     there.
     """
     if sweep.sampler == "grid":

@@ -21,7 +21,7 @@ class ValueRange(Config):
     low: int | float | None = None
     high: int | float | None = None
     log: bool = False
-    """Numbers are drawn evenly by their logarithm, as suits learning rates."""
+    """True to draw numbers evenly by their logarithm, as for learning rates."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> ValueRange:
@@ -49,18 +49,19 @@ class ValueRange(Config):
 class HalvingSpec(Config):
     """Asynchronous successive halving: at each rung only the best `1 / factor` of the trials that reached it go on.
 
-    Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2, in its stopping form.
+    Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2, in the variant that ends
+    trials instead of pausing them.
     """
 
     first: int = Field(ge=1)
     """The step of the first rung. The next ones are at `first * factor`, `first * factor ** 2` and so on."""
     factor: int = Field(default=3, ge=2, le=100)
     least: int = Field(default=1, ge=1)
-    """No trial ends at a rung before this many have reached it."""
+    """The number of trials that must have reached a rung before one can end there."""
 
 
 class SweepSpec(Config):
-    """Variants of a stage, each of which runs as a job of its own. The stage's results are those of the best trial."""
+    """Variants of a stage, each of which runs as a separate job. The stage's results are those of the best trial."""
 
     space: dict[ParameterPath, ValueRange] = Field(min_length=1, max_length=bounds.MOST_LABELS)
     """The values by the path of the field in the stage's `spec`: `optim.lr`."""
@@ -68,12 +69,12 @@ class SweepSpec(Config):
     mode: Literal["min", "max"] = "min"
     trials: int = Field(ge=1, le=MOST_TRIALS)
     at_once: int = Field(default=4, ge=1, le=bounds.LIVE_JOBS)
-    """The trials that are queued or run at the same time."""
+    """The most trials that are queued or run at the same time."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    """Optuna's sampler: tpe learns from the trials that have ended."""
+    """Optuna's sampler; `tpe` learns from the trials that have ended."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     asha: HalvingSpec | None = None
-    """None: every trial runs to its end."""
+    """The rule for ending trials early; None runs every trial to its end."""
 
     @model_validator(mode="after")
     def _grid_has_choices(self) -> SweepSpec:
@@ -83,7 +84,7 @@ class SweepSpec(Config):
         return self
 
     def rungs(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps at which trials are compared, below the `steps` of a whole trial."""
+        """Returns the steps at which trials are compared. All are below `steps`, the length of a whole trial."""
         found: list[int] = []
         step = steps if self.asha is None else self.asha.first
         while step < steps:

@@ -259,13 +259,12 @@ async def test_a_companion_that_breaks_vllm_is_named(wide_model_dir: Path, monke
 
 
 async def test_its_process_ends_with_one_that_is_killed() -> None:
-    """Without vLLM: a process whose child has what is mixed into vLLM's worker."""
+    """Without vLLM: a process whose child has imported what is mixed into vLLM's worker."""
     code = """
 import multiprocessing, time
-from raytide.actors.engine.backends.vllm.worker_extension import EndsWithParent
 
 def child():
-    EndsWithParent().end_with_parent()
+    import raytide.actors.engine.backends.vllm.worker_extension
     print(multiprocessing.current_process().pid, flush=True)
     time.sleep(600)
 

@@ -162,6 +162,15 @@ async def test_abort_ends_the_stream_and_frees_the_blocks(start: Start) -> None:
     assert not await engine.abort("gone")
 
 
+async def test_tokens_are_counted_when_they_are_generated(start: Start) -> None:
+    engine, _ = await start()
+    before = (await engine.stats()).generated_tokens
+    stream = engine.generate(ask("long", sampling=ENDLESS))
+    first = await anext(stream)
+    assert (await engine.stats()).generated_tokens - before >= len(first.token_ids) > 0
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
 async def test_closing_the_stream_aborts_the_request(start: Start) -> None:
     engine, _ = await start()
     stream = engine.generate(ask("left", sampling=ENDLESS))

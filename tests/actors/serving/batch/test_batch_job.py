@@ -63,6 +63,27 @@ def test_a_job_that_is_killed_at_half_goes_on_there(tmp_path: Path) -> None:
     assert third.returncode == 0 and said == f"{out} has the answers to {ROWS} rows\n"
 
 
+def test_a_job_that_is_told_to_end_records_the_rows_in_flight(tmp_path: Path) -> None:
+    """Rows begin in their order, so those that have run are the first ones, without a gap."""
+    source, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl"
+    progress = tmp_path / "out.jsonl.progress" / "rows.jsonl"
+    first, deadline_s = start(source, out), time.monotonic() + 240
+    while not (progress.exists() and progress.read_bytes().count(b"\n") > ROWS // 4):
+        assert first.poll() is None and time.monotonic() < deadline_s, first.communicate()
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    said, _ = first.communicate(timeout=240)
+    places = [json.loads(line)["place"] for line in progress.read_bytes().splitlines()[1:]]
+    assert first.returncode == 128 + signal.SIGTERM
+    assert f"stopped: {len(places)} of {ROWS} rows have run" in said
+    assert ROWS // 4 <= len(places) < ROWS and sorted(places) == list(range(len(places)))
+    second = start(source, out)
+    said, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, said
+    assert f"{len(places)} of {ROWS} rows have run before" in said
+    assert [json.loads(line)["custom_id"] for line in out.read_text().splitlines()] == [f"id-{n}" for n in range(ROWS)]
+
+
 def test_rows_that_fail_are_in_a_file_of_their_own(tmp_path: Path) -> None:
     source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     wrong = row(1) | {"body": {"model": "x", "messages": []}}

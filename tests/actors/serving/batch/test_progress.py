@@ -87,6 +87,31 @@ def test_a_full_disk_delays_a_batch_and_loses_nothing(disk: Disk, monkeypatch: p
     again.close()
 
 
+def test_a_stop_records_the_rows_that_have_begun_and_begins_no_others(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rows, progress = rows_of(tmp_path, 100), ProgressFile(tmp_path / "progress", HEADER)
+        begun: list[int] = []
+        is_stopping, gate = False, asyncio.Event()
+
+        async def request(place: int, row: InputRow) -> RowResult:
+            begun.append(place)
+            if place >= 50:
+                await gate.wait()
+            return result(place)
+
+        running = asyncio.create_task(run_rows(rows, progress, request, at_once=8, is_stopping=lambda: is_stopping))
+        async with asyncio.timeout(60):
+            while len(begun) < 58:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            is_stopping = True
+            gate.set()
+            await running
+        assert sorted(begun) == list(range(58)) == [place for place in range(100) if place in progress]
+        progress.close()
+
+    asyncio.run(scenario())
+
+
 def test_what_was_recorded_does_not_run_after_a_cancellation(tmp_path: Path) -> None:
     ran: list[int] = []
 

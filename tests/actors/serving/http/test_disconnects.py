@@ -17,10 +17,11 @@ import pytest
 from tests.actors.engine.tiny import save_llama
 from tests.actors.serving.asgi import ask
 
-from raytide.actors.engine import EngineConfig, NativeEngine
+from raytide.actors.engine import EngineConfig, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
+from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
 
@@ -40,6 +41,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(model_dir: Path) -> NativeEngine:
     return NativeEngine(EngineConfig(model_dir=str(model_dir), block_size=16, max_running=4, prefix_cache=False))
+
+
+def test_what_an_aborted_request_held_is_free_before_the_next_step(model_dir: Path) -> None:
+    """The gateway and the server abort a request when its client leaves; the engine does so between two steps."""
+    core = EngineCore(EngineConfig.parse({"model_dir": str(model_dir), "prefix_cache": False}, where="test"))
+    request = GenRequest(request_id="r", prompt=[1] * 40, sampling=SamplingParams(max_tokens=20, ignore_eos=True))
+    core.add(request, [1] * 40)
+    for _ in range(3):
+        core.step()
+    assert core.pool.num_free < core.pool.num_blocks
+    assert core.abort("r")
+    assert core.pool.num_free == core.pool.num_blocks
+    assert not core.has_work
 
 
 def taken(engine: NativeEngine) -> dict[str, int]:

@@ -306,7 +306,9 @@ def test_streams_go_on_and_new_requests_succeed_when_a_replica_is_killed(control
         streams = [pool.submit(stream) for _ in range(32)]
         until("tokens", lambda: len(began) > 64)
         replica, pid = next(iter(pids(control).items()))
+        engine = psutil.Process(pid).children()  # it ends with its parent, a little later
         os.kill(pid, signal.SIGKILL)
+        assert psutil.wait_procs(engine, timeout=60.0)[1] == []
         fresh = client_of(control)
         for _ in range(8):
             answer = fresh.completions.with_raw_response.create(model="m", prompt="hello", max_tokens=1)

@@ -40,6 +40,12 @@ CASES: list[tuple[str, Reasoning, str, tuple[str, str, list[tuple[str, str]]]]] 
         '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "}"}</tool_call> done',
         ("", "done", [("f", '{"a": 1}')]),
     ),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
     ("hermes", "", "a < b and <tool but no", ("", "a < b and <tool but no", [])),
     ("hermes", "", '<tool_call>{"name": "f", "argum', ("", '<tool_call>{"name": "f", "argum', [])),
     ("hermes", "", "<tool_call>{not json}</tool_call>", ("", "<tool_call>{not json}</tool_call>", [])),

@@ -38,6 +38,16 @@ from raytide.core.errors import CheckpointError, ConfigError, RaytideError
 from raytide.core.specs.train import TrainSpec
 
 
+class Attribute:
+    """Unpickled, it is an attribute of a class."""
+
+    def __init__(self, of: type, name: object) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
 class Runs:
     """Unpickled, it runs a command."""
 
@@ -211,6 +221,15 @@ def test_what_dcp_writes_is_read_as_pickle_would() -> None:
     assert found.storage_data == whole.storage_data
 
 
+def test_members_of_enumerations_are_read_as_python_3_11_2_pickles_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding = type(TensorProperties().__getstate__()[3])
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda member, _: (getattr, (encoding, member.name)))
+    body = pickle.dumps(metadata())
+    assert b"getattr" in body
+    found = metadata_of(body, {"__0_0.distcp": 10}, "x")
+    assert found.state_dict_metadata == metadata().state_dict_metadata
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -234,6 +253,8 @@ def test_a_piece_lies_in_a_file_of_the_checkpoint(place: tuple[str, int, int], s
         eval,
         torch.load,
         {"a": getattr},
+        Attribute(Metadata, "__init__"),
+        Attribute(type(TensorProperties().__getstate__()[3]), 1),
         {(1, 2): 3},
         {1: 2},
         [{"a"}],
@@ -245,6 +266,8 @@ def test_a_piece_lies_in_a_file_of_the_checkpoint(place: tuple[str, int, int], s
         "eval",
         "torch.load",
         "getattr in a dict",
+        "an attribute of another class",
+        "an attribute without a name",
         "a tuple as key",
         "a number as key",
         "a set",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.actors.trainer.gang_processes import FakeLeases, Run, assert_undisturbed
 from tests.actors.trainer.kills import kill_at_random
-from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, StuckInRead
+from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, SlowInSteps, StuckInRead
 
 from raytide.actors.trainer.elastic.driver import run_train
 from raytide.core.errors import CheckpointError, ClusterError, ConfigError, LeaseLostError, TrainError
@@ -37,6 +37,25 @@ def start(spec: TrainSpec) -> Iterator[Start]:
     yield begin
     for run in runs:
         run.close()
+
+
+@pytest.mark.parametrize(
+    ("slow", "at", "layout"),
+    [
+        (0, "forward", Parallelism(replicate=2, shard=1)),
+        (0, "forward", Parallelism()),
+        (1, "forward", Parallelism()),
+        (1, "data", Parallelism()),
+    ],
+)
+def test_the_driver_reports_which_rank_the_others_wait_for(
+    start: Start, slow: int, at: Any, layout: Parallelism
+) -> None:
+    steps = 15 if at == "data" else 8  # a forward pass is slow in each layer and microbatch
+    run = start(2, 2, {slow: [SlowInSteps(0.2, at)]}, steps=steps, layout=layout)
+    run.result()
+    told = [report for report in run.leases.reports if "slowest_ratio" in report]
+    assert (told[-1]["slowest_rank"], float(told[-1]["slowest_ratio"]) > 1.5) == (slow, True), told[-1]
 
 
 def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) -> None:
@@ -152,6 +171,8 @@ def test_what_is_wrong_with_the_run_itself_ends_it_with_that_error(start: Start)
 
 class FailsToStart:
     """A worker whose packages are not installed, for a reason of each start."""
+
+    image = ""
 
     def __init__(self, errors: list[Exception]) -> None:
         self.left = errors

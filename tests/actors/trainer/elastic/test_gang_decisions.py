@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
 from raytide.actors.trainer.elastic.recovery import Recovery, ScalingEfficiency
 from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartPolicy
+from raytide.actors.trainer.elastic.stragglers import LEAST_STEPS, RankTimes
 from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.types import GROW_AFTER, PATIENCE, MicroBatchLimit, StepResult, WorkerStatus
 from raytide.core.errors import ConfigError, TrainError
@@ -191,3 +192,28 @@ def test_a_worker_has_the_settings_of_nccl_that_the_spec_names_and_no_others(mon
     monkeypatch.setattr(gc, "freeze", lambda: None)
     TrainWorker(run_spec(nccl={"NCCL_SOCKET_IFNAME": "eth1"}), 1, "host").ready()
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def took(own_s: float, wait_s: float) -> StepResult:
+    times = {"data": own_s / 4, "wait": wait_s, "forward_backward": 3 * own_s / 4 + wait_s}
+    return StepResult(1, 1.0, 0.1, 1.0, 8, own_s + 2 * wait_s, 0.0, 3, times=times, forward_s=own_s / 4)
+
+
+def test_the_rank_for_which_the_others_wait_is_the_slowest_however_long_its_steps_are() -> None:
+    times = RankTimes()
+    for _ in range(LEAST_STEPS - 1):
+        for rank, own_s in enumerate((1.0, 3.0, 1.5)):
+            times.record(rank, [took(own_s, wait_s=(3.0 - own_s) / 2)])
+    assert times.slowest() is None, "the first steps of a generation say little"
+    for rank, own_s in enumerate((1.0, 3.0, 1.5)):
+        times.record(rank, [took(own_s, wait_s=(3.0 - own_s) / 2)])
+    assert times.slowest() == (1, pytest.approx(3.0 / 1.25))
+    for _ in range(200):
+        times.record(1, [took(1.0, wait_s=1.0)])
+    assert times.slowest() == (2, pytest.approx(1.5, rel=0.01)), "what is past is forgotten"
+
+
+def test_a_rank_alone_holds_up_nobody() -> None:
+    times = RankTimes()
+    times.record(0, [took(1.0, wait_s=0.0)] * 20)
+    assert times.slowest() is None

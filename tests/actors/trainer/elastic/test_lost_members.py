@@ -26,6 +26,8 @@ from raytide.core.specs.train import TrainSpec
 class Worker:
     """A worker that is ready at once and never ends by itself."""
 
+    image = "a.b/c@sha256:12"
+
     def call(self, method: str, *args: object) -> Future[Any]:
         answer: Future[Any] = Future()
         if method == "ready":
@@ -41,6 +43,20 @@ class Watch:
 
     def latest(self) -> Lease:
         return self.lease
+
+
+def test_the_record_of_a_training_has_the_digest_of_its_image(tmp_path: Path) -> None:
+    spec = TrainSpec(name="small", dataset="none", out=str(tmp_path / "run"), steps=3, image="a.b/c:1")
+    record = RunLog(spec, VirtualClock(1000.0))
+    group = WorkerGroup(spec, record, lambda spec, member, shape: Worker())
+    assert group._start_timeout_s > module.START_TIMEOUT_S, "a pull takes its time"
+    shape = Shape(members=1, resources={"CPU": 1.0})
+    member = Member(0, MemberState.READY, "node-0")
+    group.reconcile(Lease("lease-1", "job-1", shape, LeaseState.ACTIVE, (member,)))
+    assert group.images == ""
+    group.check()
+    assert group.images == Worker.image
+    assert Worker.image in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("ended", [None, "broken"])

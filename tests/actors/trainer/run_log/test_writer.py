@@ -15,7 +15,8 @@ import pytest
 
 from raytide.actors.trainer.elastic.driver import _Driver
 from raytide.actors.trainer.elastic.generation import GenerationResult, GenerationRunner
-from raytide.actors.trainer.elastic.recovery import StepRate
+from raytide.actors.trainer.elastic.recovery import ScalingEfficiency, StepRate
+from raytide.actors.trainer.elastic.stragglers import RankTimes
 from raytide.actors.trainer.run_log import history
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, StepResult, WorkerStatus, scalar_metrics
@@ -88,7 +89,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
         None,
         [],
     )
-    driver.worker_group = SimpleNamespace(ready=0, settled_version="", has_refused=False)  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(ready=0, settled_version="", has_refused=False, images="")  # type: ignore[assignment]
     driver.watch = None  # type: ignore[assignment]
     driver.micro_batch = MicroBatchLimit("run")
     driver.step_rate, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
@@ -104,7 +105,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(small: TrainSpec) -> None:
     record_of(small).step(done(1, 3.0))
     driver = object.__new__(_Driver)
-    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False)  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False, images="")  # type: ignore[assignment]
     driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
     driver.step_rate = StepRate(driver.record.step_s)
     progress = driver._progress(1)
@@ -184,7 +185,7 @@ def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
 def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could_be(small: TrainSpec) -> None:
     record = record_of(small)
     driver = object.__new__(_Driver)
-    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False)  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False, images="")  # type: ignore[assignment]
     driver.spec, driver.record, driver.step_rate = small, record, StepRate()
     assert "not_saved" not in driver._progress(1)
     for step in (1, 2):
@@ -194,3 +195,21 @@ def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could
     assert driver._progress(1)["not_saved"] == ""
     events = [json.loads(line) for line in (Path(small.out) / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["step"]) for event in events] == [("not_saved", 1)]
+
+
+def test_a_driver_names_the_slowest_rank_by_what_each_rank_reports(small: TrainSpec) -> None:
+    workers: list[Any] = [SimpleNamespace(host=f"member {n}") for n in range(2)]
+    rest: Any = {"micro_batch": 1, "on_steps": lambda steps, status: None}
+    generation = GenerationRunner(1, small, workers, None, None, record_of(small), **rest)  # type: ignore[arg-type]
+    for step in range(1, 9):
+        for rank, own_s in enumerate((0.5, 2.0)):
+            result = replace(done(step, 3.0), times={"wait": 2.0 - own_s}, forward_s=own_s)
+            generation._record_status(rank, WorkerStatus(1, "training", 0.0, steps=[result]))
+    driver = object.__new__(_Driver)
+    driver.record, driver.scaling, driver.saved_at_s = record_of(small), ScalingEfficiency(), None
+    driver.rank_times = RankTimes()
+    values = driver._step_values([done(8, 3.0)], 1.0)
+    assert (values["slowest_rank"], values["slowest_ratio"]) == (0, 1.0), "of a new generation nothing is known"
+    driver.rank_times = generation.rank_times
+    values = driver._step_values([done(8, 3.0)], 1.0)
+    assert (values["slowest_rank"], values["slowest_ratio"]) == (1, 4.0)

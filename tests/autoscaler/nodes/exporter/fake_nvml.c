@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
 typedef struct { int index; } Device;
 static Device devices[8] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}};
 static double last_xid[8];
@@ -94,6 +94,19 @@ int nvmlDeviceGetTotalEccErrors(Device *device, int type, int counter, unsigned 
 int nvmlDeviceGetRemappedRows(Device *device, unsigned *correctable, unsigned *uncorrectable, unsigned *pending, unsigned *failed) {
   *correctable = *pending = *failed = 0;
   return whole(device, "remapped", uncorrectable);
+}
+
+int nvmlDeviceGetNvLinkState(Device *device, unsigned link, unsigned *is_active) {
+  unsigned links, down;
+  int result = whole(device, "links", &links);
+  if (result == SUCCESS) result = link < links ? whole(device, "links_down", &down) : INVALID_ARGUMENT;
+  if (result == SUCCESS) *is_active = link >= down;
+  return result;
+}
+
+int nvmlDeviceGetNvLinkErrorCounter(Device *device, unsigned link, int counter, unsigned long long *count) {
+  *count = link;  // only recoveries: 0, 1, 2 ... of the links
+  return counter == 1 ? SUCCESS : NOT_SUPPORTED;
 }
 
 static int is_registered[8];

@@ -20,6 +20,7 @@ from tests.autoscaler.nodes.test_utilization import Agents, machine
 from tests.autoscaler.providers.notices.key_values import KeyValues
 
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
+from raytide.autoscaler.nodes.exporter.kernel import oom_kills
 from raytide.autoscaler.nodes.exporter.rapl import RaplCollector
 from raytide.autoscaler.nodes.node_page import meters_of, read_page, reading_of
 from raytide.autoscaler.nodes.utilization import MeterReader
@@ -33,7 +34,8 @@ import sys, time
 from pathlib import Path
 from raytide.autoscaler.nodes.exporter import server
 server._announce = lambda directory, node_id, port: print(node_id, port, flush=True)
-if not server.start_exporter("node-1", "127.0.0.1", "127.0.0.1:9", powercap=Path(sys.argv[1])):
+folders = {"powercap": Path(sys.argv[1]), "vmstat": Path(sys.argv[1], "vmstat")}
+if not server.start_exporter("node-1", "127.0.0.1", "127.0.0.1:9", **folders):
     print("nothing to measure", flush=True)
 time.sleep(120)
 """
@@ -140,6 +142,26 @@ def test_a_machine_without_a_driver_shows_the_energy_of_its_cpus_and_one_without
     assert exporter.values("node_rapl_package_joules_total") == {"0": 2.5}
     assert reading_of(read_page(exporter.page(), 5.0), 5.0).cpu_energy_j == 2.5
     assert start(None).first_line == "nothing to measure"
+
+
+def test_the_links_between_gpus_are_counted_and_a_gpu_without_any_has_no_count(start: type, tmp_path: Path) -> None:
+    write_gpu(tmp_path, 0, HEALTHY)
+    write_gpu(tmp_path, 1, {**HEALTHY, "links": 4, "links_down": 0})
+    exporter = start(tmp_path)
+    assert exporter.values("raytide_gpu_nvlinks") == {"1": 4.0}
+    write_gpu(tmp_path, 1, {**HEALTHY, "links": 4, "links_down": 1})
+    assert exporter.values("raytide_gpu_nvlinks") == {"1": 3.0}
+    assert exporter.values("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL") == {"1": 0.0 + 1 + 2 + 3}
+    assert exporter.values("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL") == {}, "this driver does not count them"
+
+
+def test_processes_that_the_kernel_ended_are_shown_under_node_exporter_s_name(start: type, tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 7\noom_kill_odd 8\n")
+    exporter = start(None, tmp_path)
+    assert "node_vmstat_oom_kill 7.0" in exporter.page().splitlines()
+    assert reading_of(read_page(exporter.page(), 5.0), 5.0).oom_kills == 7.0
+    assert oom_kills(tmp_path / "none") is None
+    assert oom_kills() is not None, "this machine's own kernel tells it"
 
 
 def test_counters_of_cpus_turn_and_their_parts_do_not_count_twice(tmp_path: Path) -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.control.api.test_routes import LOCAL
+from tests.registry.rollout.test_lifecycle import PLAN
 from tests.stores import new_store
 
+from raytide.autoscaler.nodes.exporter.kernel import oom_kills
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics.cluster import MOST_REPORTS, cost_samples, job_samples
-from raytide.control.api.services.metrics.endpoints import ReplicaRestarts
-from raytide.control.api.services.metrics.page import ApiMetrics
+from raytide.control.api.services.metrics.endpoints import REGRESSION_SHOWN_S, ReplicaRestarts, canary_samples
+from raytide.control.api.services.metrics.page import AUDIT_PERIOD_S, ApiMetrics, AuditCheck
 from raytide.control.views import Live
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import ServeSpec
-from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, ReplicaStartup, Traffic
+from raytide.core.objects.endpoint_load import LOADING, EndpointLoad, ReplicaLive, ReplicaLoad, ReplicaStartup, Traffic
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.objects.node import CapacityType, Node, NodeMeasurement, NodeReading, NodeState
 from raytide.core.objects.team import TeamSpec
-from raytide.core.state import Changes, Store
+from raytide.core.specs.rollout import CountedRevision
+from raytide.core.state import Changes, Store, tables
 from raytide.core.state.queries.jobs import HeldJob, WaitingJob
+from raytide.core.state.tenancy.audit import acting
 from raytide.core.telemetry.catalogue import METRICS
 from raytide.core.telemetry.metrics import MetricSample
+from raytide.registry.rollout.lifecycle import RolloutView, advance
 
 DAY_US = 86_400_000_000
 
@@ -58,6 +64,8 @@ def test_training_jobs_show_what_their_drivers_report_and_the_user_s_own_values(
     progress = {
         "step": 40, "loss": 2.5, "tokens_per_s": 1000.0, "mfu": 0.4, "step_s": 0.5, "data_wait": 0.1,
         "step_at_s": 990.0, "saved_at_s": 700.0, "restarts": 2, "left_s": 9.0,
+
+        "not_saved": "no space left", "slowest_rank": 3, "slowest_ratio": 1.7,
         "accuracy": 0.75, "note": "text", "is_warm": True, "broken": float("nan"),
     }  # fmt: skip
     page = Page(
@@ -69,6 +77,8 @@ def test_training_jobs_show_what_their_drivers_report_and_the_user_s_own_values(
         ("data_wait_ratio", 0.1), ("last_step_age_seconds", 10), ("checkpoint_age_seconds", 300), ("restarts", 3),
     ):  # fmt: skip
         assert page(f"raytide_job_{name}", *job) == value
+    assert page("raytide_job_checkpoint_failing", *job) == 1
+    assert page("raytide_job_straggler_ratio", *job, "3") == 1.7
     assert page("raytide_job_report", *job, "accuracy") == 0.75
     assert {labels[2] for name, labels in page.values if name == "raytide_job_report"} == {"accuracy"}
     assert page("raytide_gang_pending_seconds", "job-2", "blue") == 600.0
@@ -102,7 +112,9 @@ def test_the_page_shows_gpus_by_use_unit_costs_and_lost_nodes(store: Store) -> N
     load = EndpointLoad(
         0.0, 3.0, 1, replicas=(ReplicaLoad("r1", 0.0, kv_use=0.5),), traffic=Traffic(1.0, output_tps=1000.0, ttft_s=0.2)
     )
-    reading = NodeReading(0.0, memory_use=0.5, network_in_bps=7.0)
+    adapters = ({"a": "", "b": LOADING}, {"a": "", "b": "adapter b is of another model."})
+    load = replace(load, live=tuple(ReplicaLive(f"r{n}", each) for n, each in enumerate(adapters)))
+    reading = NodeReading(0.0, memory_use=0.5, network_in_bps=7.0, oom_kills=2.0, clock_skew_s=-3.5)
     live = Live(0.0, loads={"chat": load}, measured={"node-1": NodeMeasurement(reading, {"nvml": 3.0}, {"nvml": 9.0})})
     accounts = LimitsService(store, config)
     metrics = ApiMetrics(store, config, accounts, NoTrouble())  # type: ignore[arg-type]
@@ -117,6 +129,11 @@ def test_the_page_shows_gpus_by_use_unit_costs_and_lost_nodes(store: Store) -> N
     assert page("raytide_spot_notices", gpu_type.name) == 1
     assert page("raytide_launch_failures", gpu_type.name, "a") == 1
     assert page("raytide_node_use_ratio", "node-1", "memory") == 0.5
+    assert page("raytide_node_oom_kills", "node-1") == 2
+    assert page("raytide_node_oom_kills", "head") == oom_kills(), "that of this machine"
+    assert page("raytide_node_clock_skew_seconds", "node-1") == -3.5
+    assert [page("raytide_adapters", "chat", state) for state in ("loaded", "loading", "failed")] == [2, 1, 1]
+    assert page("raytide_audit_missing_entries") == 0
     assert page("raytide_node_power_watts", "node-1", "nvml") == 3.0
     assert page("raytide_node_energy_joules", "node-1", "nvml") == 9.0
     assert all(METRICS[sample.metric.name] is sample.metric for sample in found)
@@ -146,3 +163,33 @@ def test_a_replica_whose_place_another_one_takes_is_counted_and_scaling_is_not()
     for loads in (load("a"), load("a", "b"), load("a"), load("c"), {}, load("d")):
         restarts.observe(loads)
     assert [(sample.labels, sample.value) for sample in restarts.samples()] == [(("chat",), 1)]
+
+
+def test_a_gap_in_the_audit_log_is_found_within_minutes_and_not_looked_for_at_each_read(store: Store) -> None:
+    with acting("ana", 1.0):
+        for name in ("red", "blue", "green"):
+            store.save_team(name, {"weight": 2.0})
+    check = AuditCheck(store.tenancy.audit)
+    assert check.sample(1000.0).value == 0
+    with store.tenancy.audit._db.write() as c:
+        c.execute(tables.audit.delete().where(tables.audit.c.object == "blue"))
+    assert check.sample(1000.0 + AUDIT_PERIOD_S - 1.0).value == 0, "it was not looked for"
+    assert check.sample(1000.0 + AUDIT_PERIOD_S).value == 1
+    assert check.sample(3.0).value == 1, "a clock that was put back does not stop it"
+
+
+def test_a_canary_that_was_rolled_back_shows_by_what_for_an_hour(store: Store) -> None:
+    store.save_endpoint(ServeSpec(name="web", model="/m"), "ana", 0.0)
+    begun = store.rollouts.start(ServeSpec(name="web", model="/m2"), "canary", PLAN, "ana", 100.0, "")
+    challenger, one_more = store.endpoint("web"), store.endpoint(begun.challenger_application)
+    found = advance(begun, RolloutView(challenger, one_more, 1), 101.0)
+    assert list(canary_samples([found])) == []
+    bad = {
+        begun.champion: CountedRevision(rollout=1, revision=begun.champion, requests=100),
+        begun.challenger: CountedRevision(rollout=1, revision=begun.challenger, requests=40, errors=40),
+    }
+    found = advance(found, RolloutView(challenger, one_more, 1, bad), 102.0)
+    store.commit(Changes(at_s=102.0, rollouts=(found,)))
+    page = Page(canary_samples(store.rollouts.rolled_back(102.0 + 3500.0 - REGRESSION_SHOWN_S)))
+    assert page.values == {("raytide_canary_regression_ratio", ("web", "errors")): 1.0}
+    assert store.rollouts.rolled_back(102.0 + 3700.0 - REGRESSION_SHOWN_S) == ()

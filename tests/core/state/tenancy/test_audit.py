@@ -194,3 +194,18 @@ def test_details_keep_what_json_cannot_hold(store: Store) -> None:
         add_entry(c, 1, "a\0na", "key.create", "\ud800", {"x": "\0\ud800", "y": {1}})
     assert json.dumps(store.tenancy.audit.entries()[0].detail)
     assert store.tenancy.audit.verify().is_whole
+
+
+def test_entries_that_are_missing_are_counted_and_those_deleted_by_age_are_not(tenancy: TenancyRecords) -> None:
+    audit = tenancy.audit
+    assert audit.missing() == 0, "an empty log lacks nothing"
+    with audit._db.write() as c:
+        for number in range(8):
+            add_entry(c, float(number), "ana", "key.create", f"key-{number}", {})
+    assert audit.missing() == 0
+    assert audit.prune(3.0, 9.0) == 3
+    assert audit.missing() == 0
+    with audit._db.write() as c:
+        add_entry(c, 9.5, "ana", "key.create", "key-9", {})
+        c.execute(t.audit.delete().where(t.audit.c.seq.in_((5, 10))))
+    assert audit.missing() == 2, "one in the middle, and the last one"

@@ -110,9 +110,11 @@ def test_rotated_keys_spend_from_one_budget(tenancy: TenancyRecords) -> None:
 
 def test_usage_is_shown_by_page_and_group(tenancy: TenancyRecords) -> None:
     batch = [
-        usage("a", "k", 3, model="chat", user="ana", prompt_tokens=5, cached_tokens=2, completion_tokens=1),
-        usage("b", "k", 4, model="code", user="bob", status=429),
-        usage("c", "", 0, at_s=DEC, model="chat", team="red"),
+        usage(
+            "a", "k", 3, model="chat", version="2", user="ana", prompt_tokens=5, cached_tokens=2, completion_tokens=1
+        ),
+        usage("b", "k", 4, model="code", version="1", user="bob", status=429),
+        usage("c", "", 0, at_s=DEC, model="chat", version="", team="red"),
     ]
     tenancy.spending.settle("g", batch, NOV)
     rows, before = tenancy.usage.rows(UsageFilter(), limit=2)
@@ -127,6 +129,7 @@ def test_usage_is_shown_by_page_and_group(tenancy: TenancyRecords) -> None:
         ("code", 1, 1),
         ("chat", 2, 0),
     ]
+    assert [s.group for s in tenancy.usage.sums(UsageFilter(), "version")] == ["code 1", "chat 2", "chat"]
     assert [s.group for s in tenancy.usage.sums(UsageFilter(), "day")] == ["2026-11-18", "2026-12-11"]
     assert tenancy.usage.sums(UsageFilter(since_s=DEC + 1), "key") == ()
 

@@ -12,6 +12,7 @@ from raytide.core.specs.cleaning import CleaningSpec, DocumentRules, PerplexityR
 from raytide.core.specs.data import TrainTokenizer
 from raytide.pipelines.cleaning.cleaner import Cleaner
 from raytide.pipelines.cleaning.rules.perplexity import perplexity_of, perplexity_rule
+from raytide.pipelines.cleaning.stages import Place
 from raytide.pipelines.tokenizer.bpe import load_bpe, train_bpe
 
 TEXT = "the quick brown fox jumps over the lazy dog and the dog sleeps. " * 4
@@ -64,7 +65,8 @@ def test_bounds_decide(model: Path) -> None:
 def test_a_cleaner_names_the_model_s_version(model: Path) -> None:
     rules = DocumentRules(perplexity=PerplexityRule(model=str(model), max_perplexity=1e-3))
     cleaner = Cleaner(CleaningSpec(rules=rules))
-    assert cleaner.clean(TEXT).reason == "perplexity_high"
+    ((cleaned,),) = cleaner.clean_all([TEXT], [Place("")])
+    assert cleaned.reason == "perplexity_high"
     ((name, _, version),) = cleaner.identity()
     assert name == f"model {model}" and len(version) > 64
 

@@ -72,7 +72,8 @@ class EndpointService:
         return self.get(spec.name, caller)
 
     def start_rollout(self, body: Mapping[str, object], caller: Caller) -> RolloutStatus:
-        """Starts a rollout: a new revision, the challenger, runs beside the one that serves. Returns its status."""
+        """Starts a rollout: a new revision, the challenger, runs beside the revision that serves. Returns its
+        status."""
         asked = NewRollout.parse(body, where="rollout")
         spec = self._checked(asked.serve_spec(caller.home), caller)
         plan = asked.rollout.model_dump(mode="json")
@@ -171,7 +172,9 @@ class EndpointService:
         )
 
     def _status(self, rollout: Rollout) -> RolloutStatus:
-        """Returns a rollout with the counts of both revisions; for one that is over, those at its end."""
+        """Returns the status of a rollout with the counts of both revisions; for an ended rollout, the counts at its
+        end.
+        """
         versions = {
             each.number: each.spec.version
             for each in self._store.revisions.page(rollout.name, team=rollout.team)

@@ -61,7 +61,11 @@ class Inputs:
         self._free = threading.BoundedSemaphore(THREADS)
 
     def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
-        """Raises DeniedError for private paths. Resolving links may hang, so it runs in a thread too."""
+        """Raises DeniedError if `config`, which errors call `where`, names a private path.
+
+        Resolving links may hang, so it runs in a thread. On a timeout it raises DataError, unless the driver also
+        checks the paths (`is_checked_later`).
+        """
 
         def check() -> bool:
             check_named(config, where, links=not is_checked_later)
@@ -94,8 +98,10 @@ class Inputs:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
 
     def training_inputs(self, spec: TrainSpec, caller: Caller) -> dict[str, int]:
-        """Returns the bytes of the datasets and of the initial model of a training, by URL. Inputs whose size is not
-        known here are left out."""
+        """Returns the sizes in bytes of the datasets and of the initial model of a training, by URL.
+
+        Inputs whose size is not known here are left out.
+        """
         found = {dataset: self._dataset_bytes(dataset, caller) for dataset in spec.datasets}
         if spec.init_from is not None:
             found[spec.init_from] = self.weight_bytes(spec.init_from, caller)
@@ -197,8 +203,10 @@ class Inputs:
             self.check_model(model, caller)
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:
-        """Returns the check of a local file, with its content if it has at most `most` bytes; an empty one for a URL
-        or on a timeout."""
+        """Returns the check of a local file, with the file's content if it has at most `most` bytes.
+
+        Returns an empty check for a URL or on a timeout.
+        """
         path = local_path(url)
         if path is None:
             return _UNKNOWN

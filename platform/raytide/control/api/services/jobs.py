@@ -128,7 +128,9 @@ class JobService:
         return spec.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
-        """Returns jobs, newest first: fewer than `limit` if their specs are large; with `active`, only unfinished."""
+        """Returns jobs, newest first; with `active`, only unfinished ones. Fewer than `limit` are returned if their
+        specs are large.
+        """
         team = caller.only_team
         most_bytes = bounds.MOST_PAGE_BYTES
         jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset, most_bytes=most_bytes)
@@ -142,9 +144,10 @@ class JobService:
         return self.view(self._store.request_stop(job_id))
 
     def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
-        """Submits the job's spec again, without a deadline that has passed.
+        """Submits the spec of an ended job again; its deadline is dropped if it has passed.
 
-        Training continues from the last checkpoint, because `out` is the same.
+        Training continues from the last checkpoint, because `out` is the same. Raises ConflictError for a job that has
+        not ended.
         """
         job = caller.acting_on(self._store.job(job_id))
         if not job.is_final:
@@ -174,7 +177,9 @@ class JobService:
         return self.view(self._accounts.set_job_budget(job, usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
-        """Returns a part of the log from `after` on, or its last `tail` lines."""
+        """Returns a part of the job's log that begins at the position `after`, or at its last `tail` lines. An empty
+        position is the beginning.
+        """
         job = self._owned(job_id, caller)
         if job.spec.kind is JobKind.GANG:
             raise UsageError(
@@ -200,7 +205,7 @@ class JobService:
         return self._packages.path(digest)
 
     def make_room(self, caller: Caller, announced: int | None) -> None:
-        """Makes room for a package of the announced size in bytes; of the largest possible size if it is None."""
+        """Frees space for a package of `announced` bytes; of the largest possible size if it is None."""
         size = MOST_BYTES if announced is None else min(announced, MOST_BYTES)
         self._packages.make_room(self._digests_in_use(), caller.home, size)
 
@@ -274,11 +279,15 @@ class JobService:
             self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
         if train is not None:
             self._config.settings.check_packages(train.pip, spec.team, spec.name)
+            self._config.settings.check_image(train.image, spec.team, spec.name)
             self._inputs.check_training(train, caller)
         elif spec.kind is JobKind.DATA:
             self._inputs.check_build(DataSpec.parse(spec.config, where=spec.name))
-        elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
-            self._packages.path(package)
+        elif spec.kind is JobKind.SCRIPT:
+            script = ScriptSpec.parse(spec.config, where=spec.name)
+            self._config.settings.check_image(script.image, spec.team, spec.name)
+            if script.package:
+                self._packages.path(script.package)
 
 
 def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:

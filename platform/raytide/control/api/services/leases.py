@@ -31,7 +31,7 @@ from raytide.core.state.queries.jobs import LeaseKey
 POLL_S = 0.1
 BEAT_S = 1.0
 _BEATS = 5
-"""Heartbeats written within a job's timeout, at most one every BEAT_S."""
+"""The number of heartbeats written within a job's timeout; at most one is written every BEAT_S seconds."""
 _KEPT_S = 10.0
 """The time that an unpolled lease stays in memory, in seconds; drivers poll again at once."""
 

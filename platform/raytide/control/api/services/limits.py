@@ -25,7 +25,7 @@ class LimitsService:
         self._store, self._config = store, config
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
-        """Returns the costs of the caller's team; for a token for all teams, all costs, including those of no team."""
+        """Returns the costs of the caller's team. A token for all teams gets all costs, including those of no team."""
         intervals = self._store.books.intervals()
         booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
         pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
@@ -73,7 +73,8 @@ class LimitsService:
         return spec
 
     def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
-        """Sets or removes a budget. A job's hard and soft budgets share one period."""
+        """Returns the job with its hard or soft budget set, or removed if `usd` is None. Both budgets share one
+        period."""
         if job.is_final:
             raise ConflictError(f"{job.id} is {job.state}: its budget cannot be changed.", hint="Choose a live job.")
         name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
@@ -130,8 +131,9 @@ _NOTHING = TeamUse({}, {}, {}, 0, 0.0)
 
 
 def _tags_of_job(job: Job) -> dict[str, str]:
-    """Returns the labels by which a job's costs are grouped: its own; a training without a `model` label has its name
-    as the model."""
+    """Returns the labels by which a job's costs are grouped: its own labels. A training without a `model` label gets
+    its name as that label.
+    """
     model = {"model": job.spec.name} if job.spec.kind is JobKind.TRAIN else {}
     return {**model, **job.spec.labels}
 

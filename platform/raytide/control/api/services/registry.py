@@ -8,9 +8,9 @@ from raytide.control.api.auth import Caller
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.submission_rate import SubmissionRate
-from raytide.control.bootstrap.cluster_record import installed_version
 from raytide.core.bounds import printable
 from raytide.core.clock import Clock
+from raytide.core.config import raytide_version
 from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.io.storage import check_url, local_path
 from raytide.core.objects.endpoint import ServeSpec
@@ -35,7 +35,7 @@ _MOST_WHY = 256
 
 
 class ModelService:
-    """Registers, shows and promotes models: those of the caller's team, or with a token for all teams any."""
+    """Registers, shows and promotes models of the caller's team; of any team with a token for all teams."""
 
     def __init__(
         self, store: Store, clock: Clock, inputs: Inputs, accounts: LimitsService, rate: SubmissionRate
@@ -54,7 +54,7 @@ class ModelService:
                 raise ConfigError(
                     f"{job.id} belongs to team {job.spec.team}.", hint="Register the model for that team."
                 )
-            spec = with_lineage(spec, job, f"raytide {installed_version()}")
+            spec = with_lineage(spec, job, f"raytide {raytide_version()}")
         self._inputs.check_private(spec.location, spec.name, is_checked_later=False)
         if local_path(spec.location) is None:
             check_url(spec.location)
@@ -64,7 +64,9 @@ class ModelService:
         return self._records.register(spec, caller.user, self._clock.now_s())
 
     def promote(self, name: str, alias: str, body: Mapping[str, object], caller: Caller) -> AliasChange:
-        """Makes an alias name another version. Raises ConflictError if the version does not satisfy the given rule."""
+        """Points an alias at another version, or at none. Raises ConflictError if the version does not satisfy the rule
+        in `body`.
+        """
         reference = ModelReference.parse(f"{name}@{alias}")
         change = AliasSpec.parse(body, where="promote")
         team = self._owned(name, caller.require_person())
@@ -156,7 +158,7 @@ class ModelService:
 
 
 class DatasetService:
-    """Registers and shows datasets: those of the caller's team, or with a token for all teams any."""
+    """Registers and shows datasets of the caller's team; of any team with a token for all teams."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate

@@ -1,4 +1,7 @@
-"""Limits how fast one team fills the state store, because records of jobs and of changes stay after their end."""
+"""Limits the bytes that one team adds to the state store, at once and per hour.
+
+A job's records stay after it ends, and each change leaves an entry in the audit log.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SILENCE_S = 60.0
 
 
 class TenancyService:
-    """Creates, shows and changes API keys: those of the caller's team, or with a token for all teams any."""
+    """Creates, shows and changes API keys of the caller's team; of any team with a token for all teams."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate

@@ -23,9 +23,9 @@ _TEAM = ".team"
 KEPT_S = 30 * 86_400.0
 """The time that a package is kept after its last use. Packages of unfinished jobs are always kept."""
 TOTAL_BYTES = 10 * 2**30
-"""The limit of all packages; the least recently used are removed first."""
+"""The limit of all packages together; the least recently used ones are removed first."""
 TEAM_BYTES = 3 * 2**30
-"""The limit of the packages that one team uploaded; its own are removed first."""
+"""The limit of the packages that one team uploaded. Above it, the team's own packages are removed first."""
 
 LEAST_BYTES = 2**19
 """The least bytes that each package counts for in the limits, because file systems limit the number of files."""

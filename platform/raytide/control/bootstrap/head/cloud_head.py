@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
-from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version, load, run_dir_of
+from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of
 from raytide.control.bootstrap.control_plane import (
     end_children,
     end_nodes,
@@ -28,6 +28,7 @@ from raytide.control.bootstrap.head.ending import leading_to_the_end
 from raytide.control.bootstrap.wiring import provider
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.clock import SystemClock
+from raytide.core.config import raytide_version
 from raytide.core.errors import ClusterError, ConfigError, UsageError
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
@@ -80,7 +81,7 @@ def start(
             state_url=config.settings.state_url or f"sqlite:///{run_dir / 'state.db'}",
             config_path=run_dir / "cluster.yaml",
             created_at_s=before.created_at_s if before else time.time(),
-            version=installed_version(),
+            version=raytide_version(),
             monitoring=monitoring,
         )
         start_control_plane(cluster, insecure=insecure, timeout_s=timeout_s)

@@ -2,8 +2,8 @@
 
 `raytide head FILE --standby` starts it. A machine waits until the lease of the head has expired or was given up. Then
 it leads: it takes the head's address, locks the former head's GCS out of Ray's tables, starts Ray's head on these
-tables, and starts the supervisor, while it renews the lease. It steps down if it cannot renew the lease in time, if it
-was replaced, or if Ray ends: it ends all of the head's processes on this machine, and waits again.
+tables, starts the supervisor, and keeps renewing the lease. If it cannot renew the lease in time, was replaced, or Ray
+ends, it steps down: it ends all of the head's processes on this machine, and waits again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version, run_dir_of
+from raytide.control.bootstrap.cluster_record import HeadCluster, run_dir_of
 from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor
 from raytide.control.bootstrap.head.cloud_head import API_PORT, SERVE_PORT, make_run_dir, start_control_plane
 from raytide.control.bootstrap.head.ending import GUARD, end_processes
@@ -27,6 +27,7 @@ from raytide.control.bootstrap.head.ray_start import HEAD_MARK, start_ray, wait_
 from raytide.control.bootstrap.head.redis_users import replace_user
 from raytide.control.job_tokens import key_in
 from raytide.control.supervision.daemon import hold_lock, record_of, spawn
+from raytide.core.config import raytide_version
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, RaytideError
 from raytide.core.io.atomic_file import create_json, read_json, write_text
 from raytide.core.io.process import Process
@@ -228,7 +229,7 @@ def join(config_path: Path, name: str, *, monitoring: bool = False) -> HeadClust
         state_url=config.settings.state_url,
         config_path=run_dir / "cluster.yaml",
         created_at_s=known["at_s"],
-        version=installed_version(),
+        version=raytide_version(),
         monitoring=monitoring,
         head_name=name,
         shared_dir=shared,

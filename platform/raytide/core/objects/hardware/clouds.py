@@ -1,4 +1,5 @@
-"""`metadata.raytide.providers`: further clouds and regions of one cluster, each written in the keys of Ray's own file.
+"""`metadata.raytide.providers`: further clouds and regions of one cluster. Each section has the same keys as Ray's
+cluster.yaml.
 
 Ray's launcher completes only the file's own `provider` section and leaves `metadata` alone. So a further section lists
 its own node types, and raytide completes it on the head with Ray's bootstrap for that cloud.
@@ -19,12 +20,12 @@ from raytide.core.objects.hardware.provider_section import CLOUDS, check_gcp, pr
 from raytide.core.objects.node import NodeType
 
 HEAD_STAND_IN = "raytide-no-head"
-"""Ray's bootstrap asks for the type of the head, which a further cloud does not have."""
+"""A placeholder for the type of the head, which Ray's bootstrap requires and a further cloud does not have."""
 _SHARED = (
     *("cluster_name", "max_workers", "docker", "file_mounts", "cluster_synced_files", "rsync_exclude", "rsync_filter"),
     *("initialization_commands", "worker_start_ray_commands"),
 )
-"""The keys that a section has from the file, unless it has its own."""
+"""The keys that a section takes from the file unless it sets them itself."""
 _PLACE = {
     "aws": ("region",),
     "aliyun": ("region",),
@@ -37,8 +38,8 @@ Commands = tuple[Annotated[str, Field(max_length=65_536)], ...]
 
 
 class CloudSection(Config):
-    """One further cloud or region. A key that is left out has the file's value, except the private key in `auth`, which
-    belongs to the head's region.
+    """One further cloud or region. Keys that are left out have the file's values, except the private key in `auth`,
+    which belongs to the head's region.
     """
 
     provider: dict[str, object]
@@ -49,7 +50,7 @@ class CloudSection(Config):
     file_mounts: dict[str, str] | None = None
     initialization_commands: Commands | None = None
     setup_commands: Commands | None = None
-    """In place of the file's `setup_commands` and `worker_setup_commands`."""
+    """The commands in place of the file's `setup_commands` and `worker_setup_commands`."""
     worker_start_ray_commands: Commands | None = None
 
 
@@ -145,6 +146,7 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
     return deepcopy(
         {
             "auth": inherited,
+            "max_workers": 2,  # Ray's own default for its clouds, which an external one lacks
             "docker": {},
             "file_mounts": {},
             "cluster_synced_files": [],

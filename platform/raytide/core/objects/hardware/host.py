@@ -14,7 +14,7 @@ from raytide.core.objects.node import CapacityType, NodeType
 
 Argv = Annotated[tuple[str, ...], Field(max_length=64)]
 _PATH = r"^(~/|/)[A-Za-z0-9_./+@-]+$"
-"""A path on a machine, whose shell sees it unquoted, so that `~` is the user's home there."""
+"""A path on a machine. The shell there gets it without quotes, so that `~` is the user's home."""
 
 
 class SshSection(Config):
@@ -43,7 +43,7 @@ class Host(Config):
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=64)
     power_on: Argv = ()
     power_off: Argv = ()
-    """Commands of this machine in place of those for all."""
+    """`power_on` and `power_off` are commands of this machine, in place of those for all machines."""
 
 
 class HostsSection(Config):
@@ -63,7 +63,7 @@ class HostsSection(Config):
     power_off: Argv = ()
     """A command of the head that switches a machine off after its node has ended."""
     power_on_timeout_s: float = Field(default=300.0, gt=0, le=3600)
-    """The time that a machine has to accept ssh after it was switched on."""
+    """The seconds within which a machine must accept ssh after it was switched on."""
 
     @field_validator("machines")
     @classmethod

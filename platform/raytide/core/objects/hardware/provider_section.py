@@ -1,4 +1,4 @@
-"""The `provider` section of cluster.yaml, and what the providers ask of the node types."""
+"""The `provider` section of cluster.yaml, and the requirements that providers have for node types."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from raytide.core.errors import ConfigError
 from raytide.core.objects.node import NodeType
 
 CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
-"""The providers of Ray's cluster launcher that raytide can buy from. Ray's own `local` is none: it has no node
-types."""
+"""The providers of Ray's cluster launcher from which raytide can buy nodes. Ray's own `local` is not among them,
+because it has no node types.
+"""
 _KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
 """Ray's default of `cache_stopped_nodes`."""
 _GCP_CLUSTER_NAME = 35
@@ -41,8 +42,8 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
 
 
 def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType], *, where: str) -> None:
-    """Raises ConfigError if a cluster without a cloud has no source (`kind`: own machines or Slurm) for one of its node
-    types.
+    """Raises ConfigError if a node type is not in `owned`, the node types of the operator's machines and of Slurm's
+    jobs. `kind` is the type of the provider: hosts or slurm.
     """
     for node_type in node_types:
         if node_type.name not in owned:
@@ -57,8 +58,9 @@ def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType
 def check_gcp(
     section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
 ) -> None:
-    """Checks the limits of Ray's GCP provider. It creates and lists machines in one zone only. It uses the names of the
-    cluster and of node types as labels, which allow no capitals and dots, and the cluster's name in machine names.
+    """Checks the limits of Ray's GCP provider. It creates and lists machines in one zone only. It uses the cluster's
+    name in machine names, and the names of cluster and node types as labels, in which capitals and dots are not
+    allowed.
     """
     zone = section.get("availability_zone")
     for node_type in node_types:

@@ -1,4 +1,4 @@
-"""The words for what work needs of a node, which are the same in the SDK, on the command line and in specs.
+"""The keywords for the resources that work needs on each node, the same in the SDK, on the command line and in specs.
 
     gpus="H100:8"       whole GPUs, of any model or of one; also 8, or 0.5 for a share of one
     cpus=16             CPUs
@@ -28,11 +28,11 @@ _PREFIXES = ("", "K", "M", "G", "T")
 
 
 def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> dict[str, Any]:
-    """Returns the fields with the words replaced: `nodes` by `members` and `min_members`, the others by `resources` and
-    `labels`. Fields without these words are returned as they are.
+    """Returns the fields with the resource keywords (`words`) replaced: `nodes` by `members` and `min_members`, the
+    others by entries of `resources` and `labels`. Fields without any of these keywords are returned as they are.
 
-    Without `gpus`, `cpus` and `resources` a node is asked for one CPU. Raises ValueError for a malformed word, and for
-    one that repeats what `resources`, `labels` or `members` says.
+    Without `cpus`, each node is asked for one CPU if nothing but memory is requested. Raises ValueError for a malformed
+    value, and for a keyword that repeats an entry of `resources`, `labels` or `members`.
     """
     if not words & fields.keys():
         return dict(fields)
@@ -62,7 +62,7 @@ def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> 
 
 
 def parse_gpus(text: object) -> tuple[float, str]:
-    """Returns the number of GPUs and the name before the colon, which is empty where there is none."""
+    """Returns the number of GPUs, and the accelerator's name before the colon; an empty name if there is none."""
     found = None if isinstance(text, bool) else _GPUS.fullmatch(str(text).strip())
     try:
         count = float((found["count"] or found["plain"] or 1) if found else "")

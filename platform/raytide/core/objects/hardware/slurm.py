@@ -27,16 +27,16 @@ class SlurmJobSection(Config):
     partition: Word | None = None
     constraint: Word | None = None
     gres: Word | None = None
-    """Such as `gpu:a100:8`; by default `gpu:N` for a node type with N GPUs."""
+    """The option `--gres`, such as `gpu:a100:8`; by default `gpu:N` for a node type with N GPUs."""
     account: Word | None = None
     qos: Word | None = None
     reservation: Word | None = None
     memory_gb: float | None = Field(default=None, gt=0, le=100_000)
-    """2^30 bytes of memory of the job; the partition's default without it."""
+    """The memory of the job in units of 2^30 bytes; by default the partition's own default."""
     time_limit_s: float | None = Field(default=None, ge=60, le=366 * 86_400)
-    """The time after which Slurm ends the job, in whole minutes; the partition's default without it."""
+    """The seconds after which Slurm ends the job, rounded to whole minutes; by default the partition's own limit."""
     exclusive: bool = False
-    """The job has its machine alone."""
+    """True if the job does not share its machine."""
     options: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f]*$", max_length=1024)], ...] = Field(
         default=(), max_length=50
     )
@@ -75,16 +75,18 @@ class SlurmSection(Config):
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)
     """The interpreter on Slurm's machines that has raytide, of the same version as the head's."""
     bin: str = Field(default="", pattern=r"^((~/|/)[^\x00-\x1f]*)?$", max_length=4096)
-    """The folder of `sbatch`, `squeue`, `scancel` and `scontrol` on the head; the PATH's by default."""
+    """The folder of `sbatch`, `squeue`, `scancel` and `scontrol` on the head; by default they are found on the PATH."""
     conf: str = Field(default="", pattern=r"^((~/|/)[^\x00-\x1f]*)?$", max_length=4096)
     """SLURM_CONF of the Slurm cluster, where it is not the default one."""
     folder: str = Field(default="", pattern=r"^((~/|/)[^\x00-\x1f]*)?$", max_length=4096)
-    """A folder of the head that Slurm's machines see under the same path: requests and logs of nodes. By default in
-    the run folder, so in the home directory, which Slurm's machines usually share."""
+    """A folder on the head that Slurm's machines see under the same path, for requests and logs of nodes.
+
+    By default it is in the run folder, and so in the home directory, which Slurm's machines usually share.
+    """
     poll_s: float = Field(default=5.0, ge=0.5, le=600)
     """The time between two calls of `squeue`."""
     notice_s: float = Field(default=120.0, ge=0, le=86_400)
-    """The time before the end of a job at which its work moves away."""
+    """The seconds before the end of a job at which its work is moved away."""
 
 
 def check_slurm(section: SlurmSection, node_types: Iterable[NodeType], *, where: str) -> None:

@@ -17,28 +17,32 @@ _OWN_OPTIONS = ("--head", "--address", "--node-ip-address", "--port", "--no-moni
 
 
 class StandbySection(Config):
-    """The heads of a cluster, of which one leads. The file must be the same on all of them."""
+    """The machines that can be a cluster's head, one at a time. All of them need the same cluster.yaml."""
 
     address: str
-    """The IP address of the head, which moves to the machine that takes over: a floating or virtual one. Nodes, drivers
-    and clients know no other."""
+    """The IP address of the head: a floating or virtual one, which moves to the machine that takes over. Nodes, drivers
+    and clients know only this address.
+    """
     take_address: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...] = Field(default=(), max_length=100)
-    """The command and arguments that move the address here, and away from the former head; run before Ray is started.
-    Empty if something else moves it."""
+    """The command and arguments that move the address from the former head to this machine; run before Ray is started.
+    Empty if something else moves it.
+    """
     redis_url: Annotated[str, Field(pattern=r"^rediss?://", max_length=2048)]
     """`redis://host:port`, or `rediss://` with TLS: where Ray's GCS keeps its tables. Without a password."""
     redis_user: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,100}$")] = ""
-    """The user that makes a user for each head, and removes that of the former one; Redis' default user if empty."""
+    """The Redis user that creates a user for each head and removes the former head's; Redis' default user if empty."""
     redis_password_file: Annotated[str, Field(pattern=r"^((/|~/).*)?$", max_length=4096)] = ""
     shared_dir: Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)]
-    """A folder that all heads see, such as NFS: tokens, uploaded packages, purchases, and which machine a node has."""
+    """A folder that all heads see, such as NFS. It holds tokens, uploaded packages, purchases, and the machine of each
+    node.
+    """
     gcs_port: int = Field(default=6379, ge=1, le=65_535)
     ray_options: tuple[Annotated[str, Field(pattern=r"^--[a-z]", max_length=4096)], ...] = Field(
         default=(), max_length=100
     )
     """Further options of `ray start --head`, such as `--dashboard-port=8265`."""
     lease_s: float = Field(default=10.0, ge=3, le=300)
-    """The time without a sign of life of the head after which another machine takes over."""
+    """The seconds without a heartbeat of the head after which another machine takes over."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,6 @@
-"""The price of getting data to nodes: where data lie, what a gigabyte costs on the way, and what a shape reads."""
+"""The price of getting data to nodes: the places of data, the price per gigabyte between places, and the data that a
+shape reads.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ class TransferSection(Config):
     without its last letter) or the name of a provider."""
 
     data: dict[bounds.Location, Annotated[tuple[Place, ...], Field(min_length=1)]] = Field(max_length=1000)
-    """The places of the data below each path or URL: of the bucket, and of the copies. The longest match counts."""
+    """The places of the data below each path or URL: those of the bucket and of its copies. The longest matching path
+    counts.
+    """
     prices: tuple[TransferPrice, ...] = Field(default=(), max_length=10_000)
-    """The first that matches both places counts. Within one place nothing is paid."""
+    """The prices between places. The first entry that matches both places counts; within one place nothing is paid."""
     other_usd_per_gb: float = Field(ge=0, le=1000)
     """The price between places that `prices` does not name."""
     stay_h: float = Field(default=4.0, gt=0, le=10_000)
-    """The hours of work over which a node's data are paid off; a reclaim makes the next node read them again."""
+    """The hours of work over which the price of a node's data is spread; after a reclaim the next node reads them
+    again.
+    """
 
     def places_of(self, url: str) -> tuple[str, ...]:
         """Returns the places of these data; none if they are not known."""
@@ -64,8 +70,8 @@ class TransferSection(Config):
     def micro_usd_h(
         self, inputs: Iterable[DataInput], node_type: NodeType, zone: str, reclaims_per_h: float = 0.0
     ) -> float:
-        """Returns the micro-dollars that reading one member's data adds to an hour on such a node, repeated reads after
-        reclaims included.
+        """Returns the micro-dollars that reading one member's data adds to an hour on such a node, including repeated
+        reads after reclaims.
         """
         usd = sum(each.gb * self.usd_per_gb(each.url, node_type, zone)[0] for each in inputs)
         return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
@@ -90,10 +96,10 @@ class TransferSection(Config):
 
 @lru_cache(maxsize=4096)
 def region(zone: str) -> str:
-    """Returns us-west-2 for us-west-2a, us-central1 for us-central1-b."""
+    """Returns the region of a zone: us-west-2 for us-west-2a, us-central1 for us-central1-b."""
     return re.sub("-?[a-z]$", "", zone)
 
 
 def _is_below(url: str, prefix: str) -> bool:
-    """Returns whether a path or URL is the prefix or lies in it."""
+    """Returns whether a path or URL equals `prefix` or is below it."""
     return url == prefix.rstrip("/") or url.startswith(prefix.rstrip("/") + "/")

@@ -1,4 +1,6 @@
-"""Columns of the tables, for `tables` and for the migrations, which are frozen: what these return never changes."""
+"""Functions that return columns, for `tables` and for the migrations. Migrations are frozen, so these functions never
+change their results.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from sqlalchemy import BigInteger, Column, Integer
 from sqlalchemy.types import TypeEngine
 
 Row = BigInteger().with_variant(Integer, "sqlite")
-"""SQLite assigns row numbers only if the key is an INTEGER."""
+"""The type of row numbers. SQLite assigns them only if the key is an INTEGER."""
 
 
 def columns(kind: type[TypeEngine[Any]], *names: str, nullable: bool = False) -> list[Column[Any]]:
-    """Returns columns of one type."""
+    """Returns columns of one type with these names."""
     return [Column(name, kind, nullable=nullable) for name in names]

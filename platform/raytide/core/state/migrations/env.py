@@ -1,6 +1,6 @@
 """Runs alembic on the connection that `Database.upgrade` opened and locked, inside its transaction.
 
-Schemas go forward only: the way back is a copy of the store from before.
+Schemas are only upgraded; the way back is a copy of the store from before the upgrade.
 """
 
 from __future__ import annotations

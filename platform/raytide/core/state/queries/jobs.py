@@ -21,17 +21,19 @@ T = TypeVar("T")
 _HELD = (JobState.ADMITTED, JobState.RUNNING, JobState.STOPPING)
 
 MOST_NAMED = 1000
-"""The most values in one statement's IN, because databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
+"""The most values in the IN of one statement, because databases limit them (SQLite 32,766 or 250,000, PostgreSQL
+65,535).
+"""
 
 REMOVED_JOBS = "removed_jobs"
 """The counter of jobs that were deleted."""
 
 CHANGES = "changes"
-"""The counter of commits that touched a job or a lease. `changed` in their rows is the number of the last one."""
+"""The counter of commits that changed a job or a lease. `changed` in a row is the number of the last such commit."""
 
 
 class LeaseKey(NamedTuple):
-    """The state of a job and of its newest lease. A driver that waits for its lease gets an answer when it changes."""
+    """The state of a job and of its newest lease. A driver's pending poll is answered when its key changes."""
 
     job_state: str
     lease_id: str = ""
@@ -40,7 +42,7 @@ class LeaseKey(NamedTuple):
 
 
 class HeldJob(NamedTuple):
-    """A job that holds a gang, and what it has reported."""
+    """A job that holds a gang, and its reported progress."""
 
     id: str
     team: str
@@ -64,7 +66,7 @@ class NodeEnds(NamedTuple):
     lost: int
     """Nodes that had joined Ray."""
     taken_back: int
-    """Nodes whose end the provider announced, those that still run included."""
+    """Nodes whose end the provider announced, including those that still run."""
     failed: int
     """Nodes that never joined Ray."""
 
@@ -104,8 +106,10 @@ class JobQueries(DatabaseAccess):
         return [WaitingJob(*row) for row in self._db.rows(query)]
 
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
-        """Returns the counts of nodes that ended unasked, by type and zone. The arguments are texts in the nodes'
-        reasons: of nodes that the provider takes back, of those it ended, and of launches that raytide cancelled.
+        """Returns the counts of nodes whose end raytide did not intend, by type and zone.
+
+        The arguments are texts that occur in the reasons of nodes: those that the provider takes back, those that it
+        ended, and launches that raytide cancelled.
         """
         n = t.nodes.c
         was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE
@@ -120,7 +124,9 @@ class JobQueries(DatabaseAccess):
         return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns the age in seconds that this share of all jobs exceeds. An ended job's age is that at its end."""
+        """Returns the age in seconds that the share `share` of all jobs exceeds. The age of an ended job is its age at
+        the end.
+        """
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {
@@ -145,14 +151,14 @@ class JobQueries(DatabaseAccess):
         return None if row is None else (row[0], row[1], JobState(row[2]))
 
     def touched_since(self, version: int) -> set[str]:
-        """Returns the ids of the jobs that were changed, or whose lease was changed, by a commit after this one."""
+        """Returns the ids of jobs that were changed, or whose lease was changed, by a commit later than `version`."""
         j, x = t.jobs.c, t.leases.c
         both = sa.union(sa.select(j.id).where(j.changed > version), sa.select(x.job_id).where(x.changed > version))
         with self._db.read() as c:
             return {str(job_id) for job_id in c.execute(both).scalars()}
 
     def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
-        """Returns the lease keys of those ids that are jobs' ids, by id."""
+        """Returns the lease keys by job id, for those ids that belong to jobs."""
         j, x = t.jobs.c, t.leases.c
         found: dict[str, LeaseKey] = {}
         with self._db.read() as c:
@@ -187,7 +193,8 @@ def chunked(values: Iterable[T]) -> Iterator[list[T]]:
 
 
 def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:
-    """Returns leases in the order of admission, with two statements for any number of leases."""
+    """Returns the leases that satisfy `which`, in the order of admission, with two statements for any number of
+    leases."""
     rows = c.execute(t.leases.select().where(which).order_by(t.leases.c.number)).all()
     ids = sa.select(t.leases.c.id).where(which)
     by_index = t.members.select().where(t.members.c.lease_id.in_(ids)).order_by(t.members.c.index)

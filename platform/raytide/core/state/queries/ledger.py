@@ -18,7 +18,7 @@ class LedgerQueries(DatabaseAccess):
     def entries(
         self, *, node_id: str | None = None, subject: str | None = None, ending_after_us: int = 0
     ) -> tuple[Entry, ...]:
-        """Returns entries in the order of booking."""
+        """Returns entries in the order in which they were booked."""
         query = t.entries.select().where(t.entries.c.to_us > ending_after_us).order_by(t.entries.c.number)
         if node_id is not None:
             query = query.where(t.entries.c.node_id == node_id)
@@ -31,9 +31,9 @@ class LedgerQueries(DatabaseAccess):
         return tuple(codec.interval(row) for row in self._db.rows(t.open_intervals.select()))
 
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
-        """Returns the sum of all entries in micro-dollars by kind, job, endpoint, team or node.
+        """Returns the sums of entries in micro-dollars, by kind, job, endpoint, team or node.
 
-        `only` selects such keys, and `team` a team: an endpoint's name may belong to another team later.
+        `only` selects such keys; `team` selects a team, because an endpoint's name may later belong to another team.
         """
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
@@ -48,7 +48,7 @@ class LedgerQueries(DatabaseAccess):
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
-        """Returns the spending of jobs and teams in micro-dollars, lost work included."""
+        """Returns the spending of jobs and teams in micro-dollars, including lost work."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
@@ -80,7 +80,7 @@ class LedgerQueries(DatabaseAccess):
             )
 
     def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:
-        """Returns the sums of jobs' lost work, which is a part of waste, by node, day (UTC) and cause."""
+        """Returns the sums of jobs' lost work (a part of waste) by node, day (UTC) and cause."""
         e = t.entries.c
         keys = (e.kind, e.subject, e.team, e.node_id, (e.from_us // DAY_US).label("day"), e.cause)
         query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)

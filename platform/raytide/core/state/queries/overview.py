@@ -1,4 +1,4 @@
-"""Queries of the web page, which looks at everything once a second: light rows without specs, and sums over time."""
+"""Queries of the web page, which requests everything once a second: small rows without specs, and sums over time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 
 _LONGEST_ENTRY_US = 600_000_000
-"""Intervals are booked every minute; only a controller that was away books longer ones."""
+"""The longest entry that queries expect, in microseconds. Intervals are booked every minute; only a controller that was
+away for a while books longer ones.
+"""
 
 
 class JobRow(NamedTuple):
-    """The columns of a job that change while it lives, and those that name it."""
+    """The columns of a job that identify it, and those that change during its life."""
 
     id: str
     name: str
@@ -39,10 +41,10 @@ class JobRow(NamedTuple):
 
 
 class NodeHours(NamedTuple):
-    """Node-hours and their cost within one step, by what the nodes were used for."""
+    """Node-hours and their cost within one step, by the use of the nodes."""
 
     step: int
-    """The number of the step from the begin."""
+    """The number of the step, counted from the begin of the query's time range."""
     kind: EntryKind
     job_kind: str
     """The kind of the job; empty for other entries, and for a job that was removed."""
@@ -62,13 +64,13 @@ class OverviewQueries(DatabaseAccess):
         return [JobRow(*row) for row in self._db.rows(query.order_by(j.number.desc()).limit(limit))]
 
     def plan_number(self) -> int:
-        """Returns the number of the newest stored plan; 0 without any."""
+        """Returns the number of the newest stored plan; 0 if there is none."""
         with self._db.read() as c:
             return int(c.execute(sa.select(sa.func.max(t.plans.c.number))).scalar() or 0)
 
     def node_hours(self, from_us: int, until_us: int, step_us: int) -> list[NodeHours]:
         """Returns the sums of the entries that began in [from_us, until_us), by step. Entries without a price are left
-        out, because a share of a node is computed as its cost by the node's price.
+        out, because the share of a node is computed as the cost divided by the node's price.
         """
         e, n, j = t.entries.c, t.nodes.c, t.jobs.c
         step = ((e.from_us - from_us) // step_us).label("step")
@@ -92,7 +94,7 @@ class OverviewQueries(DatabaseAccess):
         return tuple(codec.node(row) for row in self._db.rows(query))
 
     def entries_at(self, at_us: int) -> tuple[Entry, ...]:
-        """Returns the entries that cover this moment, which say who held which node."""
+        """Returns the entries that cover this moment, which show the holders of each node."""
         e = t.entries.c
         query = t.entries.select().where(e.from_us <= at_us, e.to_us > at_us, e.from_us > at_us - _LONGEST_ENTRY_US)
         return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.number)))

@@ -1,4 +1,4 @@
-"""Registered datasets in the store: versions, which are only added, and what was made of them."""
+"""Registered datasets in the store: versions, which are only added, and the jobs and models that used them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DatasetRecords(DatabaseAccess):
             return version
 
     def find(self, name: str, version: int | None = None) -> DatasetVersion:
-        """Returns a version, or the newest one. Raises NotFoundError without it."""
+        """Returns a version; the newest one if `version` is None. Raises NotFoundError if it does not exist."""
         d = t.datasets.c
         query = t.datasets.select().where(d.name == name).order_by(d.version.desc()).limit(1)
         if version is not None:

@@ -1,4 +1,4 @@
-"""Writes of endpoints: each spec is a revision, and goes to the application that serves the endpoint.
+"""Writes endpoints. Each spec is a revision, which is given to the application that serves the endpoint.
 
 The values that users report for endpoints to scale on are written by the API and read by the controller.
 """
@@ -31,7 +31,7 @@ _KEPT_S = 86_400.0
 
 
 def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> Endpoint:
-    """Creates an endpoint, or gives an existing one a new spec, which is a new revision.
+    """Creates an endpoint, or gives an existing one a new spec, which is a new revision; returns the endpoint.
 
     Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
     """
@@ -99,7 +99,9 @@ class SignalRecords:
         self._db = database
 
     def save(self, endpoint: str, values: Mapping[str, float], now_s: float) -> None:
-        """Keeps the values in place of earlier ones."""
+        """Stores the last values of an endpoint's signals by name, in place of their earlier values. It also deletes
+        values of any endpoint that are older than a day.
+        """
         rows = [{"name": endpoint, "signal": name, "value": value, "at_s": now_s} for name, value in values.items()]
         with self._db.write() as c:
             c.execute(signals.delete().where(signals.c.at_s < now_s - _KEPT_S))

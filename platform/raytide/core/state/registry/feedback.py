@@ -1,4 +1,4 @@
-"""Judgements of answers in the store, by the revision that answered."""
+"""Judgements of answers in the store, by the revision that gave the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from raytide.core.state.write import upsert
 
 class FeedbackRecords(DatabaseAccess):
     def save(self, given: Feedback, now_s: float) -> int:
-        """Keeps the judgement of a request, in place of an earlier one; returns the revision that answered it.
+        """Stores the judgement of a request's answer, in place of an earlier one; returns the revision that gave the
+        answer.
 
         Raises NotFoundError for a request that is not in the usage of this team, and UsageError if the request already
         has the most metrics allowed.
@@ -78,7 +79,7 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns the numbers of judged and of liked answers since a time, by revision and by group of users; with a
+        """Returns the numbers of judged and of liked answers since `since_s`, by revision and by group of users; with a
         metric, the number and the sum of its values.
         """
         f = t.feedback.c if metric is None else t.feedback_values.c
@@ -95,7 +96,8 @@ class FeedbackRecords(DatabaseAccess):
     def bad_values(
         self, name: str, limits: Mapping[str, MetricLimit], since_s: float
     ) -> dict[int, dict[str, tuple[int, int]]]:
-        """Returns the number of values since a time, and how many of them are bad, by revision and metric."""
+        """Returns the number of values since `since_s` and the number of bad ones among them, by revision and
+        metric."""
         v = t.feedback_values.c
         found: dict[int, dict[str, tuple[int, int]]] = {}
         with self._db.read() as c:
@@ -110,7 +112,7 @@ class FeedbackRecords(DatabaseAccess):
         return found
 
     def prune(self, before_s: float) -> None:
-        """Deletes judgements from before this time."""
+        """Deletes judgements that are older than `before_s`."""
         with self._db.write() as c:
             c.execute(t.feedback.delete().where(t.feedback.c.at_s < before_s))
             c.execute(t.feedback_values.delete().where(t.feedback_values.c.at_s < before_s))

@@ -1,9 +1,9 @@
-"""The lease of a cluster's head, where several machines can be the head, and the list of those that wait.
+"""The lease of a cluster's head, if several machines can be the head, and the list of those that wait.
 
-A head is Ray's GCS, the controller, the API and the gateways of one machine. Its lease has a row of its own beside that
-of the controller's lease. A small loop renews it, so it may be short, however long a tick takes. A machine that takes
-it over raises the epoch, and ends the controller's lease in the same transaction. Every write of a head's process
-checks the epoch (`Database.fence`), so a former head writes nothing from that moment on.
+A head is Ray's GCS, the controller, the API and the gateways of one machine. Its lease is separate from the
+controller's lease and renewed by a small loop, so it may be short, however long a tick takes. A machine that takes it
+over raises the epoch, and ends the controller's lease in the same transaction. Every write of a head's process checks
+the epoch (`Database.fence`), so a former head writes nothing from that moment on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raytide.core.state.tables import leaders
 
 CONTROLLER = "controller"
 _HEAD, _RENEWAL, _STANDBY = "head", "head-renewal", "standby:"
-"""Rows of `leaders`. The renewals have a row of their own, because each write locks that of the head."""
+"""The rows of `leaders`. Renewals have a row of their own, because each write of a process locks the head's row."""
 _ENDED = "-"
-"""The holder after `raytide down`: the waiting machines then end too."""
+"""The holder of the lease after `raytide down`, on which the waiting machines also end."""
 _SEEN_S = 15.0
 
 
@@ -36,14 +36,16 @@ class HeadView:
 
 
 class HeadLease:
-    """The lease of one machine. `lease_s` is the time without renewal after which another machine takes over."""
+    """The lease of the head, as one machine sees it. `lease_s` is the seconds without renewal after which another
+    machine takes over.
+    """
 
     def __init__(
         self, database: Database, holder: str, lease_s: float, monotonic_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._db, self._holder, self._lease_s, self._monotonic_s = database, holder, lease_s, monotonic_s
         self.epoch = 0
-        """The epoch of this machine's lead; 0 while it waits."""
+        """The epoch of the head's lease while this machine leads; 0 while it waits."""
         self._renewed_s = 0.0
         self._watched: tuple[int, int] | None = None
         self._watched_s = 0.0
@@ -104,9 +106,7 @@ class HeadLease:
             return row is not None and row.holder == _ENDED
 
     def report_waiting(self) -> None:
-        """Lists this machine among those that wait, until it stops reporting. The recorded time is that of the
-        database.
-        """
+        """Lists this machine as waiting, until it stops reporting. The recorded time is that of the database."""
         name = _STANDBY + self._holder
         with self._db.write() as c:
             now_s = c.execute(_DATABASE_TIME).scalar_one()
@@ -128,7 +128,7 @@ _DATABASE_TIME = sa.select(sa.cast(sa.func.extract("epoch", sa.func.clock_timest
 
 
 def check_head(c: sa.Connection, epoch: int) -> None:
-    """Raises ConflictError unless the head of this epoch leads. It holds until the end of the transaction."""
+    """Raises ConflictError unless the head of this epoch leads. The check holds until the end of the transaction."""
     found = c.execute(sa.select(leaders.c.epoch).where(leaders.c.name == _HEAD).with_for_update(read=True)).first()
     if found is None or found.epoch != epoch:
         raise _replaced()

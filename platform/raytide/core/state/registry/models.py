@@ -39,9 +39,11 @@ class ModelRecords(DatabaseAccess):
             return version
 
     def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
-        """Lets an alias name another version, or none. Adds no entry if the alias names that version already.
+        """Points an alias at another version, or at none, and returns the change. Records nothing if it points there
+        already.
 
-        Raises NotFoundError without that version, and ConflictError if the alias does not name `if_version`.
+        Raises NotFoundError if the version does not exist, or if an alias to remove never existed; ConflictError if the
+        change has an `if_version` and the alias points elsewhere.
         """
         a = t.alias_changes.c
         with self._db.write() as c:

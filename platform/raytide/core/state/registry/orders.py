@@ -1,4 +1,4 @@
-"""Interventions in the store: the API adds them, the controller ends them."""
+"""Orders in the store, such as to restart a replica: the API adds them, and the controller ends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS = codec.shared(Order, orders)
 
 class OrderRecords(DatabaseAccess):
     def add(self, spec: OrderSpec, user: str, now_s: float) -> Order:
-        """Adds an intervention, or returns the existing one with this id.
+        """Adds an order, or returns the existing one with this id.
 
         Raises ConflictError if the existing one asks for something else, and QuotaError if too many are not carried out
         yet.
@@ -49,7 +49,7 @@ class OrderRecords(DatabaseAccess):
             return next((order for order in open_orders(c) if order.kind == HOLD), None)
 
     def note(self, action: str, object: str, detail: Mapping[str, Any]) -> None:
-        """Writes an entry of the caller into the audit log."""
+        """Adds an entry to the audit log on behalf of the caller."""
         with self._db.write() as c:
             record(c, action, object, detail)
 
@@ -61,7 +61,7 @@ class OrderRecords(DatabaseAccess):
 
 
 def open_orders(c: sa.Connection) -> tuple[Order, ...]:
-    """Returns the interventions that are not carried out yet, oldest first."""
+    """Returns the orders that are not carried out yet, oldest first."""
     query = orders.select().where(orders.c.done_at_s.is_(None)).order_by(orders.c.number)
     return tuple(_order(row) for row in c.execute(query))
 

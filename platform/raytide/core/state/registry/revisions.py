@@ -1,4 +1,4 @@
-"""Revisions of endpoints in the store: each spec that an endpoint had."""
+"""Revisions of endpoints in the store. A revision is a spec that an endpoint had."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytide.core.state.database import DatabaseAccess, paged
 from raytide.core.state.registry import tables as t
 
 KEPT_REVISIONS = 100
-"""The newest revisions of an endpoint that are kept."""
+"""The number of newest revisions of an endpoint that are kept."""
 
 
 def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
@@ -42,7 +42,7 @@ def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why
 
 class RevisionRecords(DatabaseAccess):
     def page(self, name: str, *, team: str, limit: int = KEPT_REVISIONS) -> tuple[EndpointRevision, ...]:
-        """Returns the revisions that a team gave an endpoint of this name, newest first."""
+        """Returns the revisions of an endpoint that this team owned, newest first."""
         r = t.revisions.c
         query = t.revisions.select().where(r.name == name, r.team == team).order_by(r.number.desc())
         with self._db.read() as c:

@@ -1,4 +1,6 @@
-"""Rollouts in the store, the counts of their revisions, and which application serves an endpoint."""
+"""Rollouts in the store, what gateways counted for each of their revisions (requests, errors, delays), and the
+application that serves each endpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from raytide.core.state.tenancy.audit import add_entry, record
 from raytide.core.state.write import next_number, note, update, upsert
 
 KEPT_ROLLOUTS = 100
-"""The newest rollouts of an endpoint that are kept."""
+"""The number of newest rollouts of an endpoint that are kept."""
 _LIVE = [state for state in RolloutState if state.is_live]
 _COUNTS = ("requests", "errors", "started", "late", "first_token_ms", "compared", "equal")
 _FIELDS = codec.shared(Rollout, t.rollouts)
@@ -91,7 +93,7 @@ class RolloutRecords(DatabaseAccess):
             return made
 
     def ask(self, name: str, end: str, user: str, why: str) -> Rollout:
-        """Asks for the end of an endpoint's live rollout: "stop" or "promote". A repeated request changes nothing."""
+        """Requests the end of an endpoint's live rollout: "stop" or "promote". A repeated request changes nothing."""
         with self._db.write() as c:
             found = live(c, name)
             if found is None:
@@ -108,6 +110,13 @@ class RolloutRecords(DatabaseAccess):
         r = t.rollouts.c
         query = t.rollouts.select().where(r.name == name, r.team == team).order_by(r.number.desc()).limit(limit)
         return tuple(_rollout(row) for row in self._db.rows(query))
+
+    def rolled_back(self, since_s: float, limit: int = 100) -> tuple[Rollout, ...]:
+        """Returns the rollouts that were rolled back since this time, newest first."""
+        r = t.rollouts.c
+        query = t.rollouts.select().where(r.state == RolloutState.ROLLED_BACK, r.decided_at_s >= since_s)
+        query = query.where(sa.or_(_unended(), r.ended_at_s >= since_s))  # which an index finds
+        return tuple(_rollout(row) for row in self._db.rows(query.order_by(r.number.desc()).limit(limit)))
 
     def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
         """Returns the team's newest A/B test of these two registered versions; None if there is none."""
@@ -202,7 +211,7 @@ _SERVING = t.serving.select()
 
 
 def set_serving(c: sa.Connection, found: Serving, *, application: str, revision: int) -> None:
-    """Lets an application and a revision serve an endpoint."""
+    """Makes this application and this revision the ones that serve an endpoint."""
     previous = found.revision if revision != found.revision else found.previous
     values = {"name": found.name, "application": application, "revision": revision, "previous": previous}
     upsert(c, t.serving, [values])
@@ -229,8 +238,10 @@ def unended(c: sa.Connection) -> tuple[Rollout, ...]:
 
 
 def commit_rollouts(c: sa.Connection, changed: Iterable[Rollout], at_s: float) -> None:
-    """Writes the controller's decisions about rollouts. A promotion changes which application serves the endpoint. Each
-    change of a rollout's state or share of traffic gets an entry in the audit log.
+    """Writes the controller's changes of rollouts.
+
+    A promotion changes the application that serves the endpoint. Each change of a rollout's state or share of traffic
+    gets an entry in the audit log.
     """
     r = t.rollouts.c
     for rollout in changed:

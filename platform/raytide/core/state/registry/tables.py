@@ -64,8 +64,11 @@ serving = Table(
     Column("application", String, nullable=False),
     *columns(Integer, "revision", "previous"),
 )
-"""The application and revision that serve an endpoint. The controller changes a row when it promotes a revision, and
-the API when an endpoint gets a new spec, which it refuses during a rollout."""
+"""The application and revision that serve an endpoint.
+
+The controller changes a row when it promotes a revision. The API changes it when an endpoint gets a new spec, which it
+refuses during a rollout.
+"""
 
 signals = Table(
     "endpoint_signals",
@@ -93,7 +96,7 @@ rollouts = Table(
     Index(None, "name", "number"),
     Index(None, "ended_at_s"),
 )
-"""The API writes a row up to `asked_why`, and the controller the columns from `state` on."""
+"""The rollouts. The API writes the columns up to `asked_why`, and the controller those from `state` on."""
 
 rollout_counts = Table(
     "rollout_counts",

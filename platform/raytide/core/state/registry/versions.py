@@ -1,4 +1,4 @@
-"""Versions of named things, which are only added: the part that models and datasets share.
+"""Versions of named things, which are only added: the common part of models and datasets.
 
 Their tables have the columns name, version, team, user, created_at_s, digest and spec.
 """
@@ -17,7 +17,7 @@ from raytide.core.state.database import paged
 from raytide.core.state.write import next_number
 
 MOST_VERSIONS = 10_000
-"""The most versions of all models, and of all datasets, of a team."""
+"""The most versions that a team may have of all its models, and of all its datasets."""
 COUNTER = "registry"
 
 
@@ -66,7 +66,7 @@ def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int
 
 
 def newest_rows(c: sa.Connection, table: sa.Table, page: sa.Subquery, limit: int) -> Sequence[sa.Row[Any]]:
-    """Returns the row of the newest version of each name of a page, with the added column `versions`."""
+    """Returns the row of the newest version of each name on a page, with the added column `versions`."""
     t = table.c
     query = sa.select(table, page.c.versions).join(page, sa.and_(t.name == page.c.name, t.version == page.c.newest))
     return paged(c, query.order_by(t.name), t.spec, limit)
@@ -79,5 +79,5 @@ def version_rows(c: sa.Connection, table: sa.Table, name: str, limit: int, offse
 
 
 def owner_of(c: sa.Connection, table: sa.Table, name: str) -> str | None:
-    """Returns the team that a name belongs to; None if there is no version of it."""
+    """Returns the team to which a name belongs; None if it has no version."""
     return c.execute(sa.select(table.c.team).where(table.c.name == name).limit(1)).scalar()

@@ -1,1 +1,1 @@
-"""Tenancy in the state store: API keys, what they spent, their usage, and the audit log."""
+"""Tenancy in the state store: API keys, their spending and usage, and the audit log."""

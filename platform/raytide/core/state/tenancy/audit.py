@@ -1,4 +1,4 @@
-"""The audit log: a chain of entries, each of which covers the one before it with its hash.
+"""The audit log: a chain of entries, each of which contains the hash of the one before it.
 
 An entry is written in the same transaction as the change that it describes, so neither exists without the other.
 """
@@ -31,7 +31,7 @@ _actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default
 
 @contextmanager
 def acting(actor: str, at_s: float) -> Iterator[None]:
-    """Names the caller on whose behalf the store is changed inside the block, and in the threads that it starts."""
+    """Names the caller on whose behalf the block changes the store, including threads that the block starts."""
     before = _actor.set((actor, at_s))
     try:
         yield
@@ -40,7 +40,7 @@ def acting(actor: str, at_s: float) -> Iterator[None]:
 
 
 def record(c: sa.Connection, action: str, object: str, detail: Mapping[str, Any] | None = None) -> None:
-    """Appends an entry for a change by the caller; none if the platform itself changes something.
+    """Appends an entry for a change by the caller; none for a change by the platform itself.
 
     Call it last in a transaction: it takes the lock that orders all entries.
     """
@@ -64,7 +64,7 @@ def _hash(seq: int, at_s: float, actor: str, action: str, object: str, detail: s
 
 
 def digest_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of usage rows. An audit entry holds it, so that a change of the rows is found."""
+    """Returns the SHA-256 of usage rows. An audit entry holds it, so that changes of the rows are detected."""
     text = json.dumps([[row[name] for name in _COVERED] for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -85,8 +85,11 @@ class AuditLog(DatabaseAccess):
         limit: int = 100,
         most_bytes: int = MOST_PAGE_BYTES,
     ) -> tuple[AuditEntry, ...]:
-        """Returns entries, newest first, with a number below `before`; fewer than `limit` if their details are large,
-        but never none. An action may be a prefix, such as `key.`."""
+        """Returns entries with a number below `before`, newest first; fewer than `limit` if their details are large,
+        but at least one if any exists.
+
+        An action may be a prefix, such as `key.`.
+        """
         a = t.audit.c
         equal = {a.actor: actor, a.object: object}
         query = t.audit.select().where(*(column == value for column, value in equal.items() if value is not None))
@@ -117,20 +120,39 @@ class AuditLog(DatabaseAccess):
             c.execute(t.audit.delete().where(a.seq <= old[-1].seq))
             return len(old)
 
-    def verify(self, head: tuple[int, str] | None = None) -> ChainVerdict:
-        """Checks the whole chain, and the usage rows that it covers.
-
-        `head` is the number and hash of an entry that were noted elsewhere before: without it, a rewritten chain that
-        is consistent in itself cannot be told from the true one.
+    def missing(self) -> int:
+        """Returns how many entries are missing, besides those deleted by age. Unlike `verify`, it does not read their
+        contents.
         """
         a = t.audit.c
         with self._db.read() as c:
-            anchor = c.execute(t.audit.select().where(a.action == PRUNED).order_by(a.seq.desc()).limit(1)).first()
-            through: Mapping[str, Any] = {} if anchor is None else _entry(anchor).detail
+            through, last = int(self._anchor(c).get("through", 0)), self._last(c)
+            kept = c.execute(sa.select(sa.func.count()).where(a.seq > through, a.seq <= last)).scalar() or 0
+        return last - through - kept
+
+    @staticmethod
+    def _anchor(c: sa.Connection) -> Mapping[str, Any]:
+        """Returns the detail of the last deletion by age; empty if there was none."""
+        anchor = c.execute(t.audit.select().where(t.audit.c.action == PRUNED).order_by(t.audit.c.seq.desc()).limit(1))
+        return {} if (row := anchor.first()) is None else _entry(row).detail
+
+    @staticmethod
+    def _last(c: sa.Connection) -> int:
+        """Returns the number of the entry that was written last."""
+        return (c.execute(sa.select(t.counters.c.next).where(t.counters.c.name == _COUNTER)).scalar() or 1) - 1
+
+    def verify(self, head: tuple[int, str] | None = None) -> ChainVerdict:
+        """Checks the whole chain, and the usage rows that it covers.
+
+        `head` is the number and hash of an entry that were noted elsewhere before. Without it, a chain that was
+        rewritten consistently cannot be detected.
+        """
+        a = t.audit.c
+        with self._db.read() as c:
+            through = self._anchor(c)
             cuts = c.execute(sa.select(a.detail).where(a.action == USAGE_PRUNED)).scalars()
             pruned_s = max((float(json.loads(cut).get("before_s", 0.0)) for cut in cuts), default=0.0)
-            numbered = sa.select(t.counters.c.next).where(t.counters.c.name == _COUNTER)
-            last = (c.execute(numbered).scalar() or 1) - 1
+            last = self._last(c)
             seq, previous = int(through.get("through", 0)), str(through.get("hash", ""))
             first_seq, entries, requests = seq + 1, 0, 0
             while rows := c.execute(t.audit.select().where(a.seq > seq).order_by(a.seq).limit(BATCH)).all():

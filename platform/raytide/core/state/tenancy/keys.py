@@ -22,7 +22,7 @@ _FIELDS = codec.shared(ApiKey, t.keys)
 
 
 def touch_key_table(c: sa.Connection) -> int:
-    """Raises the revision and returns it, so that gateways read the table of keys, prices and weights again."""
+    """Raises the revision and returns it, so that gateways read the keys, prices and weights again."""
     return next_number(c, _REVISION)
 
 
@@ -43,7 +43,8 @@ class KeyRecords(DatabaseAccess):
             return key
 
     def rotate(self, key_id: str, digest: str, now_s: float, grace_s: float) -> ApiKey:
-        """Returns a new key in place of this one, which stays valid for `grace_s` seconds. They share one account.
+        """Returns a new key in place of this one. The old key stays valid for `grace_s` seconds. Both share one
+        account.
 
         Raises ConflictError if the key is not valid, or was replaced before.
         """
@@ -77,7 +78,7 @@ class KeyRecords(DatabaseAccess):
     def page(
         self, *, team: str | None = None, valid_at_s: float | None = None, limit: int = 100, offset: int = 0
     ) -> tuple[ApiKey, ...]:
-        """Returns keys, newest first; with `valid_at_s`, only those that are valid then."""
+        """Returns keys, newest first; with `valid_at_s`, only those that are valid at that time."""
         k = t.keys.c
         query = t.keys.select().order_by(k.number.desc()).limit(limit).offset(offset)
         if team is not None:

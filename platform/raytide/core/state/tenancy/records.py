@@ -1,4 +1,4 @@
-"""The part of the store about tenancy, as one attribute of the store, and the deletion of its old rows."""
+"""The tenancy part of the store as one object, and the deletion of its old rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The reservations and spending of API keys' accounts, and the usage that was billed to them.
+"""The reservations and spending of API keys' accounts, and their billed usage.
 
-At any moment, `settled + reserved <= budget` of each account and period, because a reservation is granted only if it
-fits, and a request is billed at most what its own reservation and the free part of the budget allow.
+At any moment, `settled + reserved <= budget` for each account and period. A reservation is granted only if it fits, and
+a request is billed at most its own reservation plus the free part of the budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Refusal = Literal["", "insufficient_quota", "invalid_api_key"]
 
 @dataclass(slots=True)
 class _Account:
-    """One account while its row is locked."""
+    """The spending of one account whose row is locked."""
 
     id: str
     budget: int | None = None
@@ -45,7 +45,7 @@ class _Account:
         return self.budget - self.settled.get(period, 0) - self.reserved[period]
 
     def settle(self, cost_pico_usd: int, period: str) -> tuple[int, int]:
-        """Returns the micro-dollars that are billed, and those that the budget has no room for."""
+        """Returns the micro-dollars that are billed, and those that are waived because they exceed the budget."""
         amount, self.carried_pico_usd = billed_micro_usd(self.carried_pico_usd, cost_pico_usd)
         billed = amount if self.budget is None else min(amount, max(0, self.room(period)))
         for each in (period, LIFE):
@@ -60,8 +60,8 @@ class SpendingRecords(DatabaseAccess):
         """Reserves amounts of budgets, each as a whole or not at all; returns each request's refusal by id, "" if
         granted.
 
-        A reservation that exists already is granted again. Before that, gateways that were last seen before
-        `silent_before_s` lose their reservations.
+        An existing reservation is granted again. Reservations of gateways that were last seen before `silent_before_s`
+        are ended first.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
@@ -109,8 +109,8 @@ class SpendingRecords(DatabaseAccess):
         """Bills requests, ends their reservations and those in `released`, and returns the number of newly billed
         requests.
 
-        A request that is billed already changes nothing. One audit entry covers the new requests. It also has the
-        number of `refused` requests, which have no row.
+        A request that was billed before changes nothing. One audit entry covers the new requests and has the number of
+        `refused` requests, which have no row.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)

@@ -41,8 +41,9 @@ class UsageQueries(DatabaseAccess):
     def rows(
         self, which: UsageFilter, *, before: int | None = None, limit: int = 100
     ) -> tuple[tuple[UsageRow, ...], int | None]:
-        """Returns a page of requests, newest first, and the number to pass as `before` for the next; None at the
-        end."""
+        """Returns a page of requests, newest first, and the number to pass as `before` for the next page; None on the
+        last page.
+        """
         u = t.usage.c
         query = which.applied_to(t.usage.select()).order_by(u.number.desc()).limit(limit)
         if before is not None:
@@ -53,12 +54,12 @@ class UsageQueries(DatabaseAccess):
         return rows, int(found[-1]["number"]) if len(found) == limit else None
 
     def sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
-        """Returns the usage by group: days (such as `2026-11-22`, in UTC) in order of time, other groups by falling
-        cost.
-        """
+        """Returns the usage by group: days (such as `2026-11-22`, UTC) in order of time, other groups by falling
+        cost. A version is named with its model."""
         u = t.usage.c
-        day = sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
-        group: sa.ColumnElement[Any] = day if by == "day" else u[by]
+        group: sa.ColumnElement[Any] = u[by] if by != "day" else sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
+        if by == "version":
+            group = u.model + sa.literal_column("' '") + u.version
         tokens = [sa.func.sum(u[name]) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
         errors = sa.func.sum(sa.case((u.status >= 400, 1), else_=0))
         query = sa.select(group, sa.func.count(), errors, *tokens, sa.func.sum(u.cost_micro_usd)).group_by(group)
@@ -72,7 +73,8 @@ class UsageQueries(DatabaseAccess):
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest usage rows from before this time; returns their number.
 
-        An audit entry records it, so that `verify` does not report the rows as missing. What accounts spent stays.
+        An audit entry records it, so that `verify` does not report the rows as missing. The spending of accounts is
+        kept.
         """
         u = t.usage.c
         with self._db.write() as c:
@@ -86,6 +88,6 @@ class UsageQueries(DatabaseAccess):
 
 def _name(group: object, by: UsageBy) -> str:
     if by != "day":
-        return str(group)
+        return str(group).rstrip()
 
     return datetime.fromtimestamp(int(str(group)) * _DAY_S, UTC).strftime("%Y-%m-%d")

@@ -15,6 +15,7 @@ from raytide.core.telemetry.catalogue import (
     model,
     monitoring,
     queue,
+    ray,
     training,
 )
 from raytide.core.telemetry.metrics import Layer, Metric
@@ -29,13 +30,13 @@ LAYERS: Mapping[Layer, tuple[Metric, ...]] = {
     "client": declared_in(client),
     "application": declared_in(application),
     "model": declared_in(model),
-    "infrastructure": (*declared_in(infrastructure), *declared_in(control), *declared_in(gpu)),
+    "infrastructure": (*declared_in(infrastructure), *declared_in(control), *declared_in(gpu), *declared_in(ray)),
     "training": declared_in(training),
     "queue": declared_in(queue),
     "cost": declared_in(cost),
     "monitoring": declared_in(monitoring),
 }
-"""The metrics that each layer exposes: raytide's own, and DCGM's of nodes with GPUs."""
+"""The metrics that each layer exposes: raytide's own, DCGM's of nodes with GPUs, and a few of Ray's."""
 
 METRICS: dict[str, Metric] = {metric.name: metric for metrics in LAYERS.values() for metric in metrics}
-"""All of them, by declared name."""
+"""All metrics, by declared name."""

@@ -65,6 +65,23 @@ FINISHED = counter("raytide_finished", "Choices of answers by why they ended: st
 RESUMED_STREAMS = counter(
     "raytide_resumed_streams", "Answers that went on from another replica after theirs was lost", "endpoint"
 )
+CANARY_REGRESSION = gauge(
+    "raytide_canary_regression_ratio",
+    "Excess of a challenger's share of bad requests over its champion's, by the criterion (errors, late, disliked, or "
+    "metric and its name) by which the canary was rolled back in the last hour",
+    "endpoint",
+    "criterion",
+)
+SHADOW_ANSWERS = counter(
+    "raytide_shadow_answers",
+    "Greedy answers of a shadowed challenger, by whether they equal the champion's",
+    "endpoint",
+    "equal",
+)
+BATCH_LEFT = gauge(
+    "raytide_batch_left_seconds", "Time until a batch expires; the 20 oldest that have not ended", "batch", "team"
+)
+BATCH_DONE = gauge("raytide_batch_done_ratio", "Share of a batch's rows that are answered or failed", "batch", "team")
 REUSED_ANSWERS = counter(
     "raytide_reused_answers",
     "Requests answered without computing: shared with one in flight, or kept",

@@ -1,4 +1,4 @@
-"""Metrics of clients: what they think of answers, and the latency that they see."""
+"""Metrics of clients: users' feedback on answers, and the latency at the client."""
 
 from raytide.core.telemetry.catalogue.buckets import FIRST_TOKEN_S, REQUEST_S
 from raytide.core.telemetry.metrics import counter, histogram

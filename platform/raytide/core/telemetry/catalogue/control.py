@@ -9,6 +9,9 @@ ERRORS = counter("raytide_controller_errors", "Failed calls to Ray or to the pro
 TROUBLE = gauge(
     "raytide_trouble", "1 while the disk is full, the store refuses writes, or the controller is stalled", "what"
 )
+AUDIT_MISSING = gauge(
+    "raytide_audit_missing_entries", "Entries of the audit log that are missing between its first and its last number"
+)
 BACKUP_OVERDUE = gauge(
     "raytide_backup_overdue_ratio", "Time since the last successful task of the backup, in periods of that task", "task"
 )

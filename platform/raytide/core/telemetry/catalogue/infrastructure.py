@@ -1,10 +1,6 @@
 """Metrics of nodes, spot markets and launches."""
 
-from typing import Final
-
 from raytide.core.telemetry.metrics import counter, gauge
-
-_INFRA: Final = "infrastructure"
 
 NODES = gauge("raytide_nodes", "Nodes by type, market and state", "type", "market", "state")
 GPUS = gauge(
@@ -27,6 +23,14 @@ NODE_POWER = gauge(
     "source",
 )
 NODE_ENERGY = counter("raytide_node_energy_joules", "Energy that a node used, by how it is known", "node", "source")
+NODE_CLOCK_SKEW = gauge(
+    "raytide_node_clock_skew_seconds",
+    "How far the clock of a node is ahead of the controller's, at least; 0 within a second",
+    "node",
+)
+NODE_OOM_KILLS = counter(
+    "raytide_node_oom_kills", "Processes that the kernel of a machine ended for lack of memory since its start", "node"
+)
 POOL_FAILURES = gauge("raytide_pool_failures", "Consecutive failed launches of a pool", "type", "zone")
 NODES_LOST = counter("raytide_nodes_lost", "Nodes that ended without being asked to", "type", "market")
 SPOT_NOTICES = counter("raytide_spot_notices", "Announced interruptions of spot nodes", "type")

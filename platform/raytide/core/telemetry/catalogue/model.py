@@ -27,6 +27,12 @@ DRAFTS = counter("raytide_drafts", "Drafts computed along", *_REPLICA, "source")
 DRAFT_TOKENS = counter("raytide_draft_tokens", "Tokens of drafts computed along", *_REPLICA, "source")
 ACCEPTED_TOKENS = counter("raytide_accepted_tokens", "Tokens of drafts that were right", *_REPLICA, "source")
 PREEMPTIONS = counter("raytide_preemptions", "Sequences that lost their KV blocks and start over", *_REPLICA)
+ADAPTERS = gauge(
+    "raytide_adapters",
+    "Adapters on the replicas of an endpoint, by state: loaded, loading or failed",
+    "endpoint",
+    "state",
+)
 ENGINE_FAILURES = counter("raytide_engine_failures", "Requests that failed in the engine", *_REPLICA)
 KV_USE = gauge("raytide_endpoint_kv_use_ratio", "Mean KV cache usage of the ready replicas", "endpoint")
 SERVED_LOGPROB = gauge(

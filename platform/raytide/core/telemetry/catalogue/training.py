@@ -1,4 +1,4 @@
-"""Metrics of training jobs, from what their drivers report."""
+"""Metrics of training jobs, from the reports of their drivers."""
 
 from raytide.core.telemetry.metrics import counter, gauge
 
@@ -14,6 +14,15 @@ JOB_SCALING = gauge(
     "raytide_job_scaling_ratio", "Throughput of a rank, as a share of that in the smallest gang that the run had", *_JOB
 )
 JOB_CHECKPOINT_AGE = gauge("raytide_job_checkpoint_age_seconds", "Age of the last checkpoint", *_JOB)
+JOB_CHECKPOINT_FAILING = gauge(
+    "raytide_job_checkpoint_failing", "1 if the last checkpoint of a running job could not be written", *_JOB
+)
+JOB_STRAGGLER = gauge(
+    "raytide_job_straggler_ratio",
+    "Time of the slowest rank's own part of a step, without waiting for others, over the median of the other ranks",
+    *_JOB,
+    "rank",
+)
 JOB_RESTARTS = counter("raytide_job_restarts", "Restarts of a running job", *_JOB)
 JOB_LAST_STEP_AGE = gauge("raytide_job_last_step_age_seconds", "Time since the last reported step", *_JOB)
 JOB_REPORT = gauge("raytide_job_report", "Last value of what a job reports itself", *_JOB, "name")

@@ -1,1 +1,1 @@
-"""The choice of a request's replica, by where the request's prefix is cached and how much work is queued before it."""
+"""The choice of a request's replica, based on where the request's prefix is cached and on the work queued before it."""

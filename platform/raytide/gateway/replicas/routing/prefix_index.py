@@ -11,24 +11,27 @@ from hashlib import blake2b
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
 MAX_BLOCKS = 2048
-"""The most blocks of a prompt that are hashed: 32,768 tokens, which takes 2 ms. Later blocks are cached where these
-are.
+"""The most blocks of a prompt that are hashed: 32,768 tokens, which takes 2 ms. Later blocks are assumed to be cached
+where these are.
 """
 MAX_INDEXED_BLOCKS = 1 << 17
-"""Blocks in the index of one replica: about 20 MB."""
+"""The most blocks in the index of one replica, which take about 20 MB."""
 _WIDTH = array("i").itemsize * BLOCK_TOKENS
 
 
 def root_key(*parts: str | None) -> bytes:
-    """Returns the key from which the keys of a prompt's blocks start: it covers the adapter and the salt, on which KV
-    depends as well as on tokens.
+    """Returns the key from which the keys of a prompt's blocks start.
+
+    It covers the adapter and the salt, because the KV cache depends on them as well as on the tokens.
     """
     return blake2b(repr(parts).encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
 
 def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Returns a key for each full block of a prompt; it covers the block's tokens and all tokens before them. `known`:
-    the keys of the first blocks, if computed before. Blocks with numbers that cannot be tokens have no keys.
+    """Returns a key for each full block of a prompt. A key covers the block's tokens and all tokens before them.
+
+    `known` has the keys of the first blocks, if they were computed before. Blocks with numbers that cannot be tokens
+    have no keys.
     """
     count, keys = min(len(tokens) // BLOCK_TOKENS, MAX_BLOCKS), list(known)
     try:
@@ -71,15 +74,16 @@ class PrefixIndex:
         return bisect_left(keys, True, key=lambda key: key not in self._last_uses)
 
     def last_uses(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the times at which these cached blocks were last used."""
+        """Returns the times of the last use of these cached blocks."""
         return [self._last_uses[key] for key in keys]
 
     def oldest_use(self) -> int | None:
-        """Returns the time of last use of the block that will be evicted next; None while there is free capacity."""
+        """Returns the time of last use of the block that will be evicted next; None while the index has free
+        capacity."""
         return next(iter(self._last_uses.values())) if 0 < self._capacity <= len(self._last_uses) else None
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """Counts a prompt's blocks as cached and used now; returns the time of this use."""
+        """Records a prompt's blocks as cached and used now; returns the time of this use."""
         now = next(self._clock)
         for key in reversed(keys):
             self._last_uses[key] = now
@@ -95,8 +99,8 @@ class PrefixIndex:
                 del self._last_uses[key]
 
     def evict_until(self, use: int) -> None:
-        """Drops all blocks that were last used at `use` or earlier, because a block of that time turned out to have
-        left the replica's cache.
+        """Drops all blocks that were last used at `use` or earlier, because a block of that time was found missing in
+        the replica's cache.
         """
         while self._last_uses and next(iter(self._last_uses.values())) <= use:
             self._last_uses.popitem(last=False)

@@ -1,11 +1,9 @@
-"""Chooses the replica whose first token is expected first. The choice is a pure function of the statistics that
-replicas pushed.
+"""Chooses the replica whose first token is expected first, as a pure function of the statistics that replicas pushed.
 
-Costs are in tokens of prefill: those that the request still has to compute, and those queued before it. A gateway knows
-its own requests exactly. Gateways do not talk to each other: of other gateways' requests one knows only what replicas
-push, statistics and the keys of prefixes that others sent there. Until these arrive, all gateways still send a new
-prefix to the same replica, because replicas of about equal cost are ordered by rendezvous hashing (Thaler and
-Ravishankar 1998).
+Costs are in prefill tokens: those that the request must still compute, and those queued before it. A gateway knows its
+own requests exactly. It learns of other gateways' requests from the replicas, which push statistics and the keys of
+prefixes that others have sent. Until these arrive, all gateways still send a new prefix to the same replica, because
+replicas of about equal cost are ordered by rendezvous hashing (Thaler and Ravishankar 1998).
 """
 
 from __future__ import annotations
@@ -19,20 +17,32 @@ from dataclasses import dataclass, field
 from raytide.gateway.replicas.routing.prefix_index import BLOCK_TOKENS, PrefixIndex, prefix_keys, root_key, split_keys
 
 RECOMPUTE_WEIGHT = 3.0
-"""Computing a cached token again costs the request itself and the ones behind it. It is shared with the requests in
-flight that have the same prefix, so that a hot one spreads."""
+"""The weight of recomputing a cached token, which costs the request itself and those behind it.
+
+The cost is shared among the requests in flight with the same prefix, so that a hot prefix spreads to more replicas.
+"""
 BEHIND_WEIGHT = 0.25
-"""Share of that cost which each waiting request adds: where all replicas have queues, work decides, not balance."""
+"""The share of the recomputation cost that each waiting request adds. Where all replicas have queues, total work thus
+matters more than balance.
+"""
 EVICTION_WEIGHT = 1.0
-"""Each new token evicts an old one. What that costs, up to this, depends on how much longer others would keep it."""
+"""The largest weight of evicting a cached token, which each new token does. The weight depends on how much longer the
+other replicas would keep such a token.
+"""
 REQUEST_TOKENS = 32
-"""A request that runs takes a token of every step: it delays a first token about as much as these of prefill."""
+"""The prefill tokens that a running request counts for: it takes a token of every step and delays a first token by
+about as much.
+"""
 SHORTAGE_WEIGHT = 16.0
-"""Tokens without a free KV block wait until others have ended, which takes longer than computing them."""
+"""The weight of tokens without a free KV block. They wait until other requests have ended, which takes longer than
+computing them.
+"""
 SLACK = 0.25
-"""Share of its own tokens that a request waits longer, so that gateways agree on the replica of a new prefix."""
+"""The extra wait that is accepted, as a share of the request's own tokens, so that gateways agree on the replica of a
+new prefix.
+"""
 SESSION_TOKENS = 512
-"""A session moves only to a replica whose cost is lower by more than this many tokens."""
+"""The tokens by which another replica's cost must be lower before a session moves there."""
 MAX_SESSIONS = 1 << 16
 
 
@@ -61,16 +71,18 @@ class _Assigned:
     unanswered: set[int] = field(default_factory=set)
     pending_tokens: int = 0
     others_tokens: int = 0
-    """The pending tokens that the replica's last report had beyond this gateway's."""
+    """The pending tokens of other gateways in the replica's last report."""
     in_flight: set[Route] = field(default_factory=set)
     due: deque[tuple[float, Route]] = field(default_factory=deque)
-    """(time at which its first token is late, route), while a time is promised."""
+    """The requests without a first token, each with the time at which that token is late; only if a time to first token
+    is promised.
+    """
     overdue: int = 0
-    """Requests in flight whose first token was late before it came."""
+    """The number of requests in flight whose first token was late."""
 
     def count_overdue(self, now_s: float) -> None:
-        """Removes late requests from the work that counts as queued before others, because replicas serve requests that
-        can be in time first.
+        """No longer counts late requests as work that goes before other requests, because replicas first serve requests
+        that can still be in time.
         """
         while self.due and (self.due[0][0] < now_s or not self.due[0][1].is_unanswered):
             self.due.popleft()[1].set_overdue()
@@ -105,7 +117,7 @@ class Route:
         self._root = root
         self.replica, self.keys = replica.name, keys
         self.cached_tokens = matched * BLOCK_TOKENS
-        """The tokens of the prompt that are expected in the replica's cache."""
+        """The prompt tokens that are expected in the replica's cache."""
         self._block_tokens = replica.block_tokens
         self._assigned: _Assigned | None = assigned
         # What is being computed is not cached yet: that it is not found says nothing about older blocks.
@@ -113,7 +125,7 @@ class Route:
         self._last_uses = [0 if use in pending else use for use in assigned.index.last_uses(keys[:matched])]
         self._use = assigned.index.use(keys)
         self.new_tokens = max(1, prompt_tokens - self.cached_tokens)
-        """The other tokens of the prompt, which are computed before the first token."""
+        """The other prompt tokens, which must be computed before the first token."""
         assigned.unanswered.add(self._use)
         assigned.pending_tokens += self.new_tokens
         assigned.in_flight.add(self)
@@ -132,15 +144,17 @@ class Route:
                 assigned.pending_tokens -= self.new_tokens
 
     def set_overdue(self) -> None:
-        """Counts the request as late, and so as served after others, if it still waits for its first token."""
+        """Counts the request as late, and so as served after others, if it has no first token yet."""
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
             self._is_overdue = True
             assigned.overdue += 1
             assigned.pending_tokens -= self.new_tokens
 
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
-        """Ends the request. `cached_tokens`: the number of tokens that the replica found in its cache, which corrects
-        the index. `tokens`: the tokens of prompt and answer, which are cached from now on.
+        """Ends the request.
+
+        `cached_tokens` is the number of tokens that the replica found in its cache; it corrects the index. `tokens` are
+        the tokens of prompt and answer, which count as cached from now on.
         """
         assigned = self._assigned
         if assigned is None:
@@ -158,8 +172,8 @@ class Route:
             assigned.index.use(prefix_keys(tokens, self._root, self.keys))
 
     def _findable(self, most: int) -> int:
-        """Returns the number of cached tokens that the replica will find if the index is right, in whole blocks of the
-        replica's own size.
+        """Returns the number of cached tokens that the replica will find if the index is right: a multiple of the
+        replica's own block size.
         """
         return min(self.cached_tokens, most - 1) // self._block_tokens * self._block_tokens
 
@@ -186,7 +200,9 @@ class Router:
         session: str = "",
         now_s: float = 0.0,
     ) -> Route:
-        """Returns the route of a request to one of `replicas`, which must not be empty. The request counts as sent."""
+        """Chooses one of `replicas`, which must not be empty, and returns the request's route. From now on the request
+        counts towards the load of that replica.
+        """
         root = root_key(lora, cache_salt)
         keys = prefix_keys(prompt, root)
         for each in replicas:
@@ -201,12 +217,12 @@ class Router:
         return route
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
-        """Counts a prefix (see `join_keys`) that another gateway sent to a replica as cached there."""
+        """Records that a prefix (see `join_keys`) is cached on a replica to which another gateway sent it."""
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.index.use(split_keys(prefix))
 
     def add_report(self, replica: str, pending_tokens: int) -> None:
-        """Records a replica's report of the uncached tokens of all its requests without a first token."""
+        """Records a replica's report: the uncached prompt tokens of its requests that have no first token yet."""
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.others_tokens = max(0, pending_tokens - assigned.pending_tokens)
 
@@ -248,7 +264,7 @@ class Router:
         return chosen
 
     def _queue(self, replica: ReplicaState, tokens: int) -> float:
-        """Returns the number of tokens that are computed before a request that still has `tokens` to compute."""
+        """Returns the number of tokens that the replica computes before a request that still needs `tokens`."""
         own = self._assigned[replica.name]
         held = max(replica.running + replica.waiting, len(own.in_flight)) - own.overdue
         shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)

@@ -187,7 +187,7 @@ class LoadGenerator:
         return json.dumps(request.body(self._spec), separators=(",", ":")).encode()
 
     async def _watch_itself(self) -> None:
-        """Records how many seconds the event loop is late, because answers are seen late by as much."""
+        """Records the lateness of the event loop in seconds, because answers are seen that much too late."""
         while True:
             due_s = time.perf_counter() + _HEARTBEAT_S
             await asyncio.sleep(_HEARTBEAT_S)

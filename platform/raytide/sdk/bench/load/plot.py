@@ -19,8 +19,9 @@ _LEAST_BIN_S = 0.1
 
 
 def picture(report: BenchReport) -> Picture:
-    """Returns a picture of four panels: first token, inter-token, tokens per second with the number of open requests,
-    and each request."""
+    """Returns a picture of four panels: time to first token, inter-token latency, tokens per second with the number of
+    open requests, and the single requests.
+    """
 
     def draw(figure: Figure) -> None:
         (first, inter), (flow, requests) = figure.subplots(2, 2)

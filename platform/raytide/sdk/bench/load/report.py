@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 BUSY_SHARE = 0.8
 """The share of a core above which the generator's thread had too little time left to see answers as they arrived."""
 LATE_SHARE, LATE_S = 0.05, 0.005
-"""A generator is a bottleneck if the tail of its lateness is above this share of the median first token, and above
-these seconds."""
+"""The generator is a bottleneck if the tail of its lateness exceeds both LATE_SHARE of the median time to first token
+and LATE_S seconds.
+"""
 _PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of `n` times in seconds. A percentile with too few values is None: p99 needs 100, p50 any."""
+    """The distribution of `n` times in seconds. A percentile with too few values is None: p99 needs 100 values, p50
+    needs one.
+    """
 
     n: int
     mean: float | None = None
@@ -77,7 +80,7 @@ class GeneratorLoad:
         return cls(share, Distribution.of_values(loop_late_s), Distribution.of_values(sent_late_s))
 
     def bottleneck(self, median_ttft_s: float | None) -> str:
-        """Returns why the generator limited what it measured; empty if it did not."""
+        """Returns the reason why the generator, not the server, limited the measured load; empty if it did not."""
         late_s = max(each.tail or 0.0 for each in (self.loop_late, self.sent_late))
         if self.cpu_share > BUSY_SHARE:
             return f"it used {self.cpu_share:.0%} of its core"
@@ -99,7 +102,7 @@ class BenchReport:
     errors: Mapping[str, int]
     """Failed requests by code."""
     unfinished: int
-    """Requests that were still open when it was interrupted."""
+    """The number of requests that were still open when the load was interrupted."""
     prompt_tokens: int
     """The prompt tokens of answered requests, as the server counts them."""
     cached_tokens: int
@@ -114,16 +117,16 @@ class BenchReport:
     itl_s: Distribution
     """The times between events that carry tokens."""
     tpot_s: Distribution
-    """Each request's mean time of the tokens after the first."""
+    """Each request's mean time per token after the first."""
     e2e_s: Distribution
     """The time from sending a request until its last token."""
     most_in_flight: int
     good_requests: int
-    """Answered requests that kept all of the SLO."""
+    """The number of answered requests that met all objectives of the SLO."""
     goodput_per_s: float
     generator: GeneratorLoad
     bottleneck: str
-    """The reason why the generator limited what it measured; empty if it did not."""
+    """The reason why the generator, not the server, limited the measured load; empty if it did not."""
     records: Sequence[BenchRecord]
 
     def json(self) -> dict[str, Any]:
@@ -197,7 +200,9 @@ def report_of(
 
 
 def is_good(record: BenchRecord, slo: Slo) -> bool:
-    """Returns whether an answered request kept all bounds of the SLO. A time that the request lacks keeps its bound."""
+    """Returns whether an answered request met all objectives of the SLO. An objective on a time that the request lacks
+    counts as met.
+    """
     pairs: Sequence[tuple[float | None, float | None]] = (
         (record.ttft_s, slo.ttft_s),
         (record.tpot_s, slo.tpot_s),

@@ -18,7 +18,7 @@ from raytide.sdk.bench.load.spec import BenchSpec
 FIRST_TOKEN, LAST_TOKEN = 3, 255
 """Random prompts use these token ids, which every vocabulary of bytes has; smaller ones are often special."""
 MOONCAKE_BLOCK = 512
-"""The tokens that each of a Mooncake trace's `hash_ids` stands for."""
+"""The number of tokens for which each id in a Mooncake trace's `hash_ids` stands."""
 _TEXT = (
     "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but "
     "some what there we can out other were all your when up use word how said an each she which do their time if will"
@@ -77,7 +77,7 @@ def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def in_words(tokens: Sequence[int]) -> str:
-    """Returns a text of one word for each token, which a server reads as about as many tokens."""
+    """Returns a text with one word for each token, which a server tokenizes to about the same number of tokens."""
     return " ".join(WORDS[token % len(WORDS)] for token in tokens)
 
 
@@ -145,7 +145,7 @@ class _TraceRow:
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Ids of blocks of the prompt: prompts that begin with the same ids begin with the same tokens."""
+    """The ids of the prompt's blocks: prompts that begin with the same ids begin with the same tokens."""
     prompt: str = ""
 
 

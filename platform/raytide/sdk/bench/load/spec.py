@@ -83,16 +83,16 @@ class BenchSpec(Config):
     rate: float | None = Field(default=None, gt=0, le=1e6)
     """Open loop: requests a second, however many are still open."""
     poisson: bool = False
-    """The gaps of `rate` are exponential instead of constant."""
+    """True for exponential gaps between the requests of `rate`, False for constant ones."""
     trace: str | None = None
     """A file of recorded requests: JSON lines in Mooncake's format or with `t_s`, `prompt_tokens` and `output_tokens`,
     or a CSV file with those columns."""
     trace_speed: float = Field(default=1.0, gt=0, le=1e6)
-    """The trace is sent that many times as fast as it was recorded."""
+    """The factor by which the trace is sent faster than it was recorded."""
     trace_scale: float = Field(default=1.0, gt=0, le=100)
-    """The trace's lengths are multiplied by it."""
+    """The factor by which the lengths in the trace are multiplied."""
     requests: int | None = Field(default=None, ge=1, le=10_000_000)
-    """The number of requests; 100 if neither it nor `duration_s` is given, and all of a trace."""
+    """The number of requests. If neither it nor `duration_s` is given, it is 100, or all requests of a trace."""
     duration_s: float | None = Field(default=None, gt=0, le=7 * 86_400)
     """The time after which no more requests are sent. Those that are open are still waited for."""
     prompt_tokens: Lengths = (512, 512)
@@ -101,7 +101,7 @@ class BenchSpec(Config):
     """A file of prompts instead of random ones: one in each line, or JSON lines with `prompt` and perhaps
     `output_tokens`. They are sent in their order, from the start again after the last."""
     ignore_eos: bool = True
-    """Asks for exactly `output_tokens`, as raytide and vLLM can; turn it off for other servers."""
+    """True to request exactly `output_tokens`, which raytide and vLLM support; set it to False for other servers."""
     body: Mapping[str, Any] = Field(default_factory=dict)
     """More fields of each request's body, such as `temperature`."""
     warmup: int = Field(default=DEFAULT_CONCURRENCY, ge=0, le=100_000)
@@ -126,14 +126,14 @@ class BenchSpec(Config):
 
     @property
     def in_flight(self) -> int | None:
-        """The number of open requests of a closed loop; None for an open one."""
+        """The number of open requests in a closed loop; None in an open loop."""
         if self.rate is not None or self.trace is not None:
             return None
         return self.concurrency or DEFAULT_CONCURRENCY
 
     @property
     def most_requests(self) -> int | None:
-        """The number of requests; None if only time, or the end of a trace, ends the load."""
+        """The number of requests; None if only the duration or the end of a trace ends the load."""
         if self.requests is None and self.duration_s is None and self.trace is None:
             return DEFAULT_REQUESTS
         return self.requests

@@ -34,7 +34,7 @@ class BenchRecord:
     """The number of tokens that the request asked for."""
     cached_tokens: int = 0
     usage_tokens: int | None = None
-    """Generated tokens as the server counts them; None if it did not tell."""
+    """The number of generated tokens as the server counts them; None if it did not report it."""
     error: str = ""
     """The code of the failure: HTTP's status and the server's own code, `timeout`, `connection`,
     `malformed`, or `incomplete`."""
@@ -59,7 +59,9 @@ class BenchRecord:
 
 
 async def send(session: aiohttp.ClientSession, url: str, body: bytes, record: BenchRecord, start_s: float) -> None:
-    """Sends one request and fills its record. `start_s` is the start of the measurement by `time.perf_counter`."""
+    """Sends one request and fills its record. `start_s` is the time at which the measurement began, read from
+    `time.perf_counter`.
+    """
     sent_s = time.perf_counter()
     record.sent_s = sent_s - start_s
     answer = _Answer(record, sent_s)

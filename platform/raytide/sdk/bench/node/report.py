@@ -63,7 +63,9 @@ class NodeReport:
 
 
 def parse_report(node_type: str, job: str, log: str, nodes: int) -> NodeReport:
-    """Returns the report that the members of a job printed. Raises DataError if one is missing."""
+    """Returns the report that the job `job` printed to its log on `nodes` members. Raises DataError if a member's part
+    is missing.
+    """
     found: dict[int, Mapping[str, float]] = {}
     for line in log.splitlines():
         _, mark, text = line.partition(MARK)

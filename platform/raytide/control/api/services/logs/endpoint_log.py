@@ -40,8 +40,9 @@ class _Piece:
 
 
 def gone_nodes(nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns why each dead node has no log agent, by Ray's node id: an agent ends with its raylet. These nodes are
-    not asked, because a machine that is gone may not refuse a call, which then takes its whole timeout."""
+    """Returns why each dead node has no log agent, by Ray's node id: an agent ends with its raylet. These nodes are not
+    asked, because a call to a machine that is gone may take its whole timeout.
+    """
     found = dict[str, str]()
     for node in nodes:
         if node.state is NodeState.GONE:
@@ -59,11 +60,11 @@ def part(
     running: Iterable[str],
     gone: Mapping[str, str],
 ) -> EndpointLogPart:
-    """Returns the lines after a position, or the last `tail` ones of each file, in the order of their times.
+    """Returns the lines after a position, or the last `tail` lines of each file, in the order of their times.
 
-    `missing` names the replicas whose node does not answer; their lines come with a later part. `running` are the
-    replicas that may still write; an incomplete last line of any other replica is returned as it is. `gone` has the
-    nodes that are not asked, by Ray's node id, with the reason.
+    `missing` in the result names the replicas whose node does not answer; their lines come with a later part. `running`
+    are the replicas that may still write; an incomplete last line of any other replica is returned as it is. `gone` has
+    the nodes that are not asked, by Ray's node id, with the reason.
     """
     places, alive = _parsed(after), set(running)
     lines: list[LogLine] = []

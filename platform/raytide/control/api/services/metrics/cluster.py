@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
+from raytide.autoscaler.nodes.exporter.kernel import oom_kills
 from raytide.autoscaler.nodes.lifecycle import CANCELLED, ENDED_BY_PROVIDER, TAKEN_BACK
 from raytide.control.api.health import HealthMonitor
 from raytide.control.backup.results import BackupResults
@@ -32,7 +33,7 @@ _USES = {
     EntryKind.STARTUP: "starting",
 }
 MOST_REPORTS = 20
-"""The most values of a job's own, the first by name, that the metrics show."""
+"""The most values reported by a job's own code that the metrics show: the first ones by name."""
 _REPORTED: Mapping[str, Metric] = {
     "step": training.JOB_STEP,
     "loss": training.JOB_LOSS,
@@ -43,11 +44,11 @@ _REPORTED: Mapping[str, Metric] = {
     "scaling": training.JOB_SCALING,
 }
 _AGES: Mapping[str, Metric] = {"step_at_s": training.JOB_LAST_STEP_AGE, "saved_at_s": training.JOB_CHECKPOINT_AGE}
-"""Metrics whose value is the time since a reported moment."""
+"""Metrics of the seconds since a time that a job reports, by the name under which it reports this time."""
 _ANOTHER_WAY = frozenset(
     {
         "steps", "restarts", "resizes", "steps_lost", "recovery_s", "world", "settled", "left_s", "redo_s", "lost_s",
-        "lost_at_s",
+        "lost_at_s", "slowest_rank", "slowest_ratio",
     }
 )  # fmt: skip
 """Names that raytide's own drivers report for its decisions; they are not the user's values."""
@@ -62,6 +63,8 @@ def cluster_samples(
     held: Sequence[HeldJob],
 ) -> Iterator[MetricSample]:
     yield MetricSample(infrastructure.DISK_FREE, watch.free_bytes())
+    if (kills := oom_kills()) is not None:
+        yield MetricSample(infrastructure.NODE_OOM_KILLS, kills, ("head",))
     troubles = {trouble.code for trouble in watch.troubles()}
     yield from (MetricSample(control.TROUBLE, code in troubles, (code,)) for code in ("disk", "store", "controller"))
     nodes = store.nodes(live=True)
@@ -144,6 +147,10 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
     ):
         if value is not None:
             yield MetricSample(metric, value, (node_id, label))
+    if measured.reading.clock_skew_s is not None:
+        yield MetricSample(infrastructure.NODE_CLOCK_SKEW, measured.reading.clock_skew_s, (node_id,))
+    if measured.reading.oom_kills is not None:
+        yield MetricSample(infrastructure.NODE_OOM_KILLS, measured.reading.oom_kills, (node_id,))
     for source, watts in measured.power_w.items():
         yield MetricSample(infrastructure.NODE_POWER, watts, (node_id, source))
     for source, joules in measured.joules.items():
@@ -153,8 +160,8 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
 def cost_samples(
     books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
 ) -> Iterator[MetricSample]:
-    """Yields the booked cost in dollars by kind, and the share of its monthly budget that each team has spent, now and
-    as forecast for the month's end."""
+    """Yields the booked cost in dollars by kind, and each team's spending as a share of its monthly budget, now and as
+    forecast for the month's end."""
     booked = books.booked("kind")
     yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     spent = books.spent([], month_of(now_us)).teams_month
@@ -171,8 +178,8 @@ def cost_samples(
 
 
 def backup_samples(settings: BackupSection, results: BackupResults, now_s: float) -> Iterator[MetricSample]:
-    """Yields the age and failures of backups, and the figures of the last drill. A task that was never done is not
-    overdue, because a new cluster is not late."""
+    """Yields the age and failures of backups, and the figures of the last drill. A task that has never run
+    is not reported as overdue, so that a new cluster raises no alert."""
     tasks = [("backup", results.backup, settings.every_s), ("drill", results.drill, settings.drill_every_s)]
     if settings.cold_repository:
         tasks.append(("cold", results.cold, settings.cold_every_s))
@@ -200,6 +207,11 @@ def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: f
         for name, metric in _AGES.items():
             if (at_s := _number(job.progress, name)) is not None:
                 yield MetricSample(metric, max(0.0, now_s - at_s), labels)
+        if (failure := job.progress.get("not_saved")) is not None:
+            yield MetricSample(training.JOB_CHECKPOINT_FAILING, bool(failure), labels)
+        rank, ratio = _number(job.progress, "slowest_rank"), _number(job.progress, "slowest_ratio")
+        if rank is not None and ratio is not None:
+            yield MetricSample(training.JOB_STRAGGLER, ratio, (*labels, f"{rank:.0f}"))
         own = sorted(job.progress.keys() - _REPORTED.keys() - _AGES.keys() - _ANOTHER_WAY)
         numbers = ((name, value) for name in own if (value := _number(job.progress, name)) is not None)
         for name, value in islice(numbers, MOST_REPORTS):

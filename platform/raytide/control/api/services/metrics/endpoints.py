@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from raytide.control.views import Live
 from raytide.core.money import MICRO
 from raytide.core.objects.endpoint import Replicas
-from raytide.core.objects.endpoint_load import EndpointLoad, Traffic
+from raytide.core.objects.endpoint_load import LOADING, EndpointLoad, Traffic
 from raytide.core.objects.ledger_entry import EntryKind, OpenInterval
-from raytide.core.specs.rollout import endpoint_of
+from raytide.core.specs.rollout import Rollout, endpoint_of
 from raytide.core.state import Store
 from raytide.core.telemetry.catalogue import application, client, cost, model
 from raytide.core.telemetry.metrics import MetricSample, ValueRecorder
 from raytide.ledger.report import rate_micro_usd_h
+from raytide.registry.rollout.lifecycle import proven_regressions
 
 _ERROR_BUDGET = 0.01
-"""The share of requests that may miss the SLO's first token, if the endpoint has no `slo_target`."""
+"""The share of requests that may exceed the SLO's time to first token, if the endpoint has no `slo_target`."""
+REGRESSION_SHOWN_S = 3600.0
+"""The time for which the metrics show that a canary was rolled back, and why."""
 
 
 def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]) -> Iterator[MetricSample]:
@@ -59,7 +62,7 @@ def _watts(live: Live, intervals: Sequence[OpenInterval], applications: Containe
 
 
 def _promise_samples(endpoint: str, replicas: Replicas) -> Iterator[MetricSample]:
-    """Yields the SLO's seconds to the first token, and the share of requests that may take longer."""
+    """Yields the SLO's time to first token in seconds, and the share of requests that may exceed it."""
     if replicas.slo_ttft_s is not None:
         yield MetricSample(application.SLO_FIRST_TOKEN, replicas.slo_ttft_s, (endpoint,))
         budget = _ERROR_BUDGET if replicas.slo_target is None else round(1.0 - replicas.slo_target, 6)
@@ -67,6 +70,11 @@ def _promise_samples(endpoint: str, replicas: Replicas) -> Iterator[MetricSample
 
 
 def _load_samples(endpoint: str, loads: Sequence[EndpointLoad]) -> Iterator[MetricSample]:
+    if adapters := Counter(
+        _adapter_state(each) for load in loads for live in load.live for each in live.adapters.values()
+    ):
+        counts = {**dict.fromkeys(("loaded", "loading", "failed"), 0), **adapters}
+        yield from (MetricSample(model.ADAPTERS, count, (endpoint, state)) for state, count in counts.items())
     yield MetricSample(application.ONGOING, sum(load.ongoing for load in loads), (endpoint,))
     if kv_use := [replica.kv_use for load in loads for replica in load.replicas]:
         yield MetricSample(model.KV_USE, fmean(kv_use), (endpoint,))
@@ -76,6 +84,22 @@ def _load_samples(endpoint: str, loads: Sequence[EndpointLoad]) -> Iterator[Metr
         yield MetricSample(application.OUTPUT_RATE, sum(each.output_tps for each in traffic), (endpoint,))
         if (first_token_s := _first_token_s(traffic)) is not None:
             yield MetricSample(application.FIRST_TOKEN, first_token_s, (endpoint,))
+
+
+def _adapter_state(reported: str) -> str:
+    return "failed" if reported not in ("", LOADING) else reported or "loaded"
+
+
+def canary_samples(rolled_back: Sequence[Rollout]) -> Iterator[MetricSample]:
+    """Yields by how much the challengers of rolled-back canaries were worse. Only each endpoint's newest rollout in
+    `rolled_back`, which is sorted newest first, counts.
+    """
+    newest: dict[str, Rollout] = {}
+    for rollout in rolled_back:
+        newest.setdefault(rollout.name, rollout)
+    for name, rollout in sorted(newest.items()):
+        for criterion, excess in proven_regressions(rollout).items():
+            yield MetricSample(application.CANARY_REGRESSION, excess, (name, criterion))
 
 
 def _first_token_s(traffic: Sequence[Traffic]) -> float | None:
@@ -95,7 +119,7 @@ class ReplicaRestarts:
         self._restarts = ValueRecorder(application.REPLICA_RESTARTS)
 
     def observe(self, loads: Mapping[str, EndpointLoad]) -> None:
-        """Compares the replicas of each application with those of the last call."""
+        """Counts the replicas of each application that were replaced since the last call."""
         for name, load in loads.items():
             now = frozenset(startup.id for startup in load.startups)
             before = self._known.get(name, now)

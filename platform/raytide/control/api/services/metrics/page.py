@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Annotated
@@ -12,17 +13,25 @@ from raytide.control.api.auth import Caller
 from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics.cluster import backup_samples, cluster_samples, cost_samples, job_samples
-from raytide.control.api.services.metrics.endpoints import ReplicaRestarts, endpoint_samples
+from raytide.control.api.services.metrics.endpoints import (
+    REGRESSION_SHOWN_S,
+    ReplicaRestarts,
+    canary_samples,
+    endpoint_samples,
+)
 from raytide.control.backup.results import read_results, work_dir_of
 from raytide.control.views import Live
 from raytide.core.config import Config
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.state import Store
+from raytide.core.state.tenancy.audit import AuditLog
 from raytide.core.telemetry.catalogue.client import CLIENT_FIRST_TOKEN_SECONDS, CLIENT_REQUEST_SECONDS
-from raytide.core.telemetry.metrics import HistogramSample, Metric, Sample, render
+from raytide.core.telemetry.catalogue.control import AUDIT_MISSING
+from raytide.core.telemetry.metrics import HistogramSample, Metric, MetricSample, Sample, render
 from raytide.core.telemetry.series_limits import SeriesLimits
 
+AUDIT_PERIOD_S = 300.0
 Counts = tuple[Annotated[int, Field(ge=0, le=1_000_000)], ...]
 Total = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -70,6 +79,20 @@ class ClientLatencies:
         self._sums[key] = [a + b for a, b in zip(before, counts, strict=True)], sum_before + total
 
 
+class AuditCheck:
+    """Counts the missing entries of the audit log, at most every few minutes, since that reads its whole index."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log, self._lock = log, threading.Lock()
+        self._missing, self._due_s = 0, -math.inf
+
+    def sample(self, now_s: float) -> MetricSample:
+        with self._lock:
+            if now_s >= self._due_s or now_s < self._due_s - AUDIT_PERIOD_S:
+                self._missing, self._due_s = self._log.missing(), now_s + AUDIT_PERIOD_S
+        return MetricSample(AUDIT_MISSING, self._missing)
+
+
 class ApiMetrics:
     """The metrics of one API process."""
 
@@ -77,6 +100,7 @@ class ApiMetrics:
         self._store, self._config, self._accounts, self._watch = store, config, accounts, watch
         self._limits = SeriesLimits()
         self._restarts = ReplicaRestarts()
+        self._audit = AuditCheck(store.tenancy.audit)
         self.client_latencies = ClientLatencies(store)
 
     def page(self, live: Live, now_s: float) -> bytes:
@@ -88,6 +112,8 @@ class ApiMetrics:
         yield from cluster_samples(self._store, live, self._watch, self._config, intervals, held)
         yield from job_samples(held, self._store.census.longest_waiting(), now_s)
         yield from endpoint_samples(self._store, live, intervals)
+        yield from canary_samples(self._store.rollouts.rolled_back(now_s - REGRESSION_SHOWN_S))
+        yield self._audit.sample(now_s)
         self._restarts.observe(live.loads)
         yield from self._restarts.samples()
         yield from self.client_latencies.samples()

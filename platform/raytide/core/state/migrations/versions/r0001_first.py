@@ -1,6 +1,6 @@
 """The first schema.
 
-Migrations are frozen: later ones build on what this one made, whatever `tables` says by then.
+Migrations are frozen: later ones build on the tables that this one made, even if `tables` differs by then.
 """
 
 from __future__ import annotations

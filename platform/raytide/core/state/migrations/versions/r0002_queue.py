@@ -40,7 +40,7 @@ def upgrade() -> None:
 
 
 def _sum_what_is_booked() -> None:
-    """Each entry counts in the month (UTC) in which it began."""
+    """Fills the sums from the booked entries; each entry counts in the month (UTC) in which it began."""
     month = {
         "sqlite": "strftime('%Y-%m', from_us / 1000000, 'unixepoch')",
         "postgresql": "to_char(to_timestamp(from_us / 1000000) AT TIME ZONE 'UTC', 'YYYY-MM')",

@@ -1,4 +1,4 @@
-"""Adds the job or endpoint to which a member was given."""
+"""Adds to each member of a lease the job or endpoint for which it freed its resources."""
 
 from __future__ import annotations
 

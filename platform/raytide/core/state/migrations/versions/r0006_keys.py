@@ -1,4 +1,6 @@
-"""An idempotency key is its team's, and remembers what was asked for; rows of jobs and leases say when they changed."""
+"""Makes idempotency keys unique within a team instead of a user, and adds the digest of the request that used a key and
+the number of the commit that last changed a job or a lease.
+"""
 
 from __future__ import annotations
 

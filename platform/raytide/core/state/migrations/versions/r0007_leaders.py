@@ -1,4 +1,4 @@
-"""The controller that decides, where several share one store."""
+"""Adds the leader election of controllers that share one store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys of the gateway, what they spent and used, and the audit log."""
+"""Adds the API keys of the gateway, their spending and usage, and the audit log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registered models, the history of their aliases, and revisions of endpoints."""
+"""Adds registered models, the history of their aliases, and revisions of endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of endpoints, the counts of their revisions, and which application serves an endpoint."""
+"""Adds rollouts of endpoints, the request counts of their revisions, and the application that serves each endpoint."""
 
 from __future__ import annotations
 

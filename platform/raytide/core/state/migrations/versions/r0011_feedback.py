@@ -1,4 +1,4 @@
-"""Judgements of answers by their users."""
+"""Adds the scores and comments that users give to answers."""
 
 from __future__ import annotations
 

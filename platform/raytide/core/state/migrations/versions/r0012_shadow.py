@@ -1,4 +1,4 @@
-"""Comparisons of answers to copied requests."""
+"""Adds the numbers of compared and of equal answers to copied (shadow) requests."""
 
 from __future__ import annotations
 

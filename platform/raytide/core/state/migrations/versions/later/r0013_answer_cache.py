@@ -1,4 +1,4 @@
-"""API keys say whether they keep answers: none of the old ones does."""
+"""Adds to API keys whether they allow stored answers; existing keys do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interventions of operators, and nodes that are kept out of use."""
+"""Adds interventions of operators, and the quarantine of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The energy of each entry of the ledger, and of the sums."""
+"""Adds the energy to entries of the ledger and to their sums."""
 
 from __future__ import annotations
 

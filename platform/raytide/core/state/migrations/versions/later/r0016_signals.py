@@ -1,4 +1,4 @@
-"""The values that users report for endpoints to scale on."""
+"""Adds the values that users report for endpoints to scale on."""
 
 from __future__ import annotations
 

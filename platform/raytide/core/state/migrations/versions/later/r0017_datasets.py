@@ -1,4 +1,4 @@
-"""Registered versions of datasets."""
+"""Adds registered versions of datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of users' own metrics for answers."""
+"""Adds the values of users' own metrics for answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts of jobs whose driver was lost with its head."""
+"""Adds the number of restarts of jobs whose driver was lost with its head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts of jobs whose driver had lost all its nodes."""
+"""Adds the number of restarts of jobs whose driver had lost all its nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's names beside raytide's: those that its dashboards query are there, with its labels."""
+"""Other names beside raytide's: those that vLLM's dashboards query, and those of OpenTelemetry's conventions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raytide.actors.engine.types import DiskCounts, DraftCounts, EngineStats, Timing
 from raytide.actors.serving.metrics import ServingMetrics, engine_samples
-from raytide.core.telemetry.metrics import render
-from raytide.core.telemetry.vllm_names import with_vllm_names
+from raytide.core.telemetry.metrics import Sample, render
+from raytide.core.telemetry.other_names import with_other_names
 
 VLLM = {
     "num_requests_running",
@@ -36,15 +36,19 @@ VLLM = {
 }
 
 
-def test_vllm_s_dashboards_find_their_series_when_they_are_asked_for() -> None:
+def served() -> list[Sample]:
     metrics = ServingMetrics("chat", "2")
     track = metrics.track("chat")
     track.tokens(0, 3)
     track.ended(["stop"], [Timing(0.1, 0.2, 0.3)], prompt_tokens=5, generated=3)
     stats = EngineStats(running=4, speculation=(DraftCounts("ngram", 1, 4, 3),), disk=DiskCounts(hit_tokens=8))
-    samples = [*metrics.samples(), *engine_samples(stats, "chat", "2", "r1")]
-    assert list(with_vllm_names(samples, {})) == samples
-    page = render(with_vllm_names(samples, {"names": ["vllm"]})).decode()
+    return [*metrics.samples(), *engine_samples(stats, "chat", "2", "r1")]
+
+
+def test_vllm_s_dashboards_find_their_series_when_they_are_asked_for() -> None:
+    samples = served()
+    assert list(with_other_names(samples, {})) == list(with_other_names(samples, {"names": ["other"]})) == samples
+    page = render(with_other_names(samples, {"names": ["vllm"]})).decode()
     found = {
         sample.name.removeprefix("vllm:"): sample.labels
         for family in text_string_to_metric_families(page)
@@ -54,3 +58,26 @@ def test_vllm_s_dashboards_find_their_series_when_they_are_asked_for() -> None:
     assert found.keys() >= VLLM
     assert found["num_requests_running"] == {"model_name": "chat", "engine": "r1", "revision": "2"}
     assert found["request_success_total"] == {"model_name": "chat", "finished_reason": "stop"}
+
+
+def test_opentelemetry_s_names_of_generative_ai_have_its_labels() -> None:
+    page = render(with_other_names(served(), {"names": ["gen_ai"]})).decode()
+    families = [family for family in text_string_to_metric_families(page) if family.name.startswith("gen_ai_")]
+    assert sorted(family.name for family in families) == [
+        "gen_ai_client_token_usage",
+        "gen_ai_server_request_duration_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_server_time_to_first_token_seconds",
+    ]
+    whose = {"gen_ai_request_model": "chat", "gen_ai_provider_name": "raytide", "revision": "2"}
+    sums = {
+        (sample.name, sample.labels.get("gen_ai_token_type")): (sample.value, whose.items() <= sample.labels.items())
+        for family in families
+        for sample in family.samples
+        if sample.name.endswith(("token_usage_sum", "first_token_seconds_count"))
+    }
+    assert sums == {
+        ("gen_ai_client_token_usage_sum", "input"): (5.0, True),
+        ("gen_ai_client_token_usage_sum", "output"): (3.0, True),
+        ("gen_ai_server_time_to_first_token_seconds_count", None): (1.0, True),
+    }

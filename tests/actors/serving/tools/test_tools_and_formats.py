@@ -1,0 +1,139 @@
+"""Tools beside a response format: an answer is a call, or a text of the format, as at OpenAI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+from tests.actors.engine.tiny import VOCAB, save_llama, save_tokenizer
+from tests.actors.serving.test_native_engine import structuring
+from tokenizers import Tokenizer
+
+from raytide.actors.engine.text.structured_output import GrammarCompiler
+from raytide.actors.engine.types import ChatFormat
+from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.openai_api.chat.tool_choice import tool_use_of
+from raytide.actors.serving.openai_api.wire import ChatRequest
+from raytide.core.objects.endpoint import ServeSpec
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
+}
+DAY = {**PLACE, "$defs": {"city": {"enum": ["Monday", "Sunday"]}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "day", "schema": DAY, "strict": True}}
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+ONE = '{"name":"weather","arguments":{"city":"Oslo"}}'
+CALLS = {
+    "hermes": (f"<tool_call>\n{ONE}\n</tool_call>", f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>"),
+    "llama3": (f"[{ONE}]", f"[{ONE},{ONE}]"),
+    "mistral": (f"[{ONE}]", f"[{ONE},{ONE}]"),
+    "deepseek": (f"[{ONE}]", f"[{ONE},{ONE}]"),
+}
+
+
+@structuring
+@pytest.mark.parametrize("template", list(CALLS))
+@pytest.mark.parametrize("parallel", [True, False])
+def test_each_template_may_write_calls_or_the_format_and_nothing_else(
+    tmp_path: Path, template: Any, parallel: bool
+) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    request = ChatRequest.model_validate({**ASK, "response_format": FORMAT, "parallel_tool_calls": parallel})
+    use = tool_use_of(request, ChatFormat(template))
+    assert use.structured is not None
+    grammar = GrammarCompiler(tokenizer.to_str, VOCAB, [0]).compile(use.structured)
+
+    def is_allowed(text: str) -> bool:
+        tokens = [*tokenizer.encode(text).ids, 0]
+        return grammar.state().allowed(tokens) == len(tokens)
+
+    one, two = CALLS[template]
+    assert is_allowed(one) and is_allowed(two) is parallel
+    assert is_allowed('{"city":"Sunday"}')
+    for wrong in ("It rains.", '{"city":"Oslo"}', one.replace("Oslo", "Sunday"), one.replace("weather", "tide")):
+        assert not is_allowed(wrong)
+    for text in (one, two) if parallel else (one,):
+        parser = use.parser()
+        assert parser is not None
+        pieces = [piece for character in text for piece in parser.feed(character)] + parser.finish()
+        assert "".join(piece.text for piece in pieces).strip() == ""
+        assert [piece.call.name for piece in pieces if piece.call and piece.call.id] == ["weather"] * text.count(ONE)
+    parser = use.parser()
+    assert parser is not None
+    pieces = [piece for character in '{"city":"Sunday"}' for piece in parser.feed(character)] + parser.finish()
+    assert "".join(piece.text for piece in pieces) == '{"city":"Sunday"}' and not any(piece.call for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    save_llama(folder, max_position_embeddings=4096)
+    return folder
+
+
+@pytest.fixture
+def client(serve: Callable[..., str], client_of: Callable[[str], OpenAI], long_model: Path) -> OpenAI:
+    spec = ServeSpec(name="tiny", model=str(long_model), engine={"num_blocks": 512, "max_running": 8, "device": "cpu"})
+    return client_of(serve(build_engine(spec), "tiny"))
+
+
+@structuring
+@pytest.mark.parametrize("stream", [False, True])
+def test_random_weights_call_or_answer_in_the_format(client: OpenAI, stream: bool) -> None:
+    """Every seed is another output; among them are calls and answers."""
+    kinds = set()
+    for seed in range(24):
+        ask = {**ASK, "response_format": FORMAT, "parallel_tool_calls": False, "max_tokens": 90, "seed": seed}
+        if stream:
+            with client.chat.completions.stream(**ask) as events:
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**ask).choices[0]
+        if choice.message.tool_calls:
+            (call,) = choice.message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), PLACE)
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+        else:
+            jsonschema.validate(json.loads(choice.message.content or ""), DAY)
+            assert choice.finish_reason == "stop"
+        kinds.add(choice.finish_reason)
+    assert kinds == {"tool_calls", "stop"}
+
+
+@structuring
+def test_a_required_call_needs_no_format(client: OpenAI) -> None:
+    """instructor sends both over the Responses API."""
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        ask = {**ASK, "response_format": FORMAT, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 90}
+        (call,) = client.chat.completions.create(**ask).choices[0].message.tool_calls or ()
+        jsonschema.validate(json.loads(call.function.arguments), PLACE)
+    tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
+    answer = client.responses.create(
+        model="tiny",
+        input="x",
+        tools=[tool],  # type: ignore[list-item]
+        tool_choice={"type": "function", "name": "weather"},
+        text={"format": {"type": "json_schema", "name": "day", "schema": DAY}},
+        max_output_tokens=90,
+    )
+    assert [each.type for each in answer.output] == ["function_call"]
+
+
+@structuring
+def test_another_constraint_and_a_required_call_exclude_each_other(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="guided_regex"):
+        client.chat.completions.create(**ASK, tool_choice="required", extra_body={"guided_regex": "a"})
+    answer = client.chat.completions.create(**ASK, extra_body={"guided_regex": "a"})
+    assert answer.choices[0].message.content == "a"
