@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,22 @@ async def test_long_prompts_go_to_the_other_endpoint(model_dir: Path) -> None:
         assert (await computed(gateway, "prefill-0"), await computed(gateway, "chat-0")) == (80, 20)
 
 
-async def test_a_cached_prompt_stays_where_it_is_cached(model_dir: Path) -> None:
+async def test_a_cached_prompt_stays_where_it_is_cached(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_gateway() as gateway:
-        await gateway.deploy("prefill", native(model_dir))
+        other = native(model_dir)
+        await gateway.deploy("prefill", other)
         await gateway.deploy("chat", native(model_dir), prefill=POLICY)
-        first, _ = await answer(gateway, 80)
-        again, cached = await answer(gateway, 80)
+        core = other._core
+        assert core is not None
+        step = core.step
+
+        def slow_step() -> object:
+            time.sleep(0.02)  # a whole answer would otherwise be computed before its KV is asked for
+            return step()
+
+        monkeypatch.setattr(core, "step", slow_step)
+        first, _ = await answer(gateway, 80, max_tokens=40)
+        again, cached = await answer(gateway, 80, max_tokens=40)
         assert (again, await computed(gateway, "prefill-0")) == (first, 80)
         assert cached >= 72  # whole blocks
 
