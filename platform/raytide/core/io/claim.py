@@ -123,14 +123,14 @@ class Claim:
         deadline_s = time.monotonic() + self._watch_s
         if is_local(place) and not Path(place).exists():
             self._made.append(place)
-        seen, is_free = (read_claim(place), _beat_of(place)), False
-        if seen[0] is not None:
-            is_free = self._may_take(place, seen[0])
+        seen, free_token = (read_claim(place), _beat_of(place)), ""
+        if seen[0] is not None and self._may_take(place, seen[0]):
+            free_token = seen[0].token  # whether it still beats does not matter
         while True:
             with _locked(place):
                 found, beat = read_claim(place), _beat_of(place)
                 is_same = (found, beat) == seen
-                if found is None or (is_same and (is_free or time.monotonic() >= deadline_s)):
+                if found is None or found.token == free_token or (is_same and time.monotonic() >= deadline_s):
                     claim = _own(self.holder, self.token, 1 + (found.epoch if found is not None else 0))
                     _write(place, claim)
                     break
@@ -138,11 +138,22 @@ class Claim:
                 raise _taken(place, found)
             time.sleep(min(_POLL_S * 4, self._beat_s))
         if not is_local(place):
+            self._settle(place, claim, free_token)
+        return claim
+
+    def _settle(self, place: str, claim: ClaimRecord, free_token: str) -> None:
+        """Raises ConflictError if another claim stands at a URL after a while.
+
+        A holder that was replaced may write a heartbeat once more, over this claim, because it read its own before.
+        """
+        for is_last in (False, True):
             time.sleep(SETTLE_S)
             last = read_claim(place)
-            if last is not None and last.token != self.token:
+            if last is None or last.token == self.token:
+                return
+            if is_last or last.token != free_token:
                 raise _taken(place, last)
-        return claim
+            _write(place, claim)
 
     def _may_take(self, place: str, found: ClaimRecord) -> bool:
         """Returns whether the holder has ended, so that its claim may be taken over.
