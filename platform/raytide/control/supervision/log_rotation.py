@@ -34,8 +34,9 @@ _EVERY_S = 1.0
 _LAST_CUT_S = 10.0
 """The most seconds for which an ending driver waits for the last cut."""
 _COPY_BYTES = 1 << 20
-_IN_FLIGHT_S = 0.02
-"""The seconds that a write to the old file may last after the new one replaced it."""
+_IN_FLIGHT_S, _LOOKS = 0.5, 25
+"""The seconds that a write to the old file may last after the new one replaced it, and the number of times that it is
+looked for. On a busy machine the writer's thread may wait for a CPU in the middle of its write."""
 _DRIVER_LOGS = "job-driver-raytide-*.log"
 
 _HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"
@@ -138,8 +139,9 @@ def _replace(fd: int, path: Path, old: BinaryIO, tail_bytes: int) -> None:
         for each in _same_file(fd):
             os.dup2(new, each)
         _write(new, old.read())
-        time.sleep(_IN_FLIGHT_S)
-        _write(new, old.read())
+        for _ in range(_LOOKS):
+            time.sleep(_IN_FLIGHT_S / _LOOKS)
+            _write(new, old.read())
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
