@@ -31,12 +31,12 @@ def answer_request(folder: Path, snapshot: Snapshot) -> None:
 def request_snapshot(folder: Path, patience_s: float = 10.0) -> str:
     """Returns the input of the controller's next decision, as JSON. Raises ClusterError if the controller does not
     tick."""
-    before = _written_ns(folder)
+    before = _version(folder)
     with full_disk_is_an_error(str(folder / _ASKED)):
         (folder / _ASKED).touch()
     wake_controller(folder)
     deadline_s = time.monotonic() + patience_s
-    while _written_ns(folder) == before:
+    while _version(folder) == before:
         if time.monotonic() >= deadline_s:
             raise ClusterError(
                 f"the controller made no tick within {patience_s:g} s.",
@@ -56,8 +56,10 @@ def _shared(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, jobs=jobs, endpoints=endpoints)
 
 
-def _written_ns(folder: Path) -> int:
+def _version(folder: Path) -> tuple[int, int]:
+    """Identifies the answer that is there: two files of one clock tick of the kernel have the same time."""
     try:
-        return (folder / _ANSWER).stat().st_mtime_ns
+        found = (folder / _ANSWER).stat()
     except FileNotFoundError:
-        return 0
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
