@@ -110,7 +110,9 @@ class Purchases:
         """Returns the machines as recorded. Only the controller's provider checks whether those without a recorded end
         still run.
         """
-        return in_order([*self.over(), *(purchase.machine() for purchase in self.open())])
+        live, over = self.open(), self.over()  # in this order: one that ends meanwhile is in both
+        ended = {machine.node_id for machine in over}
+        return in_order([*over, *(purchase.machine() for purchase in live if purchase.node_id not in ended)])
 
     def over(self) -> list[Machine]:
         """Returns the ended machines as billed. A machine's end is never before its start, even if the clock was set

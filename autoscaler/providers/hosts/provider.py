@@ -151,12 +151,12 @@ class HostsProvider(Provider):
 
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
-            purchases = self._purchases.open()
+            over, purchases = self._purchases.over(), self._purchases.open()
             for node_id, bound in self._bound.items():
                 if self._starts_nodes and not bound.is_started and node_id not in self._ending:
                     self._begin(node_id, self._start)
         live = [purchase.machine(self._address(purchase.node_id)) for purchase in purchases]
-        return in_order([*self._purchases.over(), *live])
+        return in_order([*over, *live])
 
     def problems(self) -> tuple[str, ...]:
         """Returns, as sentences, the machines that are in quarantine, and those that have a node but do not answer."""
@@ -210,7 +210,8 @@ class HostsProvider(Provider):
         reason, last_line = state["reason"], state.get("log", "")
         if reason != RAYLET_ENDED:
             self._quarantine.add(host.name, f"{node_id}: {reason}{f': {last_line}' if last_line else ''}.")
-        self._record_end(node_id, f"{host.name}: {reason}")
+        with self._lock:
+            self._record_end(node_id, f"{host.name}: {reason}")
 
     def _begin(self, node_id: str, work: Callable[[str], None]) -> None:
         """Runs `work` in a thread, unless a thread already works for the node: the next tick calls this again."""
@@ -286,7 +287,8 @@ class HostsProvider(Provider):
                     self._quarantine.add(host.name, str(error))
                 log.warning("a host does not end its node", extra={"host": host.name, "error": str(error)})
                 return  # the next tick repeats it
-        self._record_end(node_id, reason)
+        with self._lock:
+            self._record_end(node_id, reason)
         self._on_change()
 
     def _request(self, host: Host, verb: str, content: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -314,6 +316,7 @@ class HostsProvider(Provider):
         self._bound[node_id] = bound
 
     def _record_end(self, node_id: str, reason: str) -> None:
+        """Needs the lock: the controller's thread goes through the bindings meanwhile."""
         self._purchases.end(node_id, self._clock.now_s(), reason)
         self._bound.pop(node_id, None)
         self._ending.discard(node_id)

@@ -10,7 +10,7 @@ import pytest
 from tests.autoscaler.providers.hosts.fake_machines import FakeMachines
 from tests.autoscaler.providers.kube_server import KubeServer
 from tests.autoscaler.providers.slurm.fake_slurm import FakeSlurm
-from tests.autoscaler.providers.two_regions import REGIONS, instances, regions_cluster
+from tests.autoscaler.providers.two_regions import REGIONS, instances, patient, regions_cluster
 
 from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.autoscaler.providers.fake import FakeProvider
@@ -105,7 +105,7 @@ def hosts(clock: VirtualClock, folder: Path) -> Source:
 
     def work(_: Provider) -> None:
         clock.advance(LATER_S)
-        for thread in [thread for each in made for thread in each._at_work.values()]:
+        for thread in [thread for each in made for thread in tuple(each._at_work.values())]:
             thread.join(20)
 
     return Source(make, work, lambda: len(machines.running()))
@@ -148,7 +148,7 @@ def regions(clock: VirtualClock, folder: Path) -> Source:
     cluster = regions_cluster(folder)
     (west,) = (each for each in load_cluster(cluster.config_path).node_types if each.provider == "west")
     return Source(
-        lambda: provider(cluster, clock=clock),
+        lambda: patient(provider(cluster, clock=clock)),
         lambda _: clock.advance(LATER_S),
         lambda: sum(len(instances(region)) for region in REGIONS),
         west,
