@@ -94,16 +94,18 @@ class ProviderSource:
                 self._patience_s = self._answer_s
 
         thread = threading.Thread(target=run, name=f"{self.name}: {what}", daemon=True)
+        patience_s, self._patience_s = self._patience_s, min(_SILENT_S, self._answer_s)  # until `run` resets it
         thread.start()
-        thread.join(self._patience_s)
+        thread.join(patience_s)
         if thread.is_alive():
-            self._slow, self._patience_s = (what, thread), min(_SILENT_S, self._answer_s)
+            self._slow = what, thread
             self._buying_until_s = 0.0
             raise ClusterError(
                 f"it does not answer: to {what} takes too long.",
                 hint="The other providers go on; its machines count as they were last seen.",
             )
         if failed:
+            self._patience_s = patience_s
             error = failed[0]
             raise error if isinstance(error, Exception) else ClusterError(f"could not {what}: {error}") from error
         return done[0]

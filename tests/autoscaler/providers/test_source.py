@@ -15,6 +15,8 @@ from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
+PATIENT_S, IMPATIENT_S = 120.0, 0.1
+"""The time that a call may take while the cloud answers, on a busy machine too, and while it does not."""
 TYPE = NodeType(name="cpu", resources={"CPU": 2}, price_micro_usd_h=10_000)
 
 
@@ -51,7 +53,7 @@ def cloud() -> Iterator[SlowCloud]:
 def mixed(cloud: SlowCloud) -> MixedProvider:
     own = FakeProvider(VirtualClock(100.0))
     own.launch(node("own-1"), TYPE)
-    sources = [ProviderSource("own", lambda: own), ProviderSource("cloud", lambda: cloud, answer_s=0.2)]
+    sources = [ProviderSource("own", lambda: own), ProviderSource("cloud", lambda: cloud, answer_s=PATIENT_S)]
     made = MixedProvider(sources, {"cpu": "cloud"})
     assert listed(made) == ["own-1"]
     return made
@@ -65,6 +67,22 @@ def listed(provider: MixedProvider) -> list[str]:
     return [machine.node_id for machine in provider.machines()]
 
 
+def hold(cloud: SlowCloud, mixed: MixedProvider, what: str) -> None:
+    """Leaves the cloud's calls of this kind without an answer."""
+    source = mixed._sources["cloud"]
+    source._answer_s = source._patience_s = IMPATIENT_S
+    cloud.holds = what
+
+
+def let_go(cloud: SlowCloud, mixed: MixedProvider) -> None:
+    """Answers the call that waits, and all after it."""
+    source = mixed._sources["cloud"]
+    source._answer_s = PATIENT_S
+    cloud.holds = ""
+    cloud.let_go.set()
+    settled(source)
+
+
 def settled(source: ProviderSource) -> None:
     assert source._slow is not None
     source._slow[1].join(60)
@@ -73,15 +91,13 @@ def settled(source: ProviderSource) -> None:
 def test_a_call_without_an_answer_holds_up_nobody_and_is_not_made_twice(cloud: SlowCloud, mixed: MixedProvider) -> None:
     mixed.launch(node("n1"), TYPE)
     assert listed(mixed) == ["n1", "own-1"]
-    cloud.holds = "machines"
+    hold(cloud, mixed, "machines")
     for _ in range(3):
         assert listed(mixed) == ["n1", "own-1"]
     assert mixed.problems()[0].startswith("provider cloud: it does not answer: to list its machines takes")
     with pytest.raises(ProviderError, match="provider cloud: it does not answer"):
         mixed.launch(node("n2"), TYPE)
-    cloud.holds = ""
-    cloud.let_go.set()
-    settled(mixed._sources["cloud"])
+    let_go(cloud, mixed)
     assert listed(mixed) == ["n1", "own-1"]
     assert mixed.problems() == ()
     mixed.launch(node("n2"), TYPE)
@@ -91,16 +107,14 @@ def test_a_call_without_an_answer_holds_up_nobody_and_is_not_made_twice(cloud: S
 def test_a_purchase_that_takes_long_goes_on_and_its_provider_is_not_silent(
     cloud: SlowCloud, mixed: MixedProvider
 ) -> None:
-    cloud.holds = "launch"
+    hold(cloud, mixed, "launch")
     with pytest.raises(ClusterError, match="to launch n1 takes too long"):
         mixed.launch(node("n1"), TYPE)
     assert listed(mixed) == ["own-1"]
     with pytest.raises(ClusterError) as busy:  # nothing is known of the pool: the next tick repeats it
         mixed.launch(node("n2"), TYPE)
     assert not isinstance(busy.value, ProviderError)
-    cloud.holds = ""
-    cloud.let_go.set()
-    settled(mixed._sources["cloud"])
+    let_go(cloud, mixed)
     assert listed(mixed) == ["n1", "own-1"]
     mixed.launch(node("n1"), TYPE)
     assert listed(mixed) == ["n1", "own-1"]
@@ -109,7 +123,7 @@ def test_a_purchase_that_takes_long_goes_on_and_its_provider_is_not_silent(
 def test_a_node_that_may_have_been_bought_is_not_refused_while_its_provider_is_silent(
     cloud: SlowCloud, mixed: MixedProvider
 ) -> None:
-    cloud.holds = "launch"
+    hold(cloud, mixed, "launch")
     with pytest.raises(ClusterError):
         mixed.launch(node("n1"), TYPE)
     source = mixed._sources["cloud"]

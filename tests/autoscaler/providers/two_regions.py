@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from raytide.autoscaler.providers.base import Provider
 from raytide.autoscaler.providers.mixed import MixedProvider
 from raytide.control.bootstrap.cluster_record import HeadCluster
 from raytide.control.bootstrap.wiring import provider
@@ -61,8 +62,14 @@ def regions_cluster(folder: Path) -> HeadCluster:
 
 
 def regions_provider(folder: Path) -> MixedProvider:
-    made = provider(regions_cluster(folder))
+    return patient(provider(regions_cluster(folder)))
+
+
+def patient(made: Provider) -> MixedProvider:
+    """Lets each call take as long as Ray's bootstrap of a region does on a busy machine."""
     assert isinstance(made, MixedProvider)
+    for source in made._sources.values():
+        source._answer_s = source._patience_s = 300.0
     return made
 
 
