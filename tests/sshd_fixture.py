@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,8 @@ class SshdHosts:
         sshd.kill()
         sshd.wait(10)
         for pid in children.stdout.split():
-            os.kill(int(pid), 9)
+            with suppress(ProcessLookupError):  # it ended with its sshd
+                os.kill(int(pid), 9)
 
     def section(self, *numbers: int, node_type: str = "own", **more: Any) -> dict[str, Any]:
         """Returns `metadata.raytide.hosts` with these machines."""

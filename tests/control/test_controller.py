@@ -311,10 +311,13 @@ class Loop:
 
     def tick(self, count: int = 1) -> None:
         for _ in range(count):
+            ticking = self.controller
             try:
-                self.controller.tick()
+                ticking.tick()
             except Killed:
                 self.controller = self.fresh()
+            if (served := ticking._serve_sync._pass) is not None:
+                served.result(timeout=300)  # it has a thread of its own, and no share in the virtual time
             self.clock.advance(TICK_S)
 
     def until(self, done: Any, *, ticks: int = 400) -> None:
@@ -536,9 +539,6 @@ class TestEndpoints:
                 if settled(count):
                     return
                 loop.tick()
-                served = loop.controller._serve_sync._pass
-                if served is not None:
-                    served.result(timeout=120)  # the pass has a thread of its own
             raise AssertionError(f"never settled at {count}")
 
         eventually(1)

@@ -165,17 +165,20 @@ def test_all_that_an_endpoint_reads_is_named(cluster: Cluster, tmp_path: Path) -
 
 
 def test_a_backup_that_is_killed_leaves_nothing_that_a_later_run_trusts(backed_up: Cluster, restic: str) -> None:
-    """restic is killed in the middle of its work, and then the process that started it."""
+    """restic is killed in the middle of its work, which takes a minute, and then the process that started it."""
     backed_up.checkpoint(20, 60 * MB)
     fake = backed_up.folder / "bin" / "restic"
     fake.parent.mkdir()
-    killing = f'*" backup "*) {restic} "$@" & sleep 0.3; kill -9 $! $PPID;;'
+    saves = f'[ -n "$(find {backed_up.repository}/data -type f)" ]'
+    killing = (
+        f'*" backup "*) {restic} --limit-upload 1000 "$@" & until {saves}; do sleep 0.05; done; kill -9 $! $PPID;;'
+    )
     fake.write_text(f'#!/bin/sh\ncase "$*" in {killing} *) exec {restic} "$@";; esac\n')
     fake.chmod(0o755)
     code = "from raytide.control.backup.place import place_of\nfrom raytide.control.backup.run import back_up\n"
     code += f"back_up(place_of({NAME!r}))"
     path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PATH": path}, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PATH": path}, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert backed_up.place.hot.snapshots(NAME) == ()
     with pytest.raises(NotFoundError, match="no snapshot"):

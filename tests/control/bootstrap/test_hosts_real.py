@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
+from tests.control.bootstrap.test_local_real import command
 from tests.sshd_fixture import SshdHosts, sshd_hosts
 
 import raytide as rt
@@ -69,9 +69,7 @@ def folders(hosts: SshdHosts, n: int) -> dict[str, NodeFolder]:
 
 
 def kill_raylet(folder: NodeFolder) -> None:
-    (raylet,) = [
-        each for each in marked(MARK, folder.mark) if psutil.Process(each.pid).cmdline()[0].endswith("/raylet")
-    ]
+    (raylet,) = [each for each in marked(MARK, folder.mark) if command(each.pid).endswith("/raylet")]
     os.kill(raylet.pid, signal.SIGKILL)
 
 

@@ -20,8 +20,9 @@ from raytide.control.supervision.daemon import hold_lock, spawn
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, NotFoundError, UsageError
 from raytide.core.io.process import Process, marked
 
-K = 200 + os.getpid() % 50
-"""Clusters count up from 2, so nobody is here, and hardly the suite of another checkout."""
+K = 249 - 4 * (os.getpid() % 9)
+"""Clusters count up from 2, and machines of sshd and Slurm from 200, so nobody is here, and hardly the suite of another
+checkout. K and the three below it are this process's own."""
 
 
 @pytest.fixture(autouse=True)

@@ -198,4 +198,8 @@ def test_rays_own_command_enters_with_what_status_prints(ray_cluster: LocalClust
 
 
 def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    """Returns the program of a process; nothing if it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    except OSError:
+        return ""

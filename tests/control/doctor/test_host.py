@@ -160,19 +160,19 @@ def doctor(*args: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
 def test_six_faults_of_a_real_machine_are_found_over_ssh(
     hosts: SshdHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        open_port = listening.getsockname()[1]
     monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path / "home"))
     run_dir = tmp_path / "home" / "clusters" / "lab"
     run_dir.mkdir(parents=True)
-    with socket.create_server((hosts.address(1), 0)) as gcs:
+    with socket.create_server((hosts.address(1), 0)) as gcs, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        closed_port = bound.getsockname()[1]
         HeadCluster(
             name="lab",
             cluster_id="lab-1",
             run_dir=run_dir,
             gcs_address=f"{hosts.address(1)}:{gcs.getsockname()[1]}",
             dashboard_url="",
-            api_url=f"http://127.0.0.1:{open_port}",
+            api_url=f"http://127.0.0.1:{closed_port}",
             serve_url="",
             state_url="",
             config_path=file_of(hosts, tmp_path),
@@ -187,8 +187,8 @@ def test_six_faults_of_a_real_machine_are_found_over_ssh(
     assert found["GPUs"][0]["detail"] == "1, the node type has 2"
     assert health[0] == "GPU 0 has 3 uncorrected ECC errors" and "fallen off the bus" in health[1]
     assert found["open files"][0]["detail"] == "limit 1024"
-    assert "refused" in found[f"head 127.0.0.1:{open_port}"][0]["detail"]
-    assert {"driver", "GPUs", "GPU health", f"head 127.0.0.1:{open_port}"} <= faults
+    assert "refused" in found[f"head 127.0.0.1:{closed_port}"][0]["detail"]
+    assert {"driver", "GPUs", "GPU health", f"head 127.0.0.1:{closed_port}"} <= faults
     sound = {"ssh", "clock", *versions(), f"head {hosts.address(1)}:{gcs_port(found, hosts)}"}
     assert all(found[name][0]["status"] == "ok" for name in sound)
 

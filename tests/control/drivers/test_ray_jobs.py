@@ -110,7 +110,7 @@ def test_what_is_asked_of_ray_and_the_token_for_it_go_to_no_proxy(
 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with HTTPServer(("127.0.0.1", 0), Jobs) as server:
-        server.timeout = 5.0
+        server.timeout = 120.0
         thread = Thread(target=server.handle_request)
         thread.start()
         assert RayJobs(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}

@@ -13,7 +13,7 @@ from raytide.autoscaler.providers.hosts.ssh import SshConnection
 from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.objects.hardware.host import Host, HostsSection
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,7 @@ def test_the_page_shows_gpus_by_use_unit_costs_and_lost_nodes(store: Store) -> N
     live = Live(0.0, loads={"chat": load}, measured={"node-1": NodeMeasurement(reading, {"nvml": 3.0}, {"nvml": 9.0})})
     accounts = LimitsService(store, config)
     metrics = ApiMetrics(store, config, accounts, NoTrouble())  # type: ignore[arg-type]
+    killed_before = oom_kills() or 0
     found = list(metrics.samples(live, 3600.0))
     page, gpus = Page(found), gpu_type.resources["GPU"]
     assert page("raytide_gpus", "serving", "spot") == gpus / 2
@@ -130,7 +131,7 @@ def test_the_page_shows_gpus_by_use_unit_costs_and_lost_nodes(store: Store) -> N
     assert page("raytide_launch_failures", gpu_type.name, "a") == 1
     assert page("raytide_node_use_ratio", "node-1", "memory") == 0.5
     assert page("raytide_node_oom_kills", "node-1") == 2
-    assert page("raytide_node_oom_kills", "head") == oom_kills(), "that of this machine"
+    assert killed_before <= (page("raytide_node_oom_kills", "head") or 0) <= (oom_kills() or 0), "that of this machine"
     assert page("raytide_node_clock_skew_seconds", "node-1") == -3.5
     assert [page("raytide_adapters", "chat", state) for state in ("loaded", "loading", "failed")] == [2, 1, 1]
     assert page("raytide_audit_missing_entries") == 0
