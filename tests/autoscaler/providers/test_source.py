@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -134,6 +134,26 @@ def test_a_node_that_may_have_been_bought_is_not_refused_while_its_provider_is_s
     assert not isinstance(doubt.value, ProviderError)
     with pytest.raises(ProviderError):
         mixed.launch(node("n2"), TYPE)
+
+
+def test_an_answer_in_the_last_moment_leaves_the_usual_limit(
+    cloud: SlowCloud, mixed: MixedProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Thread):
+        def is_alive(self) -> bool:
+            """Ends just after it was found alive."""
+            was_alive = super().is_alive()
+            cloud.let_go.set()
+            self.join(60)
+            return was_alive
+
+    hold(cloud, mixed, "machines")
+    source = mixed._sources["cloud"]
+    source._answer_s = PATIENT_S
+    monkeypatch.setattr("raytide.autoscaler.providers.source.threading.Thread", Late)
+    with pytest.raises(ClusterError, match="to list its machines takes too long"):
+        source.machines()
+    assert source._patience_s == PATIENT_S
 
 
 def test_a_provider_that_is_silent_from_the_start_is_refused_new_nodes_and_asked_for_earlier_ones() -> None:

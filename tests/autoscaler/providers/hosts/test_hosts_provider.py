@@ -231,6 +231,25 @@ def test_a_silent_machine_keeps_its_node_until_the_node_is_given_up(make: Make, 
     assert machines.running() == []
 
 
+def test_no_node_ends_while_the_controller_goes_through_them(
+    make: Make, machines: FakeMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider, is_locked = make(), list[bool]()
+    end = provider._purchases.end
+
+    def noted(node_id: str, now_s: float, reason: str) -> None:
+        is_locked.append(provider._lock.locked())
+        end(node_id, now_s, reason)
+
+    monkeypatch.setattr(provider._purchases, "end", noted)
+    launched(provider, "n1", "n2")
+    provider.terminate("n1")
+    settled(provider)
+    machines.die("h2", "n2", "its raylet ended")
+    provider.check_nodes()
+    assert is_locked == [True, True]
+
+
 def test_machines_are_switched_on_before_a_start_and_off_after_the_end(
     make: Make, machines: FakeMachines, tmp_path: Path
 ) -> None:
