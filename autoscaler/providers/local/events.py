@@ -6,6 +6,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from raytide.core.io.process import Process
@@ -36,8 +37,10 @@ class Watcher:
         if not path.exists():
             os.mkfifo(path, 0o600)
         self._fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer too: it never reads end-of-file
+        self._stop = os.eventfd(0)  # not the FIFO, from which another process's watcher may read first
         self._epoll = select.epoll()
         self._epoll.register(self._fifo, select.EPOLLIN)
+        self._epoll.register(self._stop, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="local-node-watch", daemon=True)
         self._thread.start()
 
@@ -51,15 +54,17 @@ class Watcher:
 
     def close(self) -> None:
         self._closed = True
-        poke(self._run_dir)
+        os.eventfd_write(self._stop, 1)
         self._thread.join()
+        os.close(self._stop)
 
     def _run(self) -> None:
         while not self._closed:
             for fd, _ in self._epoll.poll():
                 if fd == self._fifo:
-                    os.read(fd, 4096)
-                else:
+                    with suppress(BlockingIOError):  # the watcher of a controller that is ending has read it
+                        os.read(fd, 4096)
+                elif fd != self._stop:
                     self._epoll.unregister(fd)
                     os.close(fd)
             if not self._closed:

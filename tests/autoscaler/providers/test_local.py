@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytide.autoscaler.providers.base import Machine
+from raytide.autoscaler.providers.local.events import poke
 from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
@@ -224,6 +225,18 @@ def test_a_death_is_reported_at_once(make: Callable[[], LocalProvider], tmp_path
     changed.clear()
     process_of(tmp_path, "n2").send(signal.SIGKILL)
     assert changed.wait(WAIT_S)
+
+
+def test_two_controllers_that_watch_for_a_moment_do_not_end_each_other_s_watch(
+    make: Callable[[], LocalProvider], tmp_path: Path
+) -> None:
+    providers = [make(), make()]
+    for provider in providers:
+        provider.watch(lambda: None)
+    for _ in range(2000):
+        poke(tmp_path)
+    watchers = [provider._watcher for provider in providers]
+    assert all(watcher is not None and watcher._thread.is_alive() for watcher in watchers)
 
 
 def test_a_notice_is_reported_and_stands_until_the_node_ends(make: Callable[[], LocalProvider], tmp_path: Path) -> None:
