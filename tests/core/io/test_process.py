@@ -84,6 +84,22 @@ def test_a_mark_must_match_whole(sleeper: subprocess.Popen[bytes]) -> None:
     assert marked("AYTIDE_TEST", "sleeper") == []
 
 
+@pytest.mark.parametrize(("file", "content"), [("environ", b"A=1\0MARK=x\0"), ("cmdline", b"python\0-m\0x\0")])
+def test_a_process_is_found_in_the_middle_of_an_exec(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes
+) -> None:
+    """The kernel shows neither its environment nor its arguments for a moment."""
+    entry = tmp_path / str(sleeper.pid)
+    entry.mkdir()
+    (entry / "stat").write_bytes(Path(f"/proc/{sleeper.pid}/stat").read_bytes())
+    (entry / "exe").symlink_to("/bin/sh")
+    (entry / file).touch()
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+    monkeypatch.setattr(process.time, "sleep", lambda seconds: (entry / file).write_bytes(content))
+    found = marked("MARK", "x") if file == "environ" else process.running(["-m", "x"])
+    assert [each.pid for each in found] == [sleeper.pid]
+
+
 def test_the_first_of_several_writers_wins(tmp_path: Path) -> None:
     path = tmp_path / "ended.json"
     assert create_json(path, {"at": 1})

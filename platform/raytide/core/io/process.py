@@ -29,6 +29,8 @@ _FIRST_PORT = 20_000
 """Ray gives the ports below, from 10002 on, to its workers."""
 _LEAST_PORTS = 1000
 _MOST_TRIES = 100
+_EXEC_S, _EXEC_LOOKS = 0.05, 5
+"""The longest time in which an exec sets up a process's environment and arguments, and the looks at them meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def running(arguments: Sequence[str]) -> list[Process]:
     wanted = b"".join(b"\0" + os.fsencode(argument) for argument in arguments) + b"\0"
 
     def is_it(entry: Path) -> bool:
-        return entry.stat().st_uid == os.geteuid() and (entry / "cmdline").read_bytes().endswith(wanted)
+        return entry.stat().st_uid == os.geteuid() and _content(entry / "cmdline").endswith(wanted)
 
     return sorted(_processes(is_it, arguments[0]), key=lambda process: process.start_time)
 
@@ -116,7 +118,19 @@ def running(arguments: Sequence[str]) -> list[Process]:
 def marked(name: str, value: str) -> list[Process]:
     """Returns this user's processes whose environment contains `name=value`, except this process."""
     wanted = f"{name}={value}".encode()
-    return _processes(lambda entry: wanted in (entry / "environ").read_bytes().split(b"\0"), name)
+    return _processes(lambda entry: wanted in _content(entry / "environ").split(b"\0"), name)
+
+
+def _content(file: Path) -> bytes:
+    """Returns the content of `environ` or `cmdline` in /proc/PID, which is empty for a moment after an exec. Raises
+    OSError for a zombie and a kernel thread.
+    """
+    for _ in range(_EXEC_LOOKS):
+        if content := file.read_bytes():
+            return content
+        file.with_name("exe").readlink()
+        time.sleep(_EXEC_S / _EXEC_LOOKS)
+    return file.read_bytes()
 
 
 def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
