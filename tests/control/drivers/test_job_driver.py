@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
         job_driver.data(job, api, tmp_path)  # type: ignore[arg-type]
     assert list(moves) == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_stall_whose_error_is_swallowed_is_noticed_again() -> None:
+    def hang() -> None:
+        with suppress(WaitTimeoutError):
+            threading.Event().wait(120.0)
+        threading.Event().wait(120.0)
+
+    with pytest.raises(WaitTimeoutError), job_driver.Stall("stuck", 1.0):
+        hang()
 
 
 @pytest.mark.parametrize("is_separate", [True, False])

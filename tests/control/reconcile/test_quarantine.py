@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ from tests.control.test_controller import Loop
 from raytide.control import controller as controller_module
 from raytide.control.api.services.metrics.cluster import cluster_samples
 from raytide.control.reconcile.decide import decide_constrained
-from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without_subjects
+from raytide.control.reconcile.quarantine import (
+    RETRY_S,
+    Quarantine,
+    StageOvertimeError,
+    _raise_after,
+    without_subjects,
+)
 from raytide.control.views import Live, from_json
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import EndpointState, ServeSpec
@@ -223,6 +231,15 @@ class TestDecisions:
         monkeypatch.setattr(controller_module, "decide_constrained", endless)
         loop.until(lambda: loop.state(good) is JobState.RUNNING)
         assert "took more than" in live(loop).waiting[bad].reason
+
+    def test_a_step_that_swallows_the_error_of_its_limit_is_cut_off_by_the_next_one(self) -> None:
+        def hang() -> None:
+            with suppress(StageOvertimeError):
+                threading.Event().wait(120.0)
+            threading.Event().wait(120.0)
+
+        with pytest.raises(StageOvertimeError), _raise_after(1.0):
+            hang()
 
 
 class TestRecords:

@@ -171,7 +171,8 @@ class Stall:
         signal.signal(signal.SIGALRM, self._before)
 
     def moved(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+        # Again and again: one alarm may come where its error is swallowed, or wake another thread than this one.
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s, self._timeout_s)
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         raise WaitTimeoutError(

@@ -259,7 +259,8 @@ def _raise_after(limit_s: float) -> Iterator[None]:
         raise StageOvertimeError(f"took more than {limit_s:g} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    # Again and again: one alarm may come where its error is swallowed, or wake another thread than this one.
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
         yield
     finally:
