@@ -123,7 +123,8 @@ class Claim:
         deadline_s = time.monotonic() + self._watch_s
         if is_local(place) and not Path(place).exists():
             self._made.append(place)
-        seen, free_token = (read_claim(place), _beat_of(place)), ""
+        seen = (read_claim(place), _beat_of(place))
+        free_token: str | None = None
         if seen[0] is not None and self._may_take(place, seen[0]):
             free_token = seen[0].token  # whether it still beats does not matter
         while True:
@@ -141,7 +142,7 @@ class Claim:
             self._settle(place, claim, free_token)
         return claim
 
-    def _settle(self, place: str, claim: ClaimRecord, free_token: str) -> None:
+    def _settle(self, place: str, claim: ClaimRecord, free_token: str | None) -> None:
         """Raises ConflictError if another claim stands at a URL after a while.
 
         A holder that was replaced may write a heartbeat once more, over this claim, because it read its own before.
