@@ -79,6 +79,25 @@ def test_what_is_left_of_a_cut_log_says_how_much_is_missing(tmp_path: Path, appe
     assert logs.tail(printed, job(), 2) == "0:7992"
 
 
+def test_a_write_that_began_before_the_cut_and_ends_long_after_it_is_kept(
+    tmp_path: Path, appended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a thread that waits for a CPU."""
+    os.write(appended, b"first\n" * 1000)
+    old, slept_s = os.dup(appended), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept_s
+        if slept_s <= 0.3 < slept_s + seconds:
+            os.write(old, b"late\n")
+        slept_s += seconds
+
+    monkeypatch.setattr(log_rotation.time, "sleep", sleep)
+    assert cut(appended, most=4000, kept=800)
+    os.close(old)
+    assert (tmp_path / "log").read_bytes().endswith(b"first\nlate\n")
+
+
 @given(st.data(), st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=25))
 def test_a_reader_that_keeps_up_sees_every_line_once_and_another_a_gap(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, moves: list[tuple[int, bool]]
@@ -92,7 +111,9 @@ def test_a_reader_that_keeps_up_sees_every_line_once_and_another_a_gap(
             os.write(fd, b"%06d\n" % said)
             said += 1
         if is_cut:
-            cut(fd, most=400, kept=300)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(log_rotation, "_IN_FLIGHT_S", 0.0)  # nobody else writes
+                cut(fd, most=400, kept=300)
         assert path.stat().st_size <= 400 + HEADER_BYTES + 7 * 40 * 25
         if data.draw(st.booleans()):
             found = logs.part(printed, running, after)
