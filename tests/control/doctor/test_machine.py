@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import resource
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -53,6 +55,16 @@ def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.Monkey
     assert finding.status == "warn"
     assert "torchvision 0.28.0+cu130" in finding.detail
     assert finding.fix.endswith("pip uninstall -y torchvision")
+
+
+def test_a_torch_that_does_not_import_in_time_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", late)
+    finding = doctor._torch()
+    assert (finding.status, finding.detail) == ("fail", "its import takes more than 600 s")
+    assert not doctor.imports("torch")
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,19 @@ def broken_torch_packages() -> list[str]:
     return [name for name in COMPANIONS if installed_version(name) is not None and not imports(name)]
 
 
+IMPORT_S = 600.0
+"""The most seconds that an import may take: much for a busy machine that reads the package from a slow disk."""
+
+
 def imports(module: str) -> bool:
-    """Tests whether a fresh interpreter can import the module."""
+    """Tests whether a fresh interpreter can import the module, within IMPORT_S."""
     if find_spec(module.partition(".")[0]) is None:
         return False
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
-    return done.returncode == 0
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=IMPORT_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def removal(names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from raytide.actors.engine.backends.vllm.torch_packages import (
     COMPANIONS,
+    IMPORT_S,
     broken_torch_packages,
     imports,
     removal,
@@ -83,7 +84,11 @@ def _checkout() -> Finding:
 def _torch() -> Finding:
     """Imports torch in its own process, because a broken torch may crash it."""
     code = "import torch; print(torch.__version__, torch.cuda.device_count())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("torch", "fail", f"its import takes more than {IMPORT_S:g} s", "Is the disk slow, or broken?")
     if done.returncode == 0:
         have, gpus = done.stdout.split()[-2:]
         return Finding("torch", "ok", f"{have}, {gpus} GPUs")
