@@ -124,7 +124,9 @@ def test_a_team_is_told_what_it_does_not_see(busy: str, tab: Tab) -> None:
 def test_the_keyboard_is_enough(busy: str, tab: Tab) -> None:
     with tab(busy, TOKEN) as watched:
         page = watched.open("now")
-        page.evaluate("const now = Date.now(); Date.now = () => now")  # on a busy machine, g and its letter lie far apart
+        page.evaluate(
+            "const now = Date.now(); Date.now = () => now"
+        )  # on a busy machine, g and its letter lie far apart
         for keys, heading in (("gq", "Queue"), ("gr", "Runs"), ("ge", "Endpoints")):
             for key in keys:
                 page.keyboard.press(key)

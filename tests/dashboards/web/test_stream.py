@@ -51,6 +51,13 @@ def test_an_unchanged_picture_tells_nothing() -> None:
     assert changes(None, seen).keys() == {"status", "jobs", "nodes", "endpoints", "teams", "alerts"}
 
 
+@pytest.mark.parametrize("team", ["*", "one"])
+def test_a_page_that_has_the_status_has_all_tables(team: str) -> None:
+    """The tables may come in parts: until the status is there, the page shows that it loads."""
+    *tables, last = changes(None, picture().seen_by(team))
+    assert (last, sorted(tables)) == ("status", ["alerts", "endpoints", "jobs", "nodes", "teams"])
+
+
 def test_a_team_is_told_of_its_own_jobs_and_of_no_plan() -> None:
     seen = picture(price_micro_usd_h={"one": 5, "two": 7, "": 1}).seen_by("one")
     assert list(seen["jobs"]) == ["job-1"]
