@@ -26,7 +26,7 @@ OPTIONS = (
 )
 AXE = Path(__file__).parents[1] / "dashboards" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 SIZES = {1280: 900, 390: 844}
-MOST_WAIT_MS = 30_000
+MOST_WAIT_MS = 120_000
 SHOW = """place => new Promise(shown => {
   if (location.hash === place) return shown();
   addEventListener("hashchange", () => setTimeout(shown), { once: true });
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Browser]:
 
     expect.set_options(timeout=MOST_WAIT_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
+        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS), timeout=MOST_WAIT_MS)
         yield browser
         browser.close()
 
@@ -77,7 +77,7 @@ class Watched:
             self.page.evaluate(SHOW, f"#/{place}")
         else:
             self.page.goto(f"{self.address}/#/{place}")
-        self.page.wait_for_selector(".link-state.live", timeout=MOST_WAIT_MS)
+        self.page.wait_for_selector(".link-state.live")
         expect(self.page.locator("main .skeleton")).to_have_count(0)
         return self.page
 
@@ -113,6 +113,7 @@ def tab(chromium: Browser, subtests: pytest.Subtests) -> Tab:
             viewport={"width": width, "height": SIZES[width]},
             color_scheme="dark" if theme == "dark" else "light",
         )
+        context.set_default_timeout(MOST_WAIT_MS)
         if token:
             context.add_init_script(f"sessionStorage.setItem({json.dumps(TOKEN_KEY)}, {json.dumps(token)})")
         try:

@@ -53,7 +53,7 @@ def ray_cluster() -> Iterator[Any]:
 def leased(ray: Any, cpus: float) -> Iterator[Any]:
     """A placement group like a lease's: one bundle."""
     group = ray.util.placement_group([{"CPU": cpus}])
-    ray.get(group.ready(), timeout=60)
+    ray.get(group.ready(), timeout=300)
     try:
         yield group
     finally:
@@ -125,7 +125,7 @@ def test_members_that_come_and_go_leave_no_trace(
 
     def join() -> None:
         made.append(ray_cluster.util.placement_group([{"CPU": 0.5}]))
-        ray_cluster.get(made[-1].ready(), timeout=60)
+        ray_cluster.get(made[-1].ready(), timeout=300)
         groups[f"{len(made)}"] = made[-1]
 
     lost = 0
