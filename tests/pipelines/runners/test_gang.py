@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.ray_fixture import own_ray
 
 from raytide.core.errors import DataError
 from raytide.core.io.token_dataset import verify
@@ -25,28 +26,8 @@ SpecOf = Callable[..., DataSpec]
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """A Ray of its own with 2 CPUs."""
-    import ray
-
-    before = os.environ.get("RAY_AUTH_MODE")
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        namespace="raytide",
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.77.1",
-    )
-    try:
+    with own_ray("127.0.77.1", cpus=2) as ray:
         yield ray
-    finally:
-        ray.shutdown()
-        if before is None:
-            del os.environ["RAY_AUTH_MODE"]
-        else:
-            os.environ["RAY_AUTH_MODE"] = before
 
 
 @contextmanager
