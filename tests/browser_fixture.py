@@ -26,6 +26,13 @@ OPTIONS = (
 )
 AXE = Path(__file__).parents[1] / "dashboards" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 SIZES = {1280: 900, 390: 844}
+MOST_WAIT_MS = 120_000
+SHOW = """place => new Promise(shown => {
+  if (location.hash === place) return shown();
+  addEventListener("hashchange", () => setTimeout(shown), { once: true });
+  location.hash = place;
+})"""
+"""Ends once the page has reacted to its new address, which is after the navigation has ended."""
 TOKEN_KEY = "raytide.token"  # the name under which the page keeps it, no secret itself
 
 
@@ -35,10 +42,11 @@ def chromium() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("Chromium is not installed: `./dev setup` says how")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=MOST_WAIT_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
+        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS), timeout=MOST_WAIT_MS)
         yield browser
         browser.close()
 
@@ -65,9 +73,12 @@ class Watched:
         """Shows a page, and waits until it is live and nothing of it is still loading."""
         from playwright.sync_api import expect
 
-        self.page.goto(f"{self.address}/#/{place}")
-        self.page.wait_for_selector(".link-state.live", timeout=30_000)
-        expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=30_000)
+        if self.page.url.startswith(f"{self.address}/"):
+            self.page.evaluate(SHOW, f"#/{place}")
+        else:
+            self.page.goto(f"{self.address}/#/{place}")
+        self.page.wait_for_selector(".link-state.live")
+        expect(self.page.locator("main .skeleton")).to_have_count(0)
         return self.page
 
     def check_accessible(self, place: str) -> None:
@@ -102,6 +113,7 @@ def tab(chromium: Browser, subtests: pytest.Subtests) -> Tab:
             viewport={"width": width, "height": SIZES[width]},
             color_scheme="dark" if theme == "dark" else "light",
         )
+        context.set_default_timeout(MOST_WAIT_MS)
         if token:
             context.add_init_script(f"sessionStorage.setItem({json.dumps(TOKEN_KEY)}, {json.dumps(token)})")
         try:

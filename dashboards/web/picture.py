@@ -69,7 +69,7 @@ class PagePicture:
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:
         """Returns the part of the picture that a team may see: its own rows, and all nodes. On nodes, only the team's
-        own shares show their holders.
+        own shares show their holders. The status is sent last: a page that has it has all tables that it summarizes.
         """
         is_all = team == ANY_TEAM
         price, cost = (
@@ -83,7 +83,7 @@ class PagePicture:
         own = {"jobs": self.jobs, "endpoints": self.endpoints, "teams": self.teams}
         if not is_all:
             own = {what: {k: row for k, row in table.items() if row["team"] == team} for what, table in own.items()}
-        return {"status": status, "nodes": nodes, "alerts": self._alerts_of(team), **own}
+        return {"nodes": nodes, "alerts": self._alerts_of(team), **own, "status": status}
 
     def _alerts_of(self, team: str) -> Table:
         if team == ANY_TEAM:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.autoscaler.nodes.exporter.fake_nvml import HEALTHY, make_library, write_gpu
+from tests.ray_fixture import patient_starts
 
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
@@ -40,14 +41,15 @@ def ray_cluster() -> Iterator[Any]:
         patch.setenv("RAY_enable_autoscaler_v2", "1")
         common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_log_monitor": False}
         head = {"node_ip_address": "127.0.78.1", "num_cpus": 0, "include_dashboard": False, **common}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(
-            node_ip_address="127.0.78.2",
-            num_cpus=4,
-            labels={"ray.io/market-type": "spot"},
-            env_vars={"RAY_CLOUD_INSTANCE_ID": "node-1", "RAY_NODE_TYPE_NAME": "cpu4"},
-            **common,
-        )
+        with patient_starts():
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            cluster.add_node(
+                node_ip_address="127.0.78.2",
+                num_cpus=4,
+                labels={"ray.io/market-type": "spot"},
+                env_vars={"RAY_CLOUD_INSTANCE_ID": "node-1", "RAY_NODE_TYPE_NAME": "cpu4"},
+                **common,
+            )
         ray.init(address=cluster.address, log_to_driver=False, namespace="raytide")
         yield cluster
         ray.shutdown()

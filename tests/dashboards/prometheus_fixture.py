@@ -85,7 +85,7 @@ def running_prometheus(folder: Path, config: str, *options: str) -> Iterator[Pro
             yield prometheus
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def is_ready(url: str) -> bool:

@@ -63,7 +63,7 @@ def test_ray_s_token_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None
     token = tmp_path / ".ray" / "auth_token"
     made = []
     for _ in range(2):
-        subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, check=True, timeout=30)
+        subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, check=True, timeout=300)
         made.append(token.read_text())
     assert made[0] == made[1] and len(bytes.fromhex(made[0])) == 32
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)

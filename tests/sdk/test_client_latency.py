@@ -52,7 +52,10 @@ def model(url: str, reporter: LatencyReporter) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=reporter.http_client())
 
 
-def test_first_tokens_and_whole_requests_are_measured_and_refusals_are_not(url: str) -> None:
+def test_first_tokens_and_whole_requests_are_measured_and_refusals_are_not(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_latency, "REPORT_S", 3600.0)  # of its own it reports nothing meanwhile
     sent: list[dict[str, Any]] = []
     chat = model(url, reporter := LatencyReporter(sent.append))
     for _ in chat.completions.create(model="m", prompt="x", stream=True):

@@ -20,8 +20,8 @@ from raytide.core.errors import RaytideError
 from raytide.core.objects.job import JobState
 from raytide.sdk.jobs.flow_run import FlowRun
 
-pytestmark = pytest.mark.cluster
-TIMEOUT_S = 420.0
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
+TIMEOUT_S = 900.0
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 

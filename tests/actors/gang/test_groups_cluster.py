@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ray_fixture import own_ray
 
 import raytide
 from raytide.actors.gang.placement_groups import (
@@ -41,21 +42,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("PYTHONPATH", str(Path(next(iter(raytide.__path__))).parent))
-        import ray
-
-        ray.init(
-            address="local",
-            num_cpus=4,
-            namespace="raytide",
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=80 << 20,
-            _node_ip_address=ADDRESS,
-        )
-        yield ray
-        ray.shutdown()
+        with own_ray(ADDRESS, cpus=4) as ray:
+            yield ray
 
 
 @pytest.fixture

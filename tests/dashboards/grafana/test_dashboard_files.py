@@ -109,6 +109,6 @@ def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
     program = find_program("promtool")
     assert program is not None
     done = subprocess.run(
-        [program, "check", "rules", str(file)], capture_output=True, text=True, timeout=60, check=False
+        [program, "check", "rules", str(file)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr

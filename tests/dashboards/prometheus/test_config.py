@@ -41,7 +41,7 @@ def cluster(tmp_path: Path) -> LocalCluster:
 def run(program: Program, *arguments: str) -> None:
     path = find_program(program)
     assert path is not None
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

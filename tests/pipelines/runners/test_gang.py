@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.ray_fixture import own_ray
 
 from raytide.core.errors import DataError
 from raytide.core.io.token_dataset import verify
@@ -25,35 +26,15 @@ SpecOf = Callable[..., DataSpec]
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """A Ray of its own with 2 CPUs."""
-    import ray
-
-    before = os.environ.get("RAY_AUTH_MODE")
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        namespace="raytide",
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.77.1",
-    )
-    try:
+    with own_ray("127.0.77.1", cpus=2) as ray:
         yield ray
-    finally:
-        ray.shutdown()
-        if before is None:
-            del os.environ["RAY_AUTH_MODE"]
-        else:
-            os.environ["RAY_AUTH_MODE"] = before
 
 
 @contextmanager
 def leased(ray: Any, cpus: float) -> Iterator[Any]:
     """A placement group like a lease's: one bundle."""
     group = ray.util.placement_group([{"CPU": cpus}])
-    ray.get(group.ready(), timeout=60)
+    ray.get(group.ready(), timeout=300)
     try:
         yield group
     finally:
@@ -125,7 +106,7 @@ def test_members_that_come_and_go_leave_no_trace(
 
     def join() -> None:
         made.append(ray_cluster.util.placement_group([{"CPU": 0.5}]))
-        ray_cluster.get(made[-1].ready(), timeout=60)
+        ray_cluster.get(made[-1].ready(), timeout=300)
         groups[f"{len(made)}"] = made[-1]
 
     lost = 0

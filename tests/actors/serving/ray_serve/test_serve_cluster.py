@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from openai import OpenAI
+from tests.ray_fixture import patient_starts
 
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.core.errors import RaytideError
@@ -88,8 +89,9 @@ def control() -> Iterator[ServeControl]:
     store = {"object_store_memory": 80 << 20}
     cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=0, node_ip_address=HEAD, include_dashboard=False, **store)
-        cluster.add_node(num_cpus=3, node_ip_address=NODE, labels={"tide": "high"}, **store)
+        with patient_starts():
+            cluster.add_node(num_cpus=0, node_ip_address=HEAD, include_dashboard=False, **store)
+            cluster.add_node(num_cpus=3, node_ip_address=NODE, labels={"tide": "high"}, **store)
         blob = pickle.dumps(endpoint("m")).hex()
         died = subprocess.run(
             [sys.executable, "-c", DEPLOY_AND_DIE, cluster.address, blob],

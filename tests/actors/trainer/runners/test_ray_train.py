@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ray_fixture import own_ray
 
 import raytide.core
 from raytide.actors.trainer.checkpoint import manifest
@@ -22,20 +23,9 @@ from raytide.core.specs.train import TrainSpec
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """A Ray of this file's own."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[3]), "RAY_AUTH_MODE": "disabled"}
-        ray.init(
-            address="local",  # beside whatever cluster this machine or session runs
-            num_cpus=3,
-            include_dashboard=False,
-            runtime_env={"env_vars": environment},
-            log_to_driver=False,
-        )
+    environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[3]), "RAY_AUTH_MODE": "disabled"}
+    with own_ray("127.0.76.1", cpus=3, runtime_env={"env_vars": environment}):
         yield
-        ray.shutdown()
 
 
 def losses(out: str) -> list[float]:

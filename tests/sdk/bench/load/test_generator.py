@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from tests.sdk.bench.load.conftest import Server, event
 
@@ -39,8 +41,8 @@ def test_an_open_loop_sends_whatever_is_open(server: Server) -> None:
     server.holds = threading.Event()
     spec = BenchSpec(base_url=server.url, model="m", rate=100.0, requests=8, prompt_tokens=(2, 2), warmup=0)
 
-    def all_at_once(progress: BenchProgress) -> None:
-        if progress.sent == 8 and server.holds is not None:
+    def all_at_once(_: BenchProgress) -> None:
+        if server.open == 8 and server.holds is not None:  # a request that is sent may not have arrived
             server.holds.set()
 
     report = LoadGenerator(spec).run(all_at_once)
@@ -115,6 +117,40 @@ def test_an_interrupt_reports_what_there_is(server: Server) -> None:
     assert report.answered >= 2
     assert report.answered + report.unfinished == report.sent
     assert sum(report.errors.values()) == 0
+
+
+def test_an_interrupt_before_the_load_begins_sends_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BenchSpec(base_url=server.url, model="m", concurrency=2, requests=10**6, output_tokens=(3, 3), warmup=0)
+    generator, run = LoadGenerator(spec), uvloop.run
+
+    def run_late(work: Any) -> None:
+        while not generator._is_interrupted:
+            time.sleep(0.01)
+        run(work)
+
+    def interrupted(_: BenchProgress) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvloop, "run", run_late)
+    report = generator.run(interrupted)
+    assert report.is_interrupted
+    assert (report.sent, server.bodies) == (0, [])
+
+
+def test_an_interrupt_as_the_load_ends_reports_all_of_it(server: Server) -> None:
+    holds = server.holds = threading.Event()
+
+    def interrupted(_: BenchProgress) -> None:
+        holds.set()
+        for thread in threading.enumerate():
+            if thread.name == "raytide-bench":
+                thread.join()
+        raise KeyboardInterrupt
+
+    spec = BenchSpec(base_url=server.url, model="m", requests=3, output_tokens=(3, 3), warmup=0)
+    report = LoadGenerator(spec).run(interrupted)
+    assert report.is_interrupted
+    assert report.answered == 3
 
 
 def test_the_records_are_a_trace_of_the_same_load(server: Server, tmp_path: Path) -> None:

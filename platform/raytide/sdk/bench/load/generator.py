@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -55,6 +56,7 @@ class LoadGenerator:
         )
         self.records: list[BenchRecord] = []
         self._is_warming_up = True
+        self._is_interrupted = False
         self._start_s = 0.0
         self._elapsed_s = 0.0
         self._cpu_s = 0.0
@@ -72,20 +74,20 @@ class LoadGenerator:
         """
         thread = threading.Thread(target=self._main, name="raytide-bench", daemon=True)
         thread.start()
-        is_interrupted = False
         try:
             while thread.is_alive():
                 thread.join(_LOOK_S)
                 if on_progress is not None:
                     on_progress(self.progress())
         except KeyboardInterrupt:
-            is_interrupted = True
+            self._is_interrupted = True
             if self._loop is not None and self._work is not None:
-                self._loop.call_soon_threadsafe(self._work.cancel)
+                with suppress(RuntimeError):  # the loop has just been closed: the load is over
+                    self._loop.call_soon_threadsafe(self._work.cancel)
             thread.join(_STOP_S)
         if self._failure is not None:
             raise self._failure
-        return self._report(is_interrupted=is_interrupted)
+        return self._report(is_interrupted=self._is_interrupted)
 
     def progress(self) -> BenchProgress:
         return BenchProgress(
@@ -114,6 +116,8 @@ class LoadGenerator:
     async def _cancellable(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._work = asyncio.create_task(self._measure())
+        if self._is_interrupted:  # before there was anything to cancel
+            self._work.cancel()
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self._work.result()
