@@ -52,6 +52,12 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
                 process.kill()
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Returns all files below a folder of a running cluster. `Path.rglob` raises if a node's folder goes meanwhile."""
+    found = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
+    return [path for path in found if path.is_file()]
+
+
 def last_log_lines(of: LocalCluster) -> str:
     """Returns the ends of the logs that tell why a cluster did nothing: the controller's warnings, and all that Serve's
     controller says."""
