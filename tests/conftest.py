@@ -269,12 +269,40 @@ ENGINE_OF_OTHERS = "[vllm"
 """Tests of the conformance suite with this parameter wait for vLLM's start, which takes half a minute."""
 
 
+def is_slow(file: str) -> bool:
+    """Returns whether all tests of a file are left to `./dev test --slow`."""
+    return any(file == name or (name.endswith("/") and file.startswith(name)) for name in SLOW)
+
+
+@functools.cache
+def has_slow(file: str) -> bool:
+    """Returns whether a file may have tests that are left to `./dev test --slow`, by its text: nothing is imported."""
+    if is_slow(file) or any(name.startswith(f"{file}::") for name in SLOW):
+        return True
+    beside = (ROOT / file).with_name("conftest.py")
+    texts = [each.read_text() for each in (ROOT / file, beside) if each.exists() and each != Path(__file__)]
+    return any(word in text for text in texts for word in ("mark.slow", '"vllm"'))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares each worker the imports of files without a test for it, which take most of a minute of CPU."""
+    if collection_path.suffix != ".py":
+        return None
+    file, marks = str(collection_path.relative_to(ROOT)), config.getoption("markexpr")  # those of ./dev
+    is_left_out = (marks == "slow and not soak" and not has_slow(file)) or (
+        marks == "not soak and not slow" and is_slow(file)
+    )
+    return is_left_out or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers, what takes longest begins first."""
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") is not None and not has_slow(item.nodeid.partition("::")[0]):
+            raise pytest.UsageError(f"./dev test --slow would not collect {item.nodeid}: has_slow must find its file.")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=turn)
 
