@@ -95,11 +95,13 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those on the session's cluster, all others with a cluster, with
-    the how-tos, which would make the first group too long, the engine's, the sources', or a file's. So two clusters are
-    up at most: three starve two cores. Each file of tests/soak is a group: most have a cluster for each test."""
+    """Returns the group of tests that one worker runs: those on the session's cluster or on a bare Ray, all others with
+    a cluster, with the how-tos, the engine's, the sources', or a file's. So two clusters are up at most: three starve
+    two cores; and the two groups take about as long. Each file of tests/soak is a group: most have a cluster for each
+    test."""
     if has_cluster(file) and not file.startswith("tests/soak/"):
-        return "cluster" if has_session_cluster(file) and file != "tests/test_howtos.py" else "other clusters"
+        is_first = has_session_cluster(file) and file != "tests/test_howtos.py"
+        return "cluster" if is_first or file in BARE_RAYS else "other clusters"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
@@ -125,6 +127,15 @@ def turn(item: pytest.Item) -> tuple[int, bool]:
 
 FIRST = ("tests/soak/test_page_memory.py", "cluster", "other clusters", "engine")
 """The groups that take longest, in the order in which workers take them. The page's takes an hour, and little CPU."""
+BARE_RAYS = (
+    "tests/actors/gang/test_groups_cluster.py",
+    "tests/actors/serving/ray_serve/test_serve_cluster.py",
+    "tests/actors/trainer/runners/test_ray_train.py",
+    "tests/autoscaler/test_ray_gcs.py",
+    "tests/control/bootstrap/test_replica_roots.py",
+    "tests/pipelines/runners/test_gang.py",
+)
+"""They have a Ray of their own without the controller and the API."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
