@@ -66,8 +66,8 @@ class Watched:
         from playwright.sync_api import expect
 
         self.page.goto(f"{self.address}/#/{place}")
-        self.page.wait_for_selector(".link-state.live", timeout=30_000)
-        expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=30_000)
+        self.page.wait_for_selector(".link-state.live", timeout=180_000)
+        expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=180_000)
         return self.page
 
     def check_accessible(self, place: str) -> None:

@@ -342,7 +342,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def no_process_outlives_the_session() -> Iterator[None]:
     yield
-    _, alive = psutil.wait_procs(started_here(), timeout=10)
+    _, alive = psutil.wait_procs(started_here(), timeout=60)
     left = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in alive if process.is_running()]
     for process in alive:
         process.kill()
