@@ -125,8 +125,18 @@ def turn(item: pytest.Item) -> tuple[int, bool]:
     return FIRST.index(group) if group in FIRST else len(FIRST), has_session_cluster(file)
 
 
-FIRST = ("tests/soak/test_page_memory.py", "cluster", "other clusters", "engine")
-"""The groups that take longest, in the order in which workers take them. The page's takes an hour, and little CPU."""
+FIRST = (
+    "tests/soak/test_page_memory.py",
+    "cluster",
+    "other clusters",
+    "engine",
+    "tests/sdk/bench/load/test_against_vllm.py",
+    "tests/actors/serving/test_vllm_members.py",
+    "tests/kernels/test_quantized_processors.py",
+    "tests/kernels/test_other_processors.py",
+)
+"""The groups that take longest, in the order in which workers take them: one that begins last leaves the other workers
+without work. The page's takes an hour, and little CPU."""
 BARE_RAYS = (
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/serving/ray_serve/test_serve_cluster.py",
