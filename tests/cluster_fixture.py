@@ -146,7 +146,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, hosted_socket: socket.socket)
             for name, value in {**OPERATORS, **HOSTED_KEY}.items():
                 shell.setenv(name, value)
             config = _config(tmp_path_factory.mktemp("cluster"), hosted_url(hosted_socket))
-            started = local.up(config, name=NAME, owner=Process.of(os.getpid()))
+            started = local.up(config, name=NAME, timeout_s=400.0, owner=Process.of(os.getpid()))
         yield started
     finally:
         local.down(NAME)
