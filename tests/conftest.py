@@ -139,13 +139,12 @@ FIRST = (
 without work. The page's takes an hour, and little CPU."""
 BARE_RAYS = (
     "tests/actors/gang/test_groups_cluster.py",
-    "tests/actors/serving/ray_serve/test_serve_cluster.py",
     "tests/actors/trainer/runners/test_ray_train.py",
     "tests/autoscaler/test_ray_gcs.py",
     "tests/control/bootstrap/test_replica_roots.py",
     "tests/pipelines/runners/test_gang.py",
 )
-"""They have a Ray of their own without the controller and the API."""
+"""Files with a Ray of their own, without a controller and an API, that the first of the two groups has time for."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
