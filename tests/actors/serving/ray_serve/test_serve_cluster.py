@@ -281,7 +281,7 @@ def test_replicas_speak_for_themselves_and_one_that_hangs_falls_silent(control: 
         until("the other to have spoken", lambda: max(r.at_s for r in said().values()) > stopped_at_s + 1.5)
         last_s = said()[busy.id].at_s  # what it had said before may have arrived late
         until("the other to have spoken again", lambda: max(r.at_s for r in said().values()) > stopped_at_s + 3.0)
-        assert said()[busy.id].at_s == last_s
+        assert said()[busy.id].at_s < last_s + 0.5, "the same report: its time is known to some microseconds"
         assert load_of(control).ongoing >= 1, "what it answers is not forgotten"
     finally:
         os.kill(pid, signal.SIGCONT)
