@@ -77,8 +77,8 @@ class Watched:
             self.page.evaluate(SHOW, f"#/{place}")
         else:
             self.page.goto(f"{self.address}/#/{place}")
-        self.page.wait_for_selector(".link-state.live")
-        expect(self.page.locator("main .skeleton")).to_have_count(0)
+        self.page.wait_for_selector(".link-state.live", timeout=180_000)
+        expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=180_000)
         return self.page
 
     def check_accessible(self, place: str) -> None:

@@ -52,6 +52,12 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
                 process.kill()
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Returns all files below a folder of a running cluster. `Path.rglob` raises if a node's folder goes meanwhile."""
+    found = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
+    return [path for path in found if path.is_file()]
+
+
 def last_log_lines(of: LocalCluster) -> str:
     """Returns the ends of the logs that tell why a cluster did nothing: the controller's warnings, and all that Serve's
     controller says."""
@@ -140,7 +146,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, hosted_socket: socket.socket)
             for name, value in {**OPERATORS, **HOSTED_KEY}.items():
                 shell.setenv(name, value)
             config = _config(tmp_path_factory.mktemp("cluster"), hosted_url(hosted_socket))
-            started = local.up(config, name=NAME, owner=Process.of(os.getpid()))
+            started = local.up(config, name=NAME, timeout_s=400.0, owner=Process.of(os.getpid()))
         yield started
     finally:
         local.down(NAME)

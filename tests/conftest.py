@@ -95,11 +95,13 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those on the session's cluster, all others with a cluster, with
-    the how-tos, which would make the first group too long, the engine's, the sources', or a file's. So two clusters are
-    up at most: three starve two cores. Each file of tests/soak is a group: most have a cluster for each test."""
+    """Returns the group of tests that one worker runs: those on the session's cluster or on a bare Ray, all others with
+    a cluster, with the how-tos, the engine's, the sources', or a file's. So two clusters are up at most: three starve
+    two cores; and the two groups take about as long. Each file of tests/soak is a group: most have a cluster for each
+    test."""
     if has_cluster(file) and not file.startswith("tests/soak/"):
-        return "cluster" if has_session_cluster(file) and file != "tests/test_howtos.py" else "other clusters"
+        is_first = has_session_cluster(file) and file != "tests/test_howtos.py"
+        return "cluster" if is_first or file in BARE_RAYS else "other clusters"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
@@ -123,8 +125,26 @@ def turn(item: pytest.Item) -> tuple[int, bool]:
     return FIRST.index(group) if group in FIRST else len(FIRST), has_session_cluster(file)
 
 
-FIRST = ("tests/soak/test_page_memory.py", "cluster", "other clusters", "engine")
-"""The groups that take longest, in the order in which workers take them. The page's takes an hour, and little CPU."""
+FIRST = (
+    "tests/soak/test_page_memory.py",
+    "cluster",
+    "other clusters",
+    "engine",
+    "tests/sdk/bench/load/test_against_vllm.py",
+    "tests/actors/serving/test_vllm_members.py",
+    "tests/kernels/test_quantized_processors.py",
+    "tests/kernels/test_other_processors.py",
+)
+"""The groups that take longest, in the order in which workers take them: one that begins last leaves the other workers
+without work. The page's takes an hour, and little CPU."""
+BARE_RAYS = (
+    "tests/actors/gang/test_groups_cluster.py",
+    "tests/actors/trainer/runners/test_ray_train.py",
+    "tests/autoscaler/test_ray_gcs.py",
+    "tests/control/bootstrap/test_replica_roots.py",
+    "tests/pipelines/runners/test_gang.py",
+)
+"""Files with a Ray of their own, without a controller and an API, that the first of the two groups has time for."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
@@ -269,12 +289,40 @@ ENGINE_OF_OTHERS = "[vllm"
 """Tests of the conformance suite with this parameter wait for vLLM's start, which takes half a minute."""
 
 
+def is_slow(file: str) -> bool:
+    """Returns whether all tests of a file are left to `./dev test --slow`."""
+    return any(file == name or (name.endswith("/") and file.startswith(name)) for name in SLOW)
+
+
+@functools.cache
+def has_slow(file: str) -> bool:
+    """Returns whether a file may have tests that are left to `./dev test --slow`, by its text: nothing is imported."""
+    if is_slow(file) or any(name.startswith(f"{file}::") for name in SLOW):
+        return True
+    beside = (ROOT / file).with_name("conftest.py")
+    texts = [each.read_text() for each in (ROOT / file, beside) if each.exists() and each != Path(__file__)]
+    return any(word in text for text in texts for word in ("mark.slow", '"vllm"'))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares each worker the imports of files without a test for it, which take most of a minute of CPU."""
+    if collection_path.suffix != ".py":
+        return None
+    file, marks = str(collection_path.relative_to(ROOT)), config.getoption("markexpr")  # those of ./dev
+    is_left_out = (marks == "slow and not soak" and not has_slow(file)) or (
+        marks == "not soak and not slow" and is_slow(file)
+    )
+    return is_left_out or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers, what takes longest begins first."""
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") is not None and not has_slow(item.nodeid.partition("::")[0]):
+            raise pytest.UsageError(f"./dev test --slow would not collect {item.nodeid}: has_slow must find its file.")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=turn)
 

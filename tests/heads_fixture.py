@@ -79,7 +79,7 @@ class Heads:
         """Ends all that runs on that machine at once, as a power cut does."""
         kill_marked(HEAD_MARK, str(self.run_dir(name)))
         if name in self.guards:
-            self.guards.pop(name).wait(10)
+            self.guards.pop(name).wait(60)
 
     def pause(self, name: str) -> list[Process]:
         """Stops what acts on that machine; what holds its addresses is lost, as for a machine without a network."""

@@ -33,7 +33,7 @@ def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
-    httpx.post(f"{moto_url}/moto-api/reset", timeout=30.0).raise_for_status()
+    httpx.post(f"{moto_url}/moto-api/reset", timeout=180.0).raise_for_status()
 
 
 @pytest.fixture

@@ -55,18 +55,18 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
     with (tmp_path / "redis.log").open("wb") as log:
         server = subprocess.Popen([found, *options], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while True:
             assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "redis.log").read_text()
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection(("127.0.0.1", port), timeout=30).close()
                 break
             except OSError:
                 time.sleep(0.05)
         yield port
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(60)
 
 
 def _unprivileged() -> dict[str, object]:
@@ -79,6 +79,6 @@ def _run(as_user: dict[str, object], *command: str) -> None:
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "RAYTIDE_TEST_SESSION")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     done = subprocess.run(  # type: ignore[call-overload]
-        command, capture_output=True, text=True, cwd="/", timeout=60, env=environment, **as_user
+        command, capture_output=True, text=True, cwd="/", timeout=240, env=environment, **as_user
     )
     assert done.returncode == 0, done.stdout + done.stderr

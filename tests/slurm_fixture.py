@@ -53,9 +53,8 @@ class SlurmCluster:
     def run(self, *command: str) -> str:
         """Returns the output of one of Slurm's commands."""
         environment = {**os.environ, "SLURM_CONF": str(self.conf)}
-        done = subprocess.run(
-            [str(self.programs / command[0]), *command[1:]], env=environment, capture_output=True, text=True, timeout=60
-        )
+        argv = [str(self.programs / command[0]), *command[1:]]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -80,7 +79,7 @@ class SlurmCluster:
         for n in range(1, machines + 1):
             (self.folder / f"spool.n{n}").mkdir()
             self._daemon("slurmd", "-D", "-N", f"n{n}", "-f", str(self.conf), "-d", str(self.programs / "slurmstepd"))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while self._idle() != machines:
             assert all(daemon.poll() is None for daemon in self.daemons), self.logs()
             assert time.monotonic() < deadline, self.logs()
@@ -90,7 +89,7 @@ class SlurmCluster:
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
-            daemon.wait(30)
+            daemon.wait(120)
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log")))

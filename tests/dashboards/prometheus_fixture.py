@@ -77,7 +77,7 @@ def running_prometheus(folder: Path, config: str, *options: str) -> Iterator[Pro
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not is_ready(f"http://{address}"):
             assert process.poll() is None and time.monotonic() < deadline, (folder / "prometheus.log").read_text()
             time.sleep(0.05)

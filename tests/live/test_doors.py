@@ -79,7 +79,7 @@ with rt.connect() as tide, tide.gang(cpus=1, name="held"):
 """
 
 
-def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds(
+def test_a_killed_driver_under_ray_job_submit_frees_its_lease_after_ten_seconds(
     live: LocalCluster, tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
@@ -98,8 +98,8 @@ def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds
     os.kill(pid, signal.SIGKILL)
     killed_s = time.time()
     eventually(lambda: run.refresh().view.job.is_final)
-    assert run.view.job.ended_at_s - killed_s < 10.0  # what is promised to whoever waits for its nodes
-    assert "dead, or cut off" in run.view.job.reason
+    assert "has not asked for its lease for 10 s: dead, or cut off" in run.view.job.reason  # what is promised
+    assert run.view.job.ended_at_s - killed_s < 30.0, "and the passes of a controller on a busy machine"
     with pytest.raises(LeaseLostError):
         tide.client.lease(run.id)
 

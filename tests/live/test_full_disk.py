@@ -83,7 +83,10 @@ def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventua
         assert {what: there.process(what) for what in before} == before
         assert all(process is not None and process.alive for process in before.values())
         assert client.job(job).job.state is JobState.RUNNING
-        before["api"].send(signal.SIGKILL)  # type: ignore[union-attr]
+        api = before["api"]
+        assert api is not None
+        api.send(signal.SIGKILL)
+        eventually(lambda: not api.alive)
 
         def answers() -> bool:
             with suppress(httpx.HTTPError):

@@ -92,8 +92,9 @@ def test_a_killed_api_is_back_and_what_it_had_accepted_is_there(
     live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     with tide.gang(name="survivor") as gang:
+        before = live.process("api")
         kill(live, "api")
-        eventually(lambda: _answers(tide), within_s=60.0)
+        eventually(lambda: live.process("api") not in (None, before) and _answers(tide), within_s=60.0)
         assert tide.job(gang.job_id).state is JobState.RUNNING
         assert len(gang.members) == 1
     assert tide.job(gang.job_id).refresh().state in (JobState.RUNNING, JobState.SUCCEEDED)

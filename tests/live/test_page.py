@@ -67,7 +67,7 @@ def usd(micro: int) -> str:
 def row_of(page: Page, link: str) -> Locator:
     """Scrolls the page's table, of which only the rows in view exist, until the row with `link` is in view."""
     view, row = page.locator("[role=table]").first, page.locator(f"[role=row]:has(a:text-is('{link}'))")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not row.count():
         assert time.monotonic() < deadline, f"no row has {link}: {view.inner_text()}"
         view.evaluate(

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 from tests.cluster_fixture import replica_pids
-from tests.dashboards.prometheus_fixture import Prometheus, needs_prometheus, without_variables
+from tests.dashboards.prometheus_fixture import Prometheus, is_ready, needs_prometheus, without_variables
 
 import raytide as rt
 from raytide.control.bootstrap import local
@@ -68,6 +68,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def prometheus(watched: LocalCluster) -> Iterator[Prometheus]:
+    deadline = time.monotonic() + 240  # it starts beside the API, for which `watched` has waited
+    while not is_ready(watched.prometheus_url):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     with Prometheus(watched.prometheus_url) as found:
         yield found
 

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from tests.cluster_fixture import OPERATORS, through_both_gateways
+from tests.cluster_fixture import OPERATORS, files_below, through_both_gateways
 
 import raytide as rt
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
@@ -188,7 +188,7 @@ def test_secrets_of_the_gateway_are_in_no_log_argument_or_snapshot(
         with suppress(psutil.Error):  # it ended
             shown.append(" ".join(psutil.Process(process.pid).cmdline()))
     assert any("raytide.gateway" in text for text in shown)
-    files = [path for folder in (live.run_dir, live.ray_temp_dir) for path in folder.rglob("*") if path.is_file()]
+    files = [path for folder in (live.run_dir, live.ray_temp_dir) for path in files_below(folder)]
     assert any(path.parent.name == "logs" for path in files)
     own = {live.gateway_file, live.tokens_file}
     for path in files:

@@ -57,9 +57,9 @@ def groups(ray: Any) -> Iterator[PlacementGroups]:
 def until(
     groups: PlacementGroups, what: str, holds: Callable[[Mapping[GroupKey, PlacementGroupInfo]], bool]
 ) -> Mapping[GroupKey, PlacementGroupInfo]:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240.0
     while not holds(there := groups.list()):
-        assert time.monotonic() < deadline, f"waited 60 s for {what}; there are {there}"
+        assert time.monotonic() < deadline, f"waited 240 s for {what}; there are {there}"
         time.sleep(0.05)
     return there
 

@@ -51,6 +51,8 @@ from raytide.dashboards.rules.overrides import adjusted_groups
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 _HOSTS_END_S = 60.0
+_TEMPORARY_START_S = 400.0
+"""The longest start of a temporary cluster in seconds. Such clusters often start beside others on a busy machine."""
 DASHBOARD_PORT, API_PORT, SERVE_PORT = 8265, 7400, 8000
 
 
@@ -158,7 +160,8 @@ def temporary(
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
-        yield up(config_path, name, children=children, owner=Process.of(os.getpid()), monitoring=monitoring)
+        owner = Process.of(os.getpid())
+        yield up(config_path, name, children=children, timeout_s=_TEMPORARY_START_S, owner=owner, monitoring=monitoring)
     finally:
         down(name)
         if before is None:
