@@ -1,5 +1,5 @@
-"""A decoder's forward pass in one call of C (`c/layers.c`). Where a step has few tokens, the way through Python from one
-operator to the next is a large part of the step.
+"""A decoder's forward pass in one call of C (`c/layers.c`). Where a step has few tokens, the way through Python from
+one operator to the next is a large part of the step.
 
 The call computes what the C operators compute one by one, to the bit.
 """

@@ -142,8 +142,8 @@ class PagedDecoder:
         return self._leave(x_TN, delta_TN, step.rows_R)
 
     def _pass_in_one_call(self) -> PassInOneCall | None:
-        """Returns the forward pass in one call of C; None where that cannot be: on a GPU, with layers that are read from
-        files in every pass, with other operators, or with sparse feed-forward layers.
+        """Returns the forward pass in one call of C; None where that cannot be: on a GPU, with layers that are read
+        from files in every pass, with other operators, or with sparse feed-forward layers.
         """
         if self._embedding.device.type != "cpu" or isinstance(self._layers, StreamedLayers):
             return None
