@@ -1,5 +1,5 @@
-"""All layers of a decoder in one call of C (`c/layers.c`). Where a step has few tokens, the way through Python from one
-operator to the next is a large part of the step.
+"""A decoder's forward pass in one call of C (`c/layers.c`). Where a step has few tokens, the way through Python from
+one operator to the next is a large part of the step.
 
 The call computes what the C operators compute one by one, to the bit.
 """
@@ -27,20 +27,24 @@ from raytide.kernels.quantized import QuantizedLinear
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
+Entered = tuple[Tensor, Tensor]
+"""The first layer's input [T, N]: the residual stream, and the tensor that the layer first adds to it."""
 
 _MOST_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The properties that all layers of a decoder share.
+    """The properties of a decoder beside its layers.
 
-    `ropes` are the cosines and sines of all positions. `rope_of` and `attention_of` have, for each layer, the index of
-    its rotation, None for none, and of its attention.
+    `embedding_VN` has a row for each token and `norm` is the last norm; `head` is None if the call cannot compute the
+    logits. `ropes` are the cosines and sines of all positions. `rope_of` and `attention_of` have, for each layer, the
+    index of its rotation, None for none, and of its attention.
     """
 
-    dtype: torch.dtype
-    hidden_size: int
+    embedding_VN: Tensor
+    norm: NormWeights
+    head: Linear | None
     heads: int
     kv_heads: int
     dim: int
@@ -88,30 +92,40 @@ class _Rope(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("layers", "caches", "attentions", "ropes", "positions", "slots", "x", "delta")
-        ),
+        *((name, ctypes.c_void_p) for name in ("layers", "caches", "attentions", "ropes", "embedding")),
+        ("last", _Norm),
+        ("head", _Linear),
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "slots", "rows", "x", "delta", "normed", "logits")),
         *(
             (name, ctypes.c_int64)
-            for name in ("num_layers", "tokens", "hidden", "heads", "kv_heads", "dim", "ffn", "num_slots")
+            for name in ("num_layers", "tokens", "num_rows", "hidden", "heads", "kv_heads", "dim", "ffn", "num_slots")
         ),
         *((name, ctypes.c_int32) for name in ("gated", "kind", "bf16", "int8")),
     )
 
 
-class LayersInOneCall:
-    """All layers of a decoder over the tokens of a step."""
+class PassInOneCall:
+    """A decoder's forward pass over the tokens of a step."""
 
-    def __init__(self, layers: Sequence[LayerWeights], described: Sequence[_Layer], spec: DecoderSpec, invariant: bool):
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        described: Sequence[_Layer],
+        head: _Linear | None,
+        spec: DecoderSpec,
+        invariant: bool,
+    ) -> None:
         self._lib, self._kept = compiled.loaded_library(), (layers, spec)
+        self.gives_logits = head is not None
+        """Whether `logits` may be called."""
         self._layers = (_Layer * len(described))(*described)
         self._ropes = (_Rope * len(spec.ropes))(
             *(_Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in spec.ropes)
         )
         self._attentions = (compiled.Geometry * len(spec.attentions))()
         self._pointers = ctypes.c_void_p * len(described)
-        is_bf16 = spec.dtype == torch.bfloat16
+        self._dtype, self._hidden_size = spec.embedding_VN.dtype, spec.embedding_VN.shape[1]
+        is_bf16 = self._dtype == torch.bfloat16
         for each, attention in zip(self._attentions, spec.attentions, strict=True):
             each.set_spec(attention)
             each.invariant, each.bf16 = invariant, is_bf16
@@ -120,8 +134,11 @@ class LayersInOneCall:
         self._pass = _Pass(
             layers=ctypes.addressof(self._layers),
             ropes=ctypes.addressof(self._ropes),
+            embedding=spec.embedding_VN.data_ptr(),
+            last=_norm(spec.norm),
+            head=head or _Linear(),
             num_layers=len(described),
-            hidden=spec.hidden_size,
+            hidden=self._hidden_size,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             dim=spec.dim,
@@ -131,31 +148,78 @@ class LayersInOneCall:
             bf16=is_bf16,
         )
 
-    def __call__(
-        self, x_TN: Tensor, delta_TN: Tensor, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]
-    ) -> None:
-        """Writes the KV of all tokens into the layers' caches, and changes x and delta, whose sum was the first layer's
-        input: afterwards it is the last layer's output. Raises MemoryError.
+    def logits(
+        self,
+        entered: Tensor | Entered,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        batch: PagedBatch,
+        caches: Sequence[Tensor],
+    ) -> Tensor:
+        """Writes the KV of all tokens into the layers' caches, and returns the float32 logits [R, V] after the tokens
+        `rows_R`. `entered` has the tokens' ids, or the first layer's input, which changes. Raises MemoryError.
         """
-        lib = self._lib
-        lib.follow_threads()
-        attentions = type(self._attentions).from_buffer_copy(self._attentions)
+        logits_RV = torch.empty(len(rows_R), self._pass.head.n)
+        self._leave(self._entering(entered), positions_T, rows_R, batch, caches, logits_RV)
+        return logits_RV
+
+    def hidden(
+        self,
+        entered: Tensor | Entered,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        batch: PagedBatch,
+        caches: Sequence[Tensor],
+    ) -> Tensor:
+        """Does the same without the head: returns the normed last hidden states [R, N] of the tokens `rows_R`."""
+        return self._leave(self._entering(entered), positions_T, rows_R, batch, caches, None)
+
+    def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
+        """Does the same without the last norm: `entered` becomes the last layer's output."""
+        self._run(self._entering(entered), positions_T, batch, caches)
+
+    def _entering(self, entered: Tensor | Entered) -> _Pass:
         here = _Pass.from_buffer_copy(self._pass)
+        if isinstance(entered, Tensor):
+            here.ids = entered.data_ptr()
+        else:
+            here.x, here.delta = entered[0].data_ptr(), entered[1].data_ptr()
+        return here
+
+    def _leave(
+        self,
+        here: _Pass,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        batch: PagedBatch,
+        caches: Sequence[Tensor],
+        logits_RV: Tensor | None,
+    ) -> Tensor:
+        normed_RN = torch.empty(len(rows_R), self._hidden_size, dtype=self._dtype)
+        here.num_rows, here.rows, here.normed = len(rows_R), rows_R.data_ptr(), normed_RN.data_ptr()
+        here.logits = None if logits_RV is None else logits_RV.data_ptr()
+        self._run(here, positions_T, batch, caches)
+        return normed_RN
+
+    def _run(self, here: _Pass, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
+        self._lib.follow_threads()
+        attentions = type(self._attentions).from_buffer_copy(self._attentions)
         pointers = self._pointers(*[cache.data_ptr() for cache in caches])
         here.num_slots, here.int8 = caches[0].shape[1], caches[0].dtype == torch.int8
         kept = []
         for each in attentions:
             kept.append(each.set_batch(batch))
             each.int8, each.num_slots = here.int8, here.num_slots
-        here.tokens, here.x, here.delta = x_TN.shape[0], x_TN.data_ptr(), delta_TN.data_ptr()
-        here.positions, here.slots = positions_T.data_ptr(), batch.slots_T.data_ptr()
+        here.tokens, here.positions, here.slots = len(positions_T), positions_T.data_ptr(), batch.slots_T.data_ptr()
         here.caches, here.attentions = ctypes.addressof(pointers), ctypes.addressof(attentions)
-        if lib.layers(ctypes.addressof(here)) != 0:
-            raise MemoryError(f"no memory for the layers' intermediate results of {len(x_TN)} tokens")
+        if self._lib.layers(ctypes.addressof(here)) != 0:
+            raise MemoryError(f"no memory for the intermediate results of {len(positions_T)} tokens")
 
 
-def layers_in_one_call(ops: Ops, layers: Sequence[LayerWeights], spec: DecoderSpec) -> LayersInOneCall | None:
-    """Returns the layers in one call; None if they need operators that are not in C, or shapes that these lack."""
+def pass_in_one_call(ops: Ops, layers: Sequence[LayerWeights], spec: DecoderSpec) -> PassInOneCall | None:
+    """Returns the forward pass in one call; None if the layers need operators that are not in C, or shapes that these
+    lack.
+    """
     own = (compiled.norm, compiled.add_norm, compiled.rope_write, compiled.activate, compiled.activate_mul)
     if (ops.norm, ops.add_norm, ops.rope_write, ops.activate, ops.activate_mul) != own or not layers:
         return None
@@ -163,18 +227,21 @@ def layers_in_one_call(ops: Ops, layers: Sequence[LayerWeights], spec: DecoderSp
         return None
     if not compiled.loaded_library().attends(spec.heads, spec.kv_heads, spec.dim):
         return None
-    if not _fit(spec, (each for pair in spec.ropes for each in pair)):
+    ends = (spec.embedding_VN, spec.norm.weight, spec.norm.bias)
+    if not _fit(spec, [*ends, *(each for pair in spec.ropes for each in pair)]):
         return None
     described = [_described(index, each, spec) for index, each in enumerate(layers)]
     whole = [each for each in described if each is not None]
     if len(whole) < len(described):
         return None
-    return LayersInOneCall(layers, whole, spec, ops.attention is compiled.invariant_attention)
+    head = None if spec.head is None else _linear(spec.head, spec)
+    return PassInOneCall(layers, whole, head, spec, ops.attention is compiled.invariant_attention)
 
 
 def _fit(spec: DecoderSpec, tensors: Iterable[Tensor | None]) -> bool:
-    return spec.dtype in compiled.DTYPES and all(
-        each is None or (each.dtype == spec.dtype and each.is_contiguous()) for each in tensors
+    dtype = spec.embedding_VN.dtype
+    return dtype in compiled.DTYPES and all(
+        each is None or (each.dtype == dtype and each.is_contiguous()) for each in tensors
     )
 
 
@@ -210,7 +277,7 @@ def _linear(linear: Linear | None, spec: DecoderSpec) -> _Linear | None:
     for index, part in enumerate(parts):
         if isinstance(part, QuantizedLinear):
             described.products[index] = _Product(part.here, None, part.size, part.width, True)
-        elif isinstance(part, compiled.PackedLinear) and part.dtype == spec.dtype:
+        elif isinstance(part, compiled.PackedLinear) and part.dtype == spec.embedding_VN.dtype:
             described.products[index] = _Product(part.start, part.bias_start, part.size, part.width, False)
         else:
             return None

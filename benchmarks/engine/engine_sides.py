@@ -9,6 +9,7 @@ any interpreter that has the engine.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -48,6 +49,8 @@ def native(model_dir: str, dtype: str, **options: object) -> Callable[[Prompts],
 
     loop.runner._model.forward = watch(loop.runner._model.forward)
     loop.runner._sampler.sample = watch(loop.runner._sampler.sample)
+    gc.collect()
+    gc.freeze()  # as an engine's own process does, and vLLM's engine too
 
     def generate(prompts: Prompts) -> Answer:
         computing_s[0], firsts, counts = 0.0, {}, dict.fromkeys(map(str, range(len(prompts))), 0)

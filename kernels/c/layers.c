@@ -1,8 +1,9 @@
-/* All layers of a decoder over the tokens of a step: the operators in the order of decoder.py, without a return to Python
- * between them, which takes as long as the operators themselves where one token is computed. */
+/* A decoder over the tokens of a step: the operators in the order of decoder.py, without a return to Python between them,
+ * which takes as long as the operators themselves where one token is computed. */
 #include <stdlib.h>
 
 #include "operators.h"
+#include "parallel.h"
 
 #define LINE 64 /* bytes */
 #define PARTS 3 /* queries, keys and values in formats of their own */
@@ -44,9 +45,14 @@ typedef struct {
     void *const *caches;
     const Geometry *attentions;
     const Rope *ropes;
-    const int64_t *positions, *slots;
-    void *x, *delta; /* [tokens, hidden]: the residual stream, and what is to be added to it */
-    int64_t num_layers, tokens, hidden, heads, kv_heads, dim, ffn, num_slots; /* ffn: the most of a layer */
+    const void *embedding;
+    Norm last;
+    Linear head;
+    const int64_t *ids, *positions, *slots, *rows; /* rows: the tokens whose results are wanted */
+    void *x, *delta;  /* [tokens, hidden]: the residual stream, and what is to be added to it */
+    void *normed;     /* [num_rows, hidden], of the wanted tokens; NULL: only the layers are wanted */
+    float *logits;    /* [num_rows, head.n] */
+    int64_t num_layers, tokens, num_rows, hidden, heads, kv_heads, dim, ffn, num_slots; /* ffn: the most of a layer */
     int32_t gated, kind, bf16, int8;
 } Pass;
 
@@ -95,19 +101,66 @@ static int layer(const Pass *p, const Layer *l, void *cache, const Scratch *s) {
     return 0;
 }
 
-/* Writes the KV of all tokens. Afterwards x + delta is the last layer's output. Returns 0, or -1 without memory. */
-EXPORT int raytide_layers(const Pass *p) {
+/* Copies the rows `rows` of [.., bytes]. */
+static void gather(const void *from, const int64_t *rows, void *to, int64_t count, int64_t bytes) {
+    for (int64_t i = 0; i < count; i++) memcpy((char *)to + i * bytes, (const char *)from + rows[i] * bytes, bytes);
+}
+
+typedef struct {
+    const uint16_t *from;
+    float *to;
+    int64_t n;
+} Wide;
+
+static void widen_row(const void *context, int64_t row) {
+    const Wide *w = context;
+    for (int64_t i = row * w->n; i < (row + 1) * w->n; i++) w->to[i] = load_one(w->from, i, 1);
+}
+
+/* The norm of the wanted tokens into p->normed, and their logits if p->logits is given. `x` and `delta` are scratch. */
+static int leave(const Pass *p, char *x, char *delta) {
+    int64_t bytes = p->hidden * (p->bf16 ? 2 : 4);
+    gather(p->x, p->rows, x, p->num_rows, bytes);
+    gather(p->delta, p->rows, delta, p->num_rows, bytes);
+    raytide_norm(x, delta, p->last.weight, p->last.bias, p->normed, p->num_rows, p->hidden, p->last.eps, p->bf16,
+                 p->last.layer);
+    if (!p->logits) return 0;
+    if (!p->bf16) return product(p->head.products, p->normed, p->logits, p->num_rows, 0);
+    uint16_t *rounded = malloc((size_t)(p->num_rows * p->head.n * 2));
+    if (!rounded) return -1;
+    int failed = product(p->head.products, p->normed, rounded, p->num_rows, 1);
+    Wide wide = {rounded, p->logits, p->head.n};
+    if (!failed) for_each(widen_row, &wide, p->num_rows, p->num_rows * p->head.n);
+    free(rounded);
+    return failed;
+}
+
+/* Writes the KV of all tokens, and the results of the wanted ones. With `ids` the first layer's input are their
+ * embeddings; else it is x + delta, which then are the last layer's output. Returns 0, or -1 without memory. */
+EXPORT int raytide_layers(Pass *p) {
     int64_t qkv = (p->heads + 2 * p->kv_heads) * p->dim, up = p->ffn * (p->gated ? 2 : 1), attended = p->heads * p->dim;
-    int64_t wide = qkv > up ? qkv : up, widths[] = {p->hidden, wide, attended > p->ffn ? attended : p->ffn, wide};
-    char *places[4], *memory;
-    int64_t bytes = 0;
-    for (int i = 0; i < 4; i++) bytes += widths[i] = (widths[i] * p->tokens * (p->bf16 ? 2 : 4) + LINE - 1) / LINE * LINE;
+    int64_t wide = qkv > up ? qkv : up, narrow = attended > p->ffn ? attended : p->ffn, bytes = 0;
+    enum { NORMED, WIDE, NARROW, PART, X, DELTA, LAST_X, LAST_DELTA, PLACES };
+    int64_t sizes[PLACES] = {[NORMED] = p->hidden, [WIDE] = wide,  [NARROW] = narrow,   [PART] = wide,
+                             [X] = p->hidden,      [DELTA] = p->hidden, [LAST_X] = p->hidden, [LAST_DELTA] = p->hidden};
+    char *places[PLACES], *memory;
+    for (int i = 0; i < PLACES; i++) {
+        sizes[i] *= (i < LAST_X ? p->tokens : p->num_rows) * (p->bf16 ? 2 : 4);
+        bytes += sizes[i] = (sizes[i] + LINE - 1) / LINE * LINE;
+    }
     if (!(memory = aligned_alloc(LINE, bytes))) return -1;
     places[0] = memory;
-    for (int i = 1; i < 4; i++) places[i] = places[i - 1] + widths[i - 1];
-    Scratch s = {places[0], places[1], places[2], places[3]};
+    for (int i = 1; i < PLACES; i++) places[i] = places[i - 1] + sizes[i - 1];
+    if (p->ids) {
+        p->x = places[X];
+        p->delta = places[DELTA];
+        gather(p->embedding, p->ids, p->x, p->tokens, p->hidden * (p->bf16 ? 2 : 4));
+        memset(p->delta, 0, sizes[DELTA]);
+    }
+    Scratch s = {places[NORMED], places[WIDE], places[NARROW], places[PART]};
     int failed = 0;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) failed = layer(p, p->layers + i, p->caches[i], &s);
+    if (!failed && p->normed) failed = leave(p, places[LAST_X], places[LAST_DELTA]);
     free(memory);
     return failed;
 }

@@ -25,7 +25,7 @@ from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops
 
 if TYPE_CHECKING:
-    from raytide.kernels.layers import LayersInOneCall
+    from raytide.kernels.layers import PassInOneCall
 
 Tensor = torch.Tensor
 Layers = list[LayerWeights] | StreamedLayers
@@ -51,7 +51,7 @@ class PagedDecoder:
         """
         self.arch, self._ops, self._rounds_kv = arch, ops, options.rounds_kv
         self._own_layers = range(arch.num_layers) if layers is None else layers
-        is_first = self._own_layers.start == 0
+        self._is_whole, is_first = layers is None, self._own_layers.start == 0
         build = WeightLoader(arch, weights, ops, options)
         self._norm = build.final_norm()
         self._embedding = build.embedding() if is_first else self._norm.weight.new_empty(0, arch.hidden_size)
@@ -75,7 +75,7 @@ class PagedDecoder:
         specs = [AttentionSpec(each.attention_scale, each.window, arch.attention_softcap) for each in arch.layers]
         self._attentions = list(dict.fromkeys(specs))
         self._attention_of = [self._attentions.index(spec) for spec in specs]
-        self._in_one_call = self._layers_in_one_call()
+        self._in_one_call = self._pass_in_one_call()
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Returns zeroed KV tensors per layer, [2, S, K, D] or with int8 [2, S, K, D + 4]. They must be finite because
@@ -94,21 +94,30 @@ class PagedDecoder:
     @torch.inference_mode()
     def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
         """Writes the KV of all tokens and returns float32 logits [R, V] that follow the tokens `step.rows_R`."""
-        return self.head(self.hidden(step, cache))
+        whole = self._in_one_call
+        if whole is None or not whole.gives_logits or step.loras is not None:
+            return self.head(self.hidden(step, cache))
+        return self._capped(whole.logits(self._entered(step), step.positions_T, step.rows_R, step.batch, cache))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
         """Returns the float32 logits [R, V] for last hidden states."""
-        logits_RV, cap = self._head(hidden_RN).float(), self.arch.logit_softcap
+        return self._capped(self._head(hidden_RN).float())
+
+    def _capped(self, logits_RV: Tensor) -> Tensor:
+        cap = self.arch.logit_softcap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     @torch.inference_mode()
     def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
         """Writes the KV of all tokens and returns the normed last hidden states [R, N] of the tokens `step.rows_R`."""
         arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
+        one_call = self._in_one_call if loras is None else None
+        if one_call is not None and self._is_whole:
+            return one_call.hidden(self._entered(step), step.positions_T, step.rows_R, step.batch, cache)
         x_TN, delta_TN = self._enter(step)
-        if self._in_one_call is not None and loras is None:
-            self._in_one_call(x_TN, delta_TN, step.positions_T, step.batch, cache)
+        if one_call is not None:
+            one_call.layers((x_TN, delta_TN), step.positions_T, step.batch, cache)
             return self._leave(x_TN, delta_TN, step.rows_R)
         attends = [ops.attention(step.batch, spec) for spec in self._attentions]
         ropes = [Rope(cos[step.positions_T], sin[step.positions_T]) for cos, sin in self._ropes]
@@ -132,18 +141,19 @@ class PagedDecoder:
                 delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
         return self._leave(x_TN, delta_TN, step.rows_R)
 
-    def _layers_in_one_call(self) -> LayersInOneCall | None:
-        """Returns the layers in one call of C; None where they cannot be: on a GPU, read from files in every pass, with
-        other operators, or with sparse feed-forward layers.
+    def _pass_in_one_call(self) -> PassInOneCall | None:
+        """Returns the forward pass in one call of C; None where that cannot be: on a GPU, with layers that are read
+        from files in every pass, with other operators, or with sparse feed-forward layers.
         """
         if self._embedding.device.type != "cpu" or isinstance(self._layers, StreamedLayers):
             return None
-        from raytide.kernels.layers import DecoderSpec, layers_in_one_call
+        from raytide.kernels.layers import DecoderSpec, pass_in_one_call
 
         arch, own = self.arch, self._own_layers
         spec = DecoderSpec(
-            dtype=self._embedding.dtype,
-            hidden_size=arch.hidden_size,
+            embedding_VN=self._embedding,
+            norm=self._norm,
+            head=self._head if self._is_whole else None,
             heads=arch.num_heads,
             kv_heads=arch.num_kv_heads,
             dim=arch.head_dim,
@@ -154,7 +164,12 @@ class PagedDecoder:
             rope_of=[arch.layers[index].rope for index in own],
             attention_of=[self._attention_of[index] for index in own],
         )
-        return layers_in_one_call(self._ops, self._layers, spec)
+        return pass_in_one_call(self._ops, self._layers, spec)
+
+    def _entered(self, step: StepInputs) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the tokens' ids if their embeddings are the first layer's input as they are, else that input."""
+        is_plain = self._embedding_scale == 1.0 and self._positions is None and step.images is None
+        return step.ids_T if is_plain else self._enter(step)
 
     def _enter(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Returns the first layer's input: the residual stream, and the tensor that the layer first adds to it."""

@@ -111,4 +111,5 @@ class InputBatch:
         return row
 
     def _to_device(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

@@ -285,8 +285,10 @@ class ModelRunner:
         num_rows = sum(1 + len(chunk.draft) for chunk in due)
         prompt = PromptRows.of(chunks)
         logits_RV = self.logits(chunks, prompt.rows)
-        prompt.record(logits_RV[num_rows:])
-        runs = self._sampler.sample_runs(logits_RV[:num_rows], due)
+        if prompt.rows:
+            prompt.record(logits_RV[num_rows:])
+            logits_RV = logits_RV[:num_rows]
+        runs = self._sampler.sample_runs(logits_RV, due)
         return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:

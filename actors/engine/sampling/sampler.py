@@ -7,6 +7,7 @@ logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
@@ -227,9 +228,8 @@ def _greedy(logits_RV: Tensor) -> list[Sampled]:
     """
     if logits_RV.device.type == "cpu":
         values_RV = logits_RV.numpy()
-        tokens = values_RV.argmax(-1)
-        tokens[~np.isfinite(values_RV[np.arange(len(tokens)), tokens])] = -1
-        return list(map(Sampled, tokens.tolist()))
+        likely = enumerate(values_RV.argmax(-1).tolist())
+        return [Sampled(token if math.isfinite(values_RV[row, token]) else -1) for row, token in likely]
     tokens_R = logits_RV.argmax(-1)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))

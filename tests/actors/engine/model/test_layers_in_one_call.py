@@ -25,14 +25,14 @@ def answers(model_dir: Path, monkeypatch: pytest.MonkeyPatch, in_one_call: bool 
     """Returns tokens and log probabilities. Prompts are computed in chunks, beside tokens of other sequences. With None
     the layers must be unable to be one call.
     """
-    found, build = [], PagedDecoder._layers_in_one_call
+    found, build = [], PagedDecoder._pass_in_one_call
 
     def chosen(decoder: PagedDecoder) -> object:
         found.append(None if in_one_call is False else build(decoder))
         return found[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(PagedDecoder, "_layers_in_one_call", chosen)
+        patch.setattr(PagedDecoder, "_pass_in_one_call", chosen)
         llm = LLM(model_dir, block_size=4, max_batch_tokens=24, max_running=4, **options)
     assert [each is not None for each in found] == [bool(in_one_call)]
     return [each.outputs for each in llm.generate(PROMPTS, SAMPLED)]
