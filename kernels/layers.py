@@ -117,7 +117,7 @@ class PassInOneCall:
     ) -> None:
         self._lib, self._kept = compiled.loaded_library(), (layers, spec)
         self.gives_logits = head is not None
-        """Whether `logits` may be called."""
+        """True if `logits` may be called."""
         self._layers = (_Layer * len(described))(*described)
         self._ropes = (_Rope * len(spec.ropes))(
             *(_Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in spec.ropes)
@@ -171,11 +171,11 @@ class PassInOneCall:
         batch: PagedBatch,
         caches: Sequence[Tensor],
     ) -> Tensor:
-        """Does the same without the head: returns the normed last hidden states [R, N] of the tokens `rows_R`."""
+        """Does what `logits` does up to the head: returns the normed last hidden states [R, N] of the tokens `rows_R`."""
         return self._leave(self._entering(entered), positions_T, rows_R, batch, caches, None)
 
     def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
-        """Does the same without the last norm: `entered` becomes the last layer's output."""
+        """Does what `hidden` does up to the last norm: `entered` becomes the last layer's output."""
         self._run(self._entering(entered), positions_T, batch, caches)
 
     def _entering(self, entered: Tensor | Entered) -> _Pass:
