@@ -171,7 +171,7 @@ class PassInOneCall:
         batch: PagedBatch,
         caches: Sequence[Tensor],
     ) -> Tensor:
-        """Does what `logits` does up to the head: returns the normed last hidden states [R, N] of the tokens `rows_R`."""
+        """Does what `logits` does up to the head: returns the normed last hidden states [R, N] of these tokens."""
         return self._leave(self._entering(entered), positions_T, rows_R, batch, caches, None)
 
     def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
