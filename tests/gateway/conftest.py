@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 from raytide.actors.engine.backends.remote.server import EngineServer
@@ -23,9 +25,16 @@ from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
+from raytide.gateway.tenancy.usage import UsageReporter
 from raytide.gateway.tracing import RequestTracing
 
 SECRET = "secret"
+
+
+@pytest.fixture(autouse=True)
+def last_reports_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that closes has 60 s for its last reports, because tests count them."""
+    monkeypatch.setattr(UsageReporter.close, "__defaults__", (60.0,))
 
 
 @dataclass
@@ -99,7 +108,7 @@ async def running_gateway(
         )
         if api is not None:
             tenancy.start()
-            await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
+            await asyncio.wait_for(tenancy.keys.synced.wait(), 60)
         app = create_app(models, tenancy, _nothing, tracing)
         transport = httpx.ASGITransport(app=app)
         http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
@@ -113,11 +122,10 @@ async def running_gateway(
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    for _ in range(1000):
-        if await holds():
-            return
+    deadline_s = time.monotonic() + 60.0
+    while not await holds():
+        assert time.monotonic() < deadline_s, "waited for 60 s"
         await asyncio.sleep(0.01)
-    raise AssertionError("waited for 10 s")
 
 
 async def _no_problem() -> None:

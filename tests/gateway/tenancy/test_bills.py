@@ -137,21 +137,27 @@ async def test_what_a_killed_gateway_had_answered_is_billed_by_the_next_one_and_
     shared, other_line = tmp_path / "shared", Line(store, tmp_path)
     shared.mkdir()
     async with running_gateway(requires_keys=True, api=other_line.api("g2"), shared=shared) as other:
-        await other.deploy("m", FakeEngine(tokens_per_s=100, max_running=64))
+        engine = FakeEngine(tokens_per_s=100, max_running=64)
+        await other.deploy("m", engine)
         async with running_gateway(requires_keys=True, api=line.api("g1"), beside=other, shared=shared) as victim:
 
             async def is_connected() -> bool:
                 return bool(victim.models.endpoint("m")[1].ready)
 
+            async def are_running() -> bool:
+                return (await engine.stats()).running == len([*broken, *beside])
+
             await until(is_connected)
             before = [asyncio.create_task(client.ask(victim)) for _ in range(10)]
             await asyncio.gather(*before)
+            beside: list[asyncio.Task[httpx.Response]] = []
+            broken = [asyncio.create_task(client.ask(victim, max_tokens=3000)) for _ in range(8)]
+            await until(are_running)  # so they have their reservations
             line.is_cut = True  # they are answered, and not all are reported yet
             unreported = [asyncio.create_task(client.ask(victim, max_tokens=5)) for _ in range(11, 21, 2)]
             await asyncio.gather(*unreported)
-            broken = [asyncio.create_task(client.ask(victim)) for _ in range(8)]
-            beside = [asyncio.create_task(client.ask(other)) for _ in range(8)]
-            await asyncio.sleep(0.3)
+            beside += [asyncio.create_task(client.ask(other)) for _ in range(8)]
+            await until(are_running)
             kill(victim, line)
             for task in broken:
                 task.cancel()
