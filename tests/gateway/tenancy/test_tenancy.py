@@ -232,10 +232,7 @@ def test_what_costs_nothing_needs_no_reservation(line: Line, store: Store, secre
     assert [row.status for row in store.tenancy.usage.rows(UsageFilter())[0]] == [429, 200]
 
 
-def test_a_reservation_whose_answer_was_lost_is_made_once(
-    line: Line, store: Store, secret_of: SecretOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raytide.gateway.tenancy.budgets._PATIENCE_S", 60.0)
+def test_a_reservation_whose_answer_was_lost_is_made_once(line: Line, store: Store, secret_of: SecretOf) -> None:
     secret = secret_of(budget={"usd": 1})
 
     async def body(tenancy: Tenancy) -> None:
