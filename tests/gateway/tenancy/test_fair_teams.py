@@ -51,7 +51,7 @@ async def test_a_light_team_is_answered_while_a_heavy_one_holds_all_places_throu
     line: Line, secret_of: SecretOf
 ) -> None:
     heavy, light = secret_of(team="heavy"), secret_of(team="light")
-    engines = tuple(FakeEngine(tokens_per_s=100, max_running=PLACES) for _ in range(2))
+    engines = tuple(FakeEngine(tokens_per_s=20, max_running=PLACES) for _ in range(2))
     async with two_gateways(line, *engines) as gateways:
         flood = [asyncio.create_task(ask(gateways[n % 2], heavy, 4000, n)) for n in range(32)]
         await until_held(engines, gateways[0], 32)
@@ -66,7 +66,7 @@ async def test_a_light_team_is_answered_while_a_heavy_one_holds_all_places_throu
 @pytest.mark.asyncio
 async def test_a_full_queue_refuses_the_team_that_fills_it(line: Line, secret_of: SecretOf) -> None:
     heavy, light = secret_of(team="heavy"), secret_of(team="light")
-    engine = FakeEngine(tokens_per_s=100, max_running=PLACES, max_waiting=4)
+    engine = FakeEngine(tokens_per_s=20, max_running=PLACES, max_waiting=4)
     async with two_gateways(line, engine) as gateways:
         flood = [asyncio.create_task(ask(gateways[n % 2], heavy, 4000, n)) for n in range(40)]
         await until_held((engine,), gateways[0], PLACES + 4)
