@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from raytide.actors.engine.backends.remote import client
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
@@ -37,6 +38,12 @@ def the_api_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it answers late: requests wait for it, and a gateway that closes has time for its reports."""
     monkeypatch.setattr(budgets, "_PATIENCE_S", 60.0)
     monkeypatch.setattr(UsageReporter.close, "__defaults__", (60.0,))
+
+
+@pytest.fixture(autouse=True)
+def no_replica_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are in the gateway's event loop: when it stands still, they are silent too, and are not lost."""
+    monkeypatch.setattr(client, "_SILENCE_S", 600.0)
 
 
 @dataclass
