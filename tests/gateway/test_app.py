@@ -134,7 +134,7 @@ async def test_the_timeout_of_a_request_covers_its_wait_for_a_replica() -> None:
         await gateway.deploy("tide", FakeEngine())
         await gateway.kill("tide-0")
         for body in (chat("tide", timeout=0.2), chat("tide", timeout=0.2, stream=True)):
-            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=body), 20)
+            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=body), 60)
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert gateway.models.endpoint("tide")[1].waiting == 0
 
@@ -146,11 +146,11 @@ async def test_the_wait_for_a_first_replica_ends_with_the_request() -> None:
         await gateway.deploy("tide")
         replicas = gateway.models.endpoint("tide")[1]
         for more in ({"timeout": 0.2}, {"timeout": 0.2, "stream": True}):
-            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=chat("tide", **more)), 20)
+            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=chat("tide", **more)), 60)
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         body = json.dumps(chat("tide")).encode()
         asked = asyncio.create_task(ask(gateway.app, "/v1/chat/completions", body, leaves_after_body=True))
-        await asyncio.wait_for(asked, 20)
+        await asyncio.wait_for(asked, 60)
         assert replicas.waiting == 0
 
 

@@ -77,7 +77,7 @@ async def test_a_resumed_stream_is_not_counted_as_one_that_waited_for_its_first_
     async with running_gateway() as gateway:
         await gateway.deploy("m", FakeEngine(tokens_per_s=100))
         stream = asyncio.create_task(ask(gateway))
-        await asyncio.wait_for(has_begun.wait(), 20)
+        await asyncio.wait_for(has_begun.wait(), 60)
         await gateway.kill("m-0")
         await gateway.deploy("m", FakeEngine())
         assert (await stream)[:2] == (200, TEXT)
@@ -120,10 +120,10 @@ async def test_streams_of_a_deleted_endpoint_finish_and_end_with_its_replicas(is
         else:
             gateway.listing.clear()
         gateway.models.update(gateway.listing)
-        await asyncio.wait(streams, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(streams, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         for server in servers.values():
             await server.close()
-        answers = {(await asyncio.wait_for(stream, 10))[1] for stream in streams}
+        answers = {(await asyncio.wait_for(stream, 60))[1] for stream in streams}
         assert answers == {TEXT[:20], "not_found"}
 
         async def are_gone() -> bool:
@@ -146,7 +146,7 @@ async def test_requests_that_wait_for_a_replica_are_refused_when_their_endpoint_
         await until(is_waiting)
         gateway.listing.clear()
         gateway.models.update(gateway.listing)
-        assert (await asyncio.wait_for(waiting, 10))[:2] == (404, "not_found")
+        assert (await asyncio.wait_for(waiting, 60))[:2] == (404, "not_found")
 
 
 @pytest.mark.asyncio

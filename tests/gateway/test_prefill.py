@@ -70,7 +70,7 @@ async def test_a_cached_prompt_stays_where_it_is_cached(model_dir: Path, monkeyp
         step = core.step
 
         def slow_step() -> object:
-            time.sleep(0.02)  # a whole answer would otherwise be computed before its KV is asked for
+            time.sleep(0.1)  # a whole answer would otherwise be computed before its KV is asked for
             return step()
 
         monkeypatch.setattr(core, "step", slow_step)

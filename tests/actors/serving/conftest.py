@@ -30,7 +30,7 @@ def serving(engine: Engine, model: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.fixture
@@ -43,5 +43,5 @@ def serve() -> Iterator[Callable[[Engine], str]]:
 @pytest.fixture
 def client_of() -> Callable[[str], OpenAI]:
     return lambda url: OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120, _strict_response_validation=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import AsyncIterator
@@ -68,9 +69,11 @@ async def test_a_killed_member_ends_its_replica(replica: EngineChild, tmp_path: 
     (member,), (engine,) = processes("parallel.member"), processes("engine_process")
 
     async def read_and_kill() -> None:
-        async for chunk in replica.engine.generate(GenRequest(request_id="2", prompt=[5, 6, 7], sampling=ENDLESS)):
-            if chunk.token_ids and member.is_running():
-                member.kill()
+        for number in itertools.count(2):  # a whole answer may have come before the first of its chunks was read
+            request = GenRequest(request_id=str(number), prompt=[5, 6, 7], sampling=ENDLESS)
+            async for chunk in replica.engine.generate(request):
+                if chunk.token_ids and member.is_running():
+                    member.kill()
 
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(read_and_kill(), 180)

@@ -23,7 +23,7 @@ CALL = 'I look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</to
 
 
 def client_of(url: str) -> Anthropic:
-    return Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30, _strict_response_validation=True)
+    return Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120, _strict_response_validation=True)
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_models_are_listed_in_the_form_of_the_client_that_asks(client: Anthropic
     assert client.models.retrieve("fake").display_name == "fake"
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("some/other")
-    assert httpx.get(f"{str(client.base_url).rstrip('/')}/v1/models").json()["object"] == "list"
+    assert httpx.get(f"{str(client.base_url).rstrip('/')}/v1/models", timeout=60).json()["object"] == "list"
 
 
 def test_an_answer_is_parsed_into_a_model_of_the_client(serve: Serve) -> None:

@@ -94,7 +94,7 @@ def test_choices_of_a_stream_are_told_apart(client: OpenAI) -> None:
 def test_a_completion_stream_ends_with_done_on_the_wire(url: str) -> None:
     # Not with the strict client: it types `finish_reason` of every chunk as non-null, against OpenAI's own streams.
     body = {"model": "fake", "prompt": "hello", "max_tokens": 4, "stream": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     events = answer.text.strip().split("\n\n")
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert events[-1] == "data: [DONE]"
@@ -229,7 +229,7 @@ def test_an_unknown_model_is_a_404(client: OpenAI) -> None:
 
 @pytest.mark.parametrize(("path", "body", "status"), [("/v1/completions", "{", 400), ("/v1/nothing", "{}", 404)])
 def test_errors_outside_the_routes_have_the_same_body(url: str, path: str, body: str, status: int) -> None:
-    answer = httpx.post(url + path, content=body, headers={"content-type": "application/json"})
+    answer = httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

@@ -35,7 +35,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     with serving(NativeEngine(EngineConfig(model_dir=str(folder), block_size=16)), "m") as url:
-        yield lambda path, **body: httpx.post(f"{url}/{path}", json=body)
+        yield lambda path, **body: httpx.post(f"{url}/{path}", json=body, timeout=60)
 
 
 def test_a_text_and_its_tokens(ask: Ask) -> None:

@@ -38,7 +38,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
         url = stack.enter_context(serving(build_engine(spec), "tiny"))
         [core] = [process for process in cores() if process not in before]
         yield url, core
-    assert [process for process in cores() if process not in before and process.status() != "zombie"] == []
+    assert psutil.wait_procs([process for process in cores() if process not in before], timeout=60.0)[1] == []
 
 
 @needs_vllm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,7 +38,12 @@ class Node:
 
 def children(module: str) -> list[psutil.Process]:
     """Returns this process' own children that run a module."""
-    return [child for child in psutil.Process().children() if module in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ended, and is a zombie or gone
+            if module in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def test_two_nodes_compute_what_one_does_and_end_together(tmp_path: Path) -> None:

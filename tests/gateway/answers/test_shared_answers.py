@@ -17,7 +17,7 @@ from raytide.gateway.answers.shared_answers import MAX_TOKENS, AnswerCache, Reus
 
 GREEDY = SamplingParams(temperature=0)
 REQUEST = GenRequest(request_id="a", prompt=[1, 2, 3], sampling=GREEDY, keep_answer=True)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 
 
 class Generator:

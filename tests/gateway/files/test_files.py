@@ -62,7 +62,7 @@ def client_of(url: str, team: str = "default") -> OpenAI:
         base_url=f"{url}/v1",
         api_key="none",
         max_retries=0,
-        timeout=30,
+        timeout=120,
         default_headers={"team": team},
         _strict_response_validation=True,
     )
@@ -132,7 +132,7 @@ def test_lists_go_by_cursor_order_and_purpose(url: str) -> None:
     page = client.files.list(limit=2, after=made[3])
     assert page.has_more and [each.id for each in page.data] == [made[2], made[1]]
     for status, param, value in ((404, "after", "file-x"), (400, "limit", "0"), (400, "order", "up")):
-        answer = httpx.get(f"{url}/v1/files", params={param: value})
+        answer = httpx.get(f"{url}/v1/files", params={param: value}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
@@ -207,7 +207,7 @@ def test_wrong_uploads_are_refused_and_leave_nothing(
     url: str, store: FileStore, body: bytes, kind: str | None, status: int, param: str | None
 ) -> None:
     kind = kind or "multipart/form-data; boundary=b"
-    answer = httpx.post(f"{url}/v1/files", content=body, headers={"content-type": kind})
+    answer = httpx.post(f"{url}/v1/files", content=body, headers={"content-type": kind}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
     assert {path.name for path in store.folder.iterdir() if not path.name.startswith("files.db")} == set()
 
@@ -247,7 +247,7 @@ async def test_slow_uploads_of_one_team_leave_room_for_others(store: FileStore) 
         return (await http.post("/v1/files", content=content, headers=headers)).status_code
 
     transport = httpx.ASGITransport(app_of(store))
-    async with asyncio.timeout(30), httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with asyncio.timeout(120), httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         uploads = [asyncio.create_task(upload("red", slow())) for _ in range(4)]
         for _ in uploads:
             await begun.get()

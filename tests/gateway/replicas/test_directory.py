@@ -44,7 +44,7 @@ def test_what_could_not_be_taken_over_is_passed_on_again(monkeypatch: pytest.Mon
     followed = Directory("", take_over)
     followed.start()
     try:
-        assert taken_over.wait(20)
+        assert taken_over.wait(60)
     finally:
         followed.stop()
 
@@ -72,7 +72,7 @@ def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPa
     followed.report(b"waiting", None)
     followed.start()
     try:
-        assert deleted.wait(20)
+        assert deleted.wait(60)
     finally:
         followed.stop()
     assert written == [(b"first", b"1")]

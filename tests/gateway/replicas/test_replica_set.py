@@ -19,7 +19,7 @@ def test_a_status_that_was_written_before_a_death_brings_no_replica_back() -> No
     assert replica.takes_requests
     with pytest.raises(EngineDeadError), replica._noticing_death():
         raise EngineDeadError("gone")
-    died_s = time.monotonic()
+    died_s = replica._died_s
     for later_s, is_back in ((0.0, False), (STATUS_PERIOD_S / 2, False), (STATUS_PERIOD_S + 0.01, True)):
         status.at_s = died_s + later_s
         assert replica.takes_requests is is_back

@@ -22,7 +22,8 @@ from raytide.gateway.tenancy.control_api import ControlApi
 
 
 class Line(httpx.AsyncBaseTransport):
-    """The way to the API. While it is cut, calls fail: before they arrive, or with `answers_lost` after that."""
+    """The way to the API. While it is cut, calls fail: before they arrive, or with `answers_lost` after that, if their
+    path begins with `lost_path`."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         (folder / "tokens.json").write_text(json.dumps({"gateway": {"role": "gateway"}}))
@@ -40,6 +41,7 @@ class Line(httpx.AsyncBaseTransport):
         self.app = create_app(service, Tokens(folder / "tokens.json"))
         self._transport = httpx.ASGITransport(self.app)
         self.is_cut = self.answers_lost = False
+        self.lost_path = "/"
         self.calls: list[str] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -47,7 +49,7 @@ class Line(httpx.AsyncBaseTransport):
             raise httpx.ConnectError("the line is cut")
         self.calls.append(request.url.path)
         answer = await self._transport.handle_async_request(request)
-        if self.answers_lost and request.method == "POST":
+        if self.answers_lost and request.method == "POST" and request.url.path.startswith(self.lost_path):
             raise httpx.ReadError("the answer is lost")
         return answer
 

@@ -31,7 +31,7 @@ def test_callers_are_known_before_the_body_is_read(line: Line, secret_of: Callab
     async def run() -> None:
         tenancy = Tenancy(line.api(), requires_keys=True)
         tenancy.start()
-        await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
+        await asyncio.wait_for(tenancy.keys.synced.wait(), 60)
         app = Authentication(who, tenancy)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g") as http:
             known = {"Authorization": f"Bearer {secret}"}
@@ -87,7 +87,7 @@ def test_a_row_of_a_batch_runs_for_the_account_of_its_key(
     async def run() -> None:
         tenancy = Tenancy(line.api(), requires_keys=True)
         tenancy.start()
-        await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
+        await asyncio.wait_for(tenancy.keys.synced.wait(), 60)
         sent: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -119,6 +119,6 @@ def refusal_of(tenancy: Tenancy, account: str) -> int:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -20,6 +20,7 @@ from raytide.core.objects.api_key import TokenPrice, UsageRow
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
+from raytide.gateway.tenancy import budgets
 
 SecretOf = Callable[..., str]
 PRICE = TokenPrice(prompt=1.5, cached=0.1, completion=2.7)
@@ -96,7 +97,7 @@ async def test_requests_whose_replicas_are_killed_are_billed_once_for_what_the_c
         for replica in ("m-0", "m-1"):
             await asyncio.sleep(0.3)
             await gateway.kill(replica)
-        line.answers_lost = True  # reports arrive twice
+        line.lost_path, line.answers_lost = "/v1/gateway/usage", True  # reports arrive twice
         answers = await asyncio.gather(*asked)
         line.answers_lost = False
     assert [answer.status_code for answer in answers] == [200] * 40
@@ -137,21 +138,28 @@ async def test_what_a_killed_gateway_had_answered_is_billed_by_the_next_one_and_
     shared, other_line = tmp_path / "shared", Line(store, tmp_path)
     shared.mkdir()
     async with running_gateway(requires_keys=True, api=other_line.api("g2"), shared=shared) as other:
-        await other.deploy("m", FakeEngine(tokens_per_s=100, max_running=64))
+        engine = FakeEngine(tokens_per_s=100, max_running=64)
+        await other.deploy("m", engine)
         async with running_gateway(requires_keys=True, api=line.api("g1"), beside=other, shared=shared) as victim:
 
             async def is_connected() -> bool:
                 return bool(victim.models.endpoint("m")[1].ready)
 
+            async def are_running() -> bool:
+                return (await engine.stats()).running == len([*broken, *beside])
+
             await until(is_connected)
             before = [asyncio.create_task(client.ask(victim)) for _ in range(10)]
             await asyncio.gather(*before)
+            beside: list[asyncio.Task[httpx.Response]] = []
+            broken = [asyncio.create_task(client.ask(victim, max_tokens=3000)) for _ in range(8)]
+            await until(are_running)  # so they have their reservations
+            monkeypatch.setattr(budgets, "_PATIENCE_S", 2.0)
             line.is_cut = True  # they are answered, and not all are reported yet
             unreported = [asyncio.create_task(client.ask(victim, max_tokens=5)) for _ in range(11, 21, 2)]
             await asyncio.gather(*unreported)
-            broken = [asyncio.create_task(client.ask(victim)) for _ in range(8)]
-            beside = [asyncio.create_task(client.ask(other)) for _ in range(8)]
-            await asyncio.sleep(0.3)
+            beside += [asyncio.create_task(client.ask(other)) for _ in range(8)]
+            await until(are_running)
             kill(victim, line)
             for task in broken:
                 task.cancel()
@@ -160,6 +168,7 @@ async def test_what_a_killed_gateway_had_answered_is_billed_by_the_next_one_and_
     assert store.tenancy.spending.spent(["key-1"], time.time())["key-1"].reserved > 0
     assert len(rows_of(store)) < answered
     monkeypatch.setattr(tenancy_service, "SILENCE_S", 0.0)
+    monkeypatch.setattr(budgets, "_PATIENCE_S", 60.0)
     async with running_gateway(requires_keys=True, api=Line(store, tmp_path).api("g3"), shared=shared) as after:
         await after.deploy("m", FakeEngine())
         client.asked += client.asked % 2  # with the key that has a budget

@@ -176,7 +176,7 @@ def test_the_table_is_followed_again_after_the_api_was_away(line: Line, secret_o
         secret = secret_of()
         assert not await is_accepted(keys, secret)
         line.is_cut = False
-        await asyncio.wait_for(keys.synced.wait(), 10)
+        await asyncio.wait_for(keys.synced.wait(), 60)
         assert (await keys.key(secret)).id == "key-1"
         following.cancel()
 

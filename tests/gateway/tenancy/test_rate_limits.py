@@ -88,7 +88,7 @@ def test_processes_of_a_machine_share_the_file(tmp_path: Path) -> None:
     path = tmp_path / "limits.bin"
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
-        granted = pool.starmap_async(take_many, [(str(path), 300)] * 2).get(60)
+        granted = pool.starmap_async(take_many, [(str(path), 300)] * 2).get(240)
     assert sum(granted) == 100
 
 

@@ -12,7 +12,7 @@ from raytide.core.state.tenancy.usage import UsageFilter
 from raytide.gateway.tenancy import usage
 from raytide.gateway.tenancy.usage import UsageReporter
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def row(id: str, key: str = "") -> RequestUsage:

@@ -338,16 +338,18 @@ class _Connection(asyncio.Protocol):
         elif (done := self._calls.get(key)) is not None and not done.done():
             done.set_exception(error)
 
-    def _watch(self) -> None:
+    def _watch(self, was_silent: bool = False) -> None:
         """Treats a connection that has been silent for too long as lost: the process hangs, or its machine is gone.
-        Schedules the next check.
+        Schedules the next check. Two checks in a row must find the silence: if this process has stood still itself,
+        the first one comes before what has arrived meanwhile is read.
         """
         if self.is_lost:
             return
-        if time.monotonic() - self.status.at_s > _SILENCE_S:
+        is_silent = time.monotonic() - self.status.at_s > _SILENCE_S
+        if is_silent and was_silent:
             self._lose("it has been silent")
             return
-        self._watching = self._loop.call_later(_SILENCE_S / 10, self._watch)
+        self._watching = self._loop.call_later(_SILENCE_S / 10, self._watch, is_silent)
 
     def _lose(self, why: str) -> None:
         if self.is_lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -63,6 +64,35 @@ async def test_a_start_that_is_cancelled_closes_its_connection(monkeypatch: pyte
         assert await received.get() != b""
         starting.cancel()
         assert await received.get() == b""
+
+
+async def test_a_silence_that_is_found_once_may_be_of_this_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has stood still looks at its clock before it has read the statuses that came meanwhile."""
+    monkeypatch.setattr(client, "_SILENCE_S", 50.0)
+    async with served(FakeEngine()) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        connection = remote._connection
+        assert connection is not None
+        connection.status.at_s -= 100.0
+        connection._watch()
+        assert remote.is_connected
+        while time.monotonic() - remote.status.at_s > 50.0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        connection._watch(was_silent=True)
+        assert remote.is_connected
+        await remote.shutdown()
+
+
+async def test_a_process_that_stays_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_SILENCE_S", 0.5)
+    async with served(FakeEngine()) as (silent, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        assert silent._reporting is not None
+        silent._reporting.cancel()
+        while remote.is_connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 class _Engine(FakeEngine):

@@ -17,7 +17,7 @@ from raytide.core.errors import DataError
 from raytide.core.objects.endpoint import ServeSpec
 
 ROOT = Path(__file__).parents[4]
-SPEC = ServeSpec(name="batch", model="unused", engine={"kind": "fake", "tokens_per_s": 50.0, "max_running": 32})
+SPEC = ServeSpec(name="batch", model="unused", engine={"kind": "fake", "tokens_per_s": 20.0, "max_running": 32})
 ROWS = 1000
 
 

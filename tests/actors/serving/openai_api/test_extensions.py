@@ -113,7 +113,7 @@ def test_reasoning_may_be_left_out() -> None:
     reply = "I weigh it.</think>Yes."
     body = {"model": "m", "messages": HELLO, "max_tokens": len(reply), "include_reasoning": False}
     with serving(Thinker(reply=reply), "m") as url:
-        whole = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
-        pieces = events(httpx.post(f"{url}/v1/chat/completions", json={**body, "stream": True}))
+        whole = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
+        pieces = events(httpx.post(f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60))
     assert whole == {"role": "assistant", "content": "Yes.", "refusal": None}
     assert not any("reasoning_content" in each["choices"][0]["delta"] for each in pieces)
