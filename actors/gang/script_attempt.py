@@ -193,8 +193,8 @@ class Attempt:
         return lost
 
     def _collect_last_reports(self) -> None:
-        """Reads reports until they tell of each process's end, for at most _REPORT_S. One report may not be enough: that
-        which was asked for may have ended just before its process printed its last line.
+        """Reads reports until they tell of each process's end, for at most _REPORT_S. One report may not be enough: it
+        may have ended just before its process printed its last line.
         """
         deadline = time.monotonic() + _REPORT_S
         asked = [run for run in self._runs if run.report is not None and not run.is_lost]

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tests.actors.engine.conformance.asking import ENDLESS, GREEDY, PROMPT, Start, ask, collect, need, slow_steps, tokens_of
+from tests.actors.engine.conformance.asking import (
+    ENDLESS,
+    GREEDY,
+    PROMPT,
+    Start,
+    ask,
+    collect,
+    need,
+    slow_steps,
+    tokens_of,
+)
 
 from raytide.actors.engine import GenChunk, SamplingParams
 from raytide.actors.engine.backends.remote.client import RemoteEngine

@@ -156,7 +156,7 @@ async def taken(kept: KeptStreams, request: GenRequest) -> int:
     """
     async with aclosing(kept.generate(request, 0.0, lambda: False)) as stream:
         length = sum([len(chunk.text) async for chunk in stream])
-    while kept._running:
+    while kept._running:  # noqa: ASYNC110
         await asyncio.sleep(0)
     return length
 
