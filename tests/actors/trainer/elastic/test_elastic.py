@@ -123,7 +123,7 @@ def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Sta
     """One that sleeps in a step, one whose data never comes, one that does not answer at all."""
     holds = HoldsBefore(tmp_path, (30,))
     pranks = {0: [holds], 1: [SleepsInStep(7), StuckInRead(14), holds]}
-    run = start(2, 2, pranks, collective_timeout_s=4.0)
+    run = start(2, 2, pranks, collective_timeout_s=8.0)
     run.until_step(21)
     os.kill(run.pid(1), signal.SIGSTOP)
     holds.open(30)
