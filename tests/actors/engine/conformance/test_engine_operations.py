@@ -153,13 +153,12 @@ async def test_the_first_in_line_is_the_lowest_priority_number(start: Start) -> 
         await collect(engine, ask(name, priority=priority))
         order.append(name)
 
-    with slow_steps():
-        first = engine.generate(ask("first", sampling=ENDLESS, priority=-1))
-        await anext(first)
-        await engine.pause()  # else it may end before the others are in line
+    first = engine.generate(ask("first", sampling=ENDLESS, priority=-1))
+    await anext(first)
+    await engine.pause()  # else it may end before the others are in line
     waiting = [asyncio.create_task(wait(name, priority)) for name, priority in [("low", 9), ("mid", 5), ("high", 0)]]
     while (await engine.stats()).waiting < 3:  # noqa: ASYNC110 (the protocol tells of it no other way)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
     await engine.resume()
     async for _ in first:
         pass
