@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -124,9 +124,7 @@ class Attempt:
         deadline = time.monotonic() + grace_s + SETTLE_S
         while time.monotonic() < deadline and wait_futures(stops, timeout=0.05).not_done:
             self._collect_reports()
-        if len(self._exits) < self.world:
-            wait_futures([run.report for run in self._runs if run.report], timeout=_REPORT_S)
-            self._collect_reports()
+        self._collect_last_reports()
         for run in self._runs:
             run.actor.kill()
         return all(stop.done() and stop.exception() is None for stop in stops)
@@ -193,6 +191,23 @@ class Attempt:
             if run.report is None:
                 run.report = run.actor.call("report", _REPORT_S)
         return lost
+
+    def _collect_last_reports(self) -> None:
+        """Reads reports until they tell of each process's end, for at most _REPORT_S. One report may not be enough: it
+        may have ended just before its process printed its last line.
+        """
+        deadline = time.monotonic() + _REPORT_S
+        asked = [run for run in self._runs if run.report is not None and not run.is_lost]
+        while asked and len(self._exits) < self.world and (left_s := deadline - time.monotonic()) > 0:
+            reports = [run.report for run in asked if run.report is not None]
+            wait_futures(reports, timeout=left_s, return_when=FIRST_COMPLETED)
+            lost = [run for run, _ in self._collect_reports()]
+            asked = [run for run in asked if run not in lost and not self._has_ended(run)]
+
+    def _has_ended(self, run: _MemberRun) -> bool:
+        """Returns whether all processes of a member are reported to have ended."""
+        local, node_rank = self.spec.processes(self.shape), self._runs.index(run)
+        return all(rank in self._exits for rank in range(node_rank * local, (node_rank + 1) * local))
 
     def _record_report(self, report: ProcessReport) -> None:
         for rank, line in report.lines:

@@ -70,6 +70,7 @@ def test_tokens_and_logits_are_those_without_a_disk_to_the_bit(
     plain, stored = llms
     expected = answers(plain)
     assert answers(stored) == expected
+    let_write(stored)
     assert disk(stored).bytes > 0
     assert answers(stored) == expected
     assert disk(stored).hit_tokens > 100, "memory holds one of six prompts"
@@ -184,6 +185,7 @@ def test_no_request_fails_by_the_disk(
             file.write_bytes(body)
     assert answers(stored) == expected
     assert stored.stats().failed == 0
+    let_write(stored)
     assert disk(stored).is_on == (trouble in ("damaged", "gone"))
     if trouble == "damaged":
         assert disk(stored).damaged_blocks > 0

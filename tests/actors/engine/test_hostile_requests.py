@@ -152,9 +152,13 @@ async def test_embeddings_do_not_keep_steps_away(engine: NativeEngine, monkeypat
         return plans[-1]
 
     monkeypatch.setattr(Scheduler, "plan", noting)
+    await engine.pause()  # or it might have all of its tokens before the first prompt is there
     generating = asyncio.ensure_future(answer(engine, "it", max_tokens=60))
-    await asyncio.gather(*(engine.embed([[5] * 200] * 20) for _ in range(6)))
-    await generating
+    embedding = [asyncio.ensure_future(engine.embed([[5] * 200] * 20)) for _ in range(6)]
+    while (await engine.stats()).waiting < 7:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await engine.resume()
+    await asyncio.gather(generating, *embedding)
     with_it = [place for place, each in enumerate(plans) if any(chunk.seq.seq_id == "it" for chunk in each.chunks)]
     beside = [each for each in plans[with_it[0] : with_it[-1] + 1] if any(chunk.seq.pooled for chunk in each.chunks)]
     assert beside

@@ -135,7 +135,7 @@ async def test_stages_wake_with_their_weights_and_the_end_of_one_ends_all(model_
             await answer("3")
 
     with pytest.raises(EngineDeadError, match="member 1 of this replica has ended"):
-        await asyncio.wait_for(until_dead(), 30)
+        await asyncio.wait_for(until_dead(), 120)
     await engine.shutdown()
 
 

@@ -212,7 +212,7 @@ async def test_members_wake_with_their_weights_and_an_idle_engine_notices_a_kill
     assert await answer("2") == before
     members()[0].kill()
     with pytest.raises(EngineDeadError, match="member 1 of this replica has ended"):
-        await asyncio.wait_for(until_dead(), 30)
+        await asyncio.wait_for(until_dead(), 120)
     await engine.shutdown()
 
 

@@ -76,7 +76,7 @@ def test_groups_outlive_the_kill_of_their_maker_and_are_found_by_name(ray: Any, 
         [sys.executable, "-c", CREATE_AND_DIE, here.gcs_address, here.get_node_id()],
         check=False,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     assert maker.returncode == -signal.SIGKILL, maker.stderr.decode()
     keys = {GroupKey("lease-1", 0, 0), GroupKey("lease-1", 1, 0)}
@@ -95,7 +95,7 @@ def test_groups_outlive_the_kill_of_their_maker_and_are_found_by_name(ray: Any, 
 
     member = Member(0, MemberState.READY, placement_group_id=ids[GroupKey("lease-1", 0, 0)])
     strategy = PlacementGroupSchedulingStrategy(placement_group_of(member), 0, placement_group_capture_child_tasks=True)
-    assert ray.get(where.options(scheduling_strategy=strategy).remote(), timeout=60) == member.placement_group_id
+    assert ray.get(where.options(scheduling_strategy=strategy).remote(), timeout=180) == member.placement_group_id
 
     groups.remove(groups.list().values())
     until(groups, "their removal", lambda there: all(there[k].state == "removed" for k in keys if k in there))
@@ -138,7 +138,7 @@ def test_a_name_that_was_removed_can_be_made_again(ray: Any, groups: PlacementGr
 def test_foreign_groups_are_left_alone(ray: Any, groups: PlacementGroups) -> None:
     foreign = ray.util.placement_group([{"CPU": 1}], name="somebody's")
     try:
-        assert foreign.wait(60)
+        assert foreign.wait(180)
         assert "somebody's" not in {key.name for key in groups.list()}
     finally:
         ray.util.remove_placement_group(foreign)

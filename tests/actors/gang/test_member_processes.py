@@ -126,7 +126,7 @@ def test_processes_of_another_user_end_with_their_owner(member: MemberProcesses)
         pass
     below = [each for each in psutil.Process().children(recursive=True) if each not in others]
     member.stop(0.1)
-    assert psutil.wait_procs(below, timeout=30)[1] == []
+    assert psutil.wait_procs(below, timeout=120)[1] == []
     assert not member._folder.exists()
 
 

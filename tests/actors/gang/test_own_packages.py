@@ -41,7 +41,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def where(python: str) -> str:
     command = [python, "-c", "import tidelib, numpy; print(tidelib.WHERE)"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.strip()
 
 
 def test_the_python_of_an_environment_is_made_once_by_content(
@@ -70,7 +70,7 @@ def test_an_environment_is_kept_by_the_process_that_runs_in_it(wheels: None, tmp
         assert process.stdout is not None and process.stdout.readline() == "kept\n"
         packages.remove_old(tmp_path, long_after_s)
         assert Path(python).exists()
-        process.communicate("\n", timeout=60)
+        process.communicate("\n", timeout=300)
     packages.remove_old(tmp_path, long_after_s)
     assert not Path(python).exists()
     keep_own()  # this process runs in no environment of these

@@ -59,7 +59,7 @@ def test_an_owner_that_is_gone_takes_everything_with_it(tmp_path: Path) -> None:
         assert process.stdout.readline() == "asked to end\n"
         process.stdin.close()
         assert process.wait(60) == 137
-        gone, alive = psutil.wait_procs([child], timeout=30)
+        gone, alive = psutil.wait_procs([child], timeout=120)
         assert (gone, alive) == ([child], [])
     assert not (tmp_path / "there").exists()
 
@@ -82,7 +82,7 @@ def test_a_shim_that_is_killed_takes_everything_with_it(tmp_path: Path, killed: 
         shim_and_below = psutil.Process(process.pid)
         below = [*shim_and_below.children(recursive=True), daemon]
         (shim_and_below if killed == "the owner's child" else below[0]).kill()
-        assert psutil.wait_procs(below, timeout=30)[1] == []
+        assert psutil.wait_procs(below, timeout=120)[1] == []
 
 
 def test_a_daemon_that_the_command_left_behind_ends_with_it(tmp_path: Path) -> None:

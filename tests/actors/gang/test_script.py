@@ -479,6 +479,16 @@ def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> Non
     assert attempt_.poll() == script_attempt.AttemptResult("done")
 
 
+def test_the_last_line_is_printed_although_the_report_that_was_asked_for_ended_before_it() -> None:
+    last = ProcessReport(((0, "saved"),), (ProcessExit(0, 143, "saved", 0.0),))
+    told, said = Told(free_port=[1], start=[None], report=[ProcessReport((), ()), last], stop=[None]), list[str]()
+    attempt = script_attempt.Attempt(ScriptSpec(command=("x",)), ONE.shape, ONE.members, lambda *_: told, said.append)
+    assert attempt.launch(None, {}) is None
+    assert attempt.poll() is None
+    assert attempt.stop(0.0)
+    assert said == ["saved"]
+
+
 def test_what_a_member_s_method_raised_under_ray_is_its_own_and_all_else_a_lost_member() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError
 

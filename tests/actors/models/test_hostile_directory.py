@@ -114,7 +114,7 @@ BROKEN: list[Callable[[Path], None]] = [
 ]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_weights_file_is_named_by_engine_trainer_and_digest(model: Path, how: Callable[[Path], None]) -> None:
     arch = read_architecture(model)
@@ -129,7 +129,7 @@ def test_a_broken_weights_file_is_named_by_engine_trainer_and_digest(model: Path
                 read()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_headers_of_many_files_are_bounded_together(model: Path) -> None:
     for number in range(40):
         safetensors(model / f"more{number}.safetensors", b'{"__metadata__":{"a":"' + b" " * (1 << 20) + b'"}}')
@@ -183,7 +183,7 @@ def test_an_index_that_lies_is_a_clear_error(model: Path, index: dict[str, objec
         HfWeights(model, read_architecture(model))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     "content",

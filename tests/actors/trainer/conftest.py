@@ -112,6 +112,6 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     meets = (str(tmp_path / f"meet-{number}") for number in itertools.count())
 
     def run(world: int, work: Callable[..., Any], *args: Any, dying: Collection[int] = ()) -> list[Any]:
-        return trainer_ranks.run(world, next(meets), work, args, timeout_s=90.0, dying=dying)
+        return trainer_ranks.run(world, next(meets), work, args, timeout_s=300.0, dying=dying)
 
     return run

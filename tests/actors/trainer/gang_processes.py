@@ -33,7 +33,7 @@ from raytide.core.io.storage import exists, join, read_bytes
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
-WAIT_S = 150.0
+WAIT_S = 400.0
 
 Prank = Callable[[], None]
 """A fault of a worker's process from its beginning; picklable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,30 @@ class SleepsInStep:
             return forward(self_, *args, **options)
 
         Transformer.forward = sleeps_here  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class HoldsBefore:
+    """Waits before each of these steps until the test has opened it, so that a test's next act finds the run before
+    that step, however late it comes.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+
+    def __call__(self) -> None:
+        step = Trainer.step
+
+        def held(self_: Trainer, *args: Any, **options: Any) -> Any:
+            following = self_.steps_done + 1
+            while following in self.steps and not (self.folder / f"opened-{following}").exists():
+                time.sleep(0.005)
+            return step(self_, *args, **options)
+
+        Trainer.step = held  # type: ignore[method-assign]
+
+    def open(self, step: int) -> None:
+        (self.folder / f"opened-{step}").touch()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from raytide.actors.engine.base import Engine, Prompt
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import PLAIN_PROMPT, GenRequest, Message, PromptOptions
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @asynccontextmanager

@@ -20,20 +20,19 @@ async def test_a_request_that_arrives_with_the_end_of_all_others_is_computed(mod
 
     def hold(_: object) -> None:
         held.set()
-        going.wait(10)
+        going.wait(60)
 
     holding = engine._call(hold)
-    await asyncio.to_thread(held.wait, 10)
+    await asyncio.to_thread(held.wait, 60)
     aborting = asyncio.ensure_future(engine.abort("old"))
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     new = engine.generate(GenRequest(request_id="new", prompt=[5, 6, 7], sampling=short))
     first = asyncio.ensure_future(anext(new))
     assert engine._thread is not None
-    for _ in range(1000):
-        if engine._thread.pending_commands == 3:  # the hold, the abort, the new request
-            break
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while engine._thread.pending_commands != 3:  # noqa: ASYNC110 (the hold, the abort, the new request)
+            await asyncio.sleep(0.001)
     going.set()
-    assert (await asyncio.wait_for(first, 20)).token_ids
+    assert (await asyncio.wait_for(first, 60)).token_ids
     await asyncio.gather(holding, aborting)
     await engine.shutdown()

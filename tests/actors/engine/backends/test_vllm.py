@@ -277,4 +277,4 @@ process.join()
     child = psutil.Process(int(await parent.stdout.readline()))
     parent.kill()
     await parent.wait()
-    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert psutil.wait_procs([child], timeout=120)[1] == []

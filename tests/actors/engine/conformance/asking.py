@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from raytide.actors.engine import EngineInfo, GenChunk, GenRequest, SamplingParams
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.types import Feature
 
@@ -15,6 +18,7 @@ Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
 PROMPT = list(range(10, 22))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+STEP_S = 0.1
 
 
 def need(info: EngineInfo, *features: Feature) -> None:
@@ -39,3 +43,19 @@ def tokens_of(chunks: list[GenChunk], index: int = 0) -> list[int]:
 
 def text_of(chunks: list[GenChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
+
+
+@contextmanager
+def slow_steps() -> Iterator[None]:
+    """Makes native engines take their time for a step. Their thread would otherwise complete a whole answer, endless or
+    not, while the event loop is about to ask for something else.
+    """
+    step = EngineCore.step
+
+    def slow(core: EngineCore) -> object:
+        time.sleep(STEP_S)
+        return step(core)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "step", slow)
+        yield

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tests.actors.engine.conformance.asking import ENDLESS, GREEDY, PROMPT, Start, ask, collect, need, tokens_of
+from tests.actors.engine.conformance.asking import (
+    ENDLESS,
+    GREEDY,
+    PROMPT,
+    Start,
+    ask,
+    collect,
+    need,
+    slow_steps,
+    tokens_of,
+)
 
 from raytide.actors.engine import GenChunk, SamplingParams
 from raytide.actors.engine.backends.remote.client import RemoteEngine
@@ -34,9 +44,10 @@ async def test_a_paused_engine_keeps_its_requests_and_takes_new_ones(start: Star
     engine, info = await start()
     need(info, "pause")
     alone = tokens_of(await collect(engine, ask(sampling=ENDLESS)))
-    stream = engine.generate(ask("before", sampling=ENDLESS))
-    chunks = [await anext(stream)]
-    await engine.pause()
+    with slow_steps():
+        stream = engine.generate(ask("before", sampling=ENDLESS))
+        chunks = [await anext(stream)]
+        await engine.pause()
     await engine.pause()
     steps = (await engine.stats()).steps
     during = reading(engine, "during", sampling=ENDLESS)
@@ -54,9 +65,10 @@ async def test_a_paused_engine_keeps_its_requests_and_takes_new_ones(start: Star
 async def test_a_paused_engine_lets_a_request_go(start: Start) -> None:
     engine, info = await start()
     need(info, "pause")
-    stream = engine.generate(ask("gone", sampling=ENDLESS))
-    await anext(stream)
-    await engine.pause()
+    with slow_steps():
+        stream = engine.generate(ask("gone", sampling=ENDLESS))
+        await anext(stream)
+        await engine.pause()
     assert await engine.abort("gone")
     assert [chunk async for chunk in stream][-1].finish_reason == "abort"
     stats = await engine.stats()
@@ -68,9 +80,10 @@ async def test_requests_sleep_with_the_engine_and_wake_with_it(start: Start, lev
     engine, info = await start()
     need(info, "sleep")
     alone = tokens_of(await collect(engine, ask()))
-    stream = engine.generate(ask("asleep"))
-    chunks = [await anext(stream)]
-    await engine.sleep(level)  # type: ignore[arg-type]
+    with slow_steps():
+        stream = engine.generate(ask("asleep"))
+        chunks = [await anext(stream)]
+        await engine.sleep(level)  # type: ignore[arg-type]
     assert (await engine.stats()).state == "asleep"
     with pytest.raises(ConflictError, match="sleeps"):
         await engine.resume()
@@ -85,9 +98,10 @@ async def test_new_weights_have_their_version(start: Start, model_dir: Path) -> 
     engine, info = await start()
     need(info, "weights_swap")
     assert info.weights_version
-    stream = engine.generate(ask("running", sampling=ENDLESS))
-    await anext(stream)
-    assert await engine.load_weights(str(model_dir), "step-7") == "step-7"
+    with slow_steps():
+        stream = engine.generate(ask("running", sampling=ENDLESS))
+        await anext(stream)
+        assert await engine.load_weights(str(model_dir), "step-7") == "step-7"
     assert len([chunk async for chunk in stream]) > 1
     assert await engine.cached_prefix(PROMPT) == 0 or "prefix_cache" in info.features
 
@@ -98,9 +112,10 @@ async def test_an_exported_request_goes_on_elsewhere_with_the_very_next_token(st
     there, _ = await start()
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     alone = tokens_of(await collect(here, ask(sampling=sampling)))
-    stream = here.generate(ask("moving", sampling=sampling))
-    first = [await anext(stream)]
-    handle = await here.export_kv("moving")
+    with slow_steps():
+        stream = here.generate(ask("moving", sampling=sampling))
+        first = [await anext(stream)]
+        handle = await here.export_kv("moving")
     first += [chunk async for chunk in stream]
     assert first[-1].finish_reason == "abort"
     rest = [
@@ -117,9 +132,10 @@ async def test_an_exported_request_goes_on_elsewhere_with_the_very_next_token(st
 async def test_kv_of_other_weights_is_refused(start: Start, model_dir: Path) -> None:
     engine, info = await start()
     need(info, "kv_transfer", "weights_swap")
-    stream = engine.generate(ask("moving", sampling=ENDLESS))
-    await anext(stream)
-    handle = await engine.export_kv("moving")
+    with slow_steps():
+        stream = engine.generate(ask("moving", sampling=ENDLESS))
+        await anext(stream)
+        handle = await engine.export_kv("moving")
     assert [chunk async for chunk in stream][-1].finish_reason == "abort"
     await engine.load_weights(str(model_dir), "other")
     with pytest.raises(ConflictError, match="weights_version"):
@@ -143,6 +159,8 @@ async def test_the_first_in_line_is_the_lowest_priority_number(start: Start) -> 
     waiting = [asyncio.create_task(wait(name, priority)) for name, priority in [("low", 9), ("mid", 5), ("high", 0)]]
     while (await engine.stats()).waiting < 3:  # noqa: ASYNC110 (the protocol tells of it no other way)
         await asyncio.sleep(0)
+    for _ in range(30):  # who gave way to another one leaves the engine first: each order to it goes behind those
+        await engine.abort("nobody")
     await engine.resume()
     async for _ in first:
         pass
@@ -182,11 +200,12 @@ async def test_an_adapter_serves_those_that_name_it(start: Start, adapter_dir: P
     assert tokens[0] == tokens[2] == base
     assert tokens[1] == tokens[3]
     assert tokens[1] != base or info.backend == "fake"
-    stream = engine.generate(ask("using", sampling=ENDLESS, lora="tuned"))
-    await anext(stream)
-    with pytest.raises(ConflictError, match="tuned"):
-        await engine.unload_lora("tuned")
-    await stream.aclose()  # type: ignore[attr-defined]
+    with slow_steps():
+        stream = engine.generate(ask("using", sampling=ENDLESS, lora="tuned"))
+        await anext(stream)
+        with pytest.raises(ConflictError, match="tuned"):
+            await engine.unload_lora("tuned")
+        await stream.aclose()  # type: ignore[attr-defined]
     await engine.unload_lora("tuned")
     with pytest.raises(RaytideError, match="not loaded"):
         await engine.unload_lora("tuned")

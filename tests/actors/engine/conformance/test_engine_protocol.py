@@ -16,6 +16,7 @@ from tests.actors.engine.conformance.asking import (
     ask,
     collect,
     need,
+    slow_steps,
     text_of,
     tokens_of,
 )
@@ -141,20 +142,22 @@ async def test_a_prompt_that_cannot_fit_is_refused_and_the_engine_goes_on(start:
 
 async def test_a_request_id_in_use_is_refused(start: Start) -> None:
     engine, _ = await start()
-    stream = engine.generate(ask("same", sampling=ENDLESS))
-    await anext(stream)
-    with pytest.raises(ConflictError, match="same"):
-        await collect(engine, ask("same"))
-    await stream.aclose()  # type: ignore[attr-defined]
+    with slow_steps():
+        stream = engine.generate(ask("same", sampling=ENDLESS))
+        await anext(stream)
+        with pytest.raises(ConflictError, match="same"):
+            await collect(engine, ask("same"))
+        await stream.aclose()  # type: ignore[attr-defined]
     assert (await collect(engine, ask("same")))[-1].finish_reason == "length"
 
 
 async def test_abort_ends_the_stream_and_frees_the_blocks(start: Start) -> None:
     engine, _ = await start()
-    stream = engine.generate(ask("gone", sampling=ENDLESS))
-    await anext(stream)
-    assert (await engine.stats()).free_blocks < (await engine.stats()).num_blocks
-    assert await engine.abort("gone")
+    with slow_steps():
+        stream = engine.generate(ask("gone", sampling=ENDLESS))
+        await anext(stream)
+        assert (await engine.stats()).free_blocks < (await engine.stats()).num_blocks
+        assert await engine.abort("gone")
     rest = [chunk async for chunk in stream]
     assert rest[-1].finish_reason == "abort"
     stats = await engine.stats()
@@ -257,9 +260,10 @@ async def test_samples_of_one_prompt_stream_side_by_side(start: Start, temperatu
 async def test_abort_ends_all_samples(start: Start) -> None:
     engine, info = await start()
     need(info, "n")
-    stream = engine.generate(ask("gone", sampling=SamplingParams(n=3, max_tokens=None, ignore_eos=True)))
-    await anext(stream)
-    assert await engine.abort("gone")
+    with slow_steps():
+        stream = engine.generate(ask("gone", sampling=SamplingParams(n=3, max_tokens=None, ignore_eos=True)))
+        await anext(stream)
+        assert await engine.abort("gone")
     rest = [chunk async for chunk in stream]
     assert {chunk.index for chunk in rest if chunk.finish_reason == "abort"} == {0, 1, 2}
     assert rest[-1].usage is not None

@@ -11,6 +11,7 @@ from tests.actors.engine.conformance.asking import (
     ask,
     collect,
     need,
+    slow_steps,
     text_of,
     tokens_of,
 )
@@ -105,9 +106,10 @@ async def test_a_resumed_request_can_be_aborted(start: Start) -> None:
     done = SampleProgress(tuple(tokens_of(await collect(engine, ask()))), "stop")
     half = SampleProgress(done.token_ids[:5])
     sampling = SamplingParams(temperature=0, n=3, max_tokens=None, ignore_eos=True)
-    stream = engine.generate(ask("gone", sampling=sampling, resume=(done, half)))
-    first = await anext(stream)
-    assert await engine.abort("gone")
+    with slow_steps():
+        stream = engine.generate(ask("gone", sampling=sampling, resume=(done, half)))
+        first = await anext(stream)
+        assert await engine.abort("gone")
     rest = [first] + [chunk async for chunk in stream]
     assert {chunk.index for chunk in rest if chunk.finish_reason == "abort"} == {1, 2}
     assert rest[-1].usage is not None

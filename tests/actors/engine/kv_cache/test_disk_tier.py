@@ -29,7 +29,7 @@ def tier(root: Path, *, token_s: float = 1.0, byte_s: float = 1e-3, now_s: list[
 def write(disk: DiskTier, keys: list[bytes]) -> None:
     assert [disk.wants(key) for key in keys] == [True] * len(keys)
     disk.write(keys, [np.arange(len(keys) * SIZE // 2, dtype=np.uint8) for _ in range(2)])
-    disk.flush(10.0)
+    disk.flush(60.0)
 
 
 def ended(disk: DiskTier) -> DiskRead:
@@ -85,7 +85,7 @@ def test_what_a_prompt_would_get_is_known_without_a_look_at_the_files(
 
     def slowly(self: BlockFolder, key: bytes) -> Bytes | None:
         reads.append(key)
-        held.wait(10)
+        held.wait(60)
         return plain(self, key)
 
     monkeypatch.setattr(BlockFolder, "read", slowly)
@@ -114,7 +114,7 @@ def test_a_queue_of_reads_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plain = BlockFolder.read
 
     def slowly(self: BlockFolder, key: bytes) -> Bytes | None:
-        held.wait(10)
+        held.wait(60)
         return plain(self, key)
 
     monkeypatch.setattr(BlockFolder, "read", slowly)
@@ -159,28 +159,28 @@ def test_a_read_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     now_s, held = [0.0], threading.Event()
     disk = tier(tmp_path, now_s=now_s)
     write(disk, KEYS[:1])
-    monkeypatch.setattr(BlockFolder, "read", lambda *_: held.wait(30))
+    monkeypatch.setattr(BlockFolder, "read", lambda *_: held.wait(60))
     key = disk.read(KEYS[:1])
     assert disk.finished() == []
     now_s[0] = 60.0
     (read,) = disk.finished()
     assert (read.key, read.blocks, disk.is_on) == (key, [], False)
     held.set()
-    disk._reader.wait(10.0)
+    disk._reader.wait(60.0)
     assert disk.finished() == [], "it comes too late"
 
 
 def test_memory_for_what_is_not_written_yet_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytide.actors.engine.kv_cache.disk_tier._MOST_UNWRITTEN_BYTES", 3 * FILE)
     disk, held = tier(tmp_path), threading.Event()
-    disk._writer.run(lambda: (held.wait(10), None)[1])
+    disk._writer.run(lambda: (held.wait(60), None)[1])
     assert [disk.wants(key) for key in KEYS[:2]] == [True, True]
     disk.write(KEYS[:2], [np.zeros(2 * SIZE, np.uint8)])
     assert [disk.wants(key) for key in KEYS[1:5]] == [False, True, False, False]
     assert disk.counts.skipped_blocks == 2
     disk.write(KEYS[2:3], [np.zeros(SIZE, np.uint8)])
     held.set()
-    disk.flush(10.0)
+    disk.flush(60.0)
     assert disk.counts.bytes == 3 * FILE and disk.wants(KEYS[4])
 
 
@@ -197,5 +197,5 @@ def test_threads_and_the_folder_are_free_after_the_end(tmp_path: Path) -> None:
     names = {thread.name for thread in threading.enumerate()}
     for thread in threading.enumerate():
         if thread.name.startswith("raytide-kv"):
-            thread.join(5.0)
+            thread.join(60.0)
             assert not thread.is_alive(), names

@@ -125,7 +125,7 @@ def test_a_layer_is_read_while_the_one_before_it_is_in_use(tmp_path: Path, monke
         if index >= first:
             following = index + 1 if index + 1 < LAYERS else first
             assert layers._ahead is not None
-            layers._ahead[1].result(10)
+            layers._ahead[1].result(60)
             assert begun[-1] == following
 
 

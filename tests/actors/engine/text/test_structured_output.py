@@ -307,10 +307,10 @@ async def test_a_slow_compilation_is_given_up_and_holds_up_no_other(tokenizer: T
 async def test_a_compilation_that_waits_for_the_processor_is_not_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_one = GrammarCompiler._compile
+    compile_one, released = GrammarCompiler._compile, threading.Event()
 
     def delayed(self: GrammarCompiler, structured: Structured) -> Grammar:
-        threading.Event().wait(0.5)  # as long as others have the processor
+        released.wait(60.0 if structured is STRUCTURES["schema"] else 0.5)  # as long as others have the processor
         return compile_one(self, structured)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", delayed)
@@ -322,6 +322,7 @@ async def test_a_compilation_that_waits_for_the_processor_is_not_given_up(
         grammars.compile(STRUCTURES["schema"])
     with pytest.raises(OverloadedError):
         await grammars.compile_async(STRUCTURES["schema"])
+    released.set()
 
 
 def test_replaying_a_long_output_is_not_held_against_its_grammar(

@@ -7,12 +7,13 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.actors.trainer.gang_processes import FakeLeases, Run, assert_undisturbed
 from tests.actors.trainer.kills import kill_at_random
-from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, SlowInSteps, StuckInRead
+from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, HoldsBefore, SleepsInStep, SlowInSteps, StuckInRead
 
 from raytide.actors.trainer.elastic.driver import run_train
 from raytide.core.errors import CheckpointError, ClusterError, ConfigError, LeaseLostError, TrainError
@@ -51,29 +52,30 @@ def start(spec: TrainSpec) -> Iterator[Start]:
 def test_the_driver_reports_which_rank_the_others_wait_for(
     start: Start, slow: int, at: Any, layout: Parallelism
 ) -> None:
-    steps = 15 if at == "data" else 8  # a forward pass is slow in each layer and microbatch
-    run = start(2, 2, {slow: [SlowInSteps(0.2, at)]}, steps=steps, layout=layout)
+    slow_s = 0.6 if at == "data" else 0.2  # a forward pass is slow in each layer and microbatch
+    run = start(2, 2, {slow: [SlowInSteps(slow_s, at)]}, steps=8, layout=layout)
     run.result()
     told = [report for report in run.leases.reports if "slowest_ratio" in report]
     assert (told[-1]["slowest_rank"], float(told[-1]["slowest_ratio"]) > 1.5) == (slow, True), told[-1]
 
 
-def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) -> None:
-    run = start(4, 2, steps=60)
+def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start, tmp_path: Path) -> None:
+    holds = HoldsBefore(tmp_path, (15, 30, 45))
+    run = start(4, 2, {member: [holds] for member in range(4)}, steps=60)
     run.until_step(6)
     kept = {run.pid(0), run.pid(3)}
     os.kill(run.pid(1), signal.SIGKILL)
     run.leases.take(1)
+    holds.open(15)
     run.until("three that train", lambda: len(run.events("recovered")) == 1)
     run.leases.notice(2)
+    run.until("the notice", lambda: run.events("notice"))
+    holds.open(30)
     run.until("two that train", lambda: len(run.events("recovered")) == 2)
-    for pid in kept:
-        os.kill(pid, signal.SIGSTOP)  # or they would be done before the new workers have their imports
     run.leases.take(2)
     run.leases.give(1, 2)
     run.until("new workers", lambda: len(run.events("ready")) == 6)
-    for pid in kept:
-        os.kill(pid, signal.SIGCONT)
+    holds.open(45)
     result = run.result()
     assert (result.steps, result.restarts, result.resizes) == (60, 1, 2)
     assert run.worlds == [4, 3, 2, 4]
@@ -86,14 +88,16 @@ def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) ->
     assert 0 < sum(death[phase] for phase in phases) <= death["seconds"] + 0.01
 
 
-def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> None:
+def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start, tmp_path: Path) -> None:
     """The layout uses two of three ranks: the third is ready and idle until then."""
-    run = start(3, 2, layout=Parallelism(shard=2))
+    holds = HoldsBefore(tmp_path, (20,))
+    run = start(3, 2, {member: [holds] for member in range(3)}, layout=Parallelism(shard=2))
     run.until_step(6)
     assert run.events("formed")[0]["spare"] == 1
     spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
     os.kill(run.pid(0), signal.SIGKILL)
     run.leases.take(0)
+    holds.open(20)
     run.result()
     assert run.worlds == [2, 2]
     assert spare in run.events("formed")[-1]["pids"]
@@ -101,30 +105,28 @@ def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> Non
     assert_undisturbed(run.spec)
 
 
-def test_a_spare_that_dies_disturbs_nobody_and_is_replaced(start: Start) -> None:
-    run = start(3, 2, layout=Parallelism(shard=2), collective_timeout_s=100.0)
+def test_a_spare_that_dies_disturbs_nobody_and_is_replaced(start: Start, tmp_path: Path) -> None:
+    holds = HoldsBefore(tmp_path, (20,))
+    pranks = {member: [holds] for member in range(3)}
+    run = start(3, 2, pranks, layout=Parallelism(shard=2))
     run.until_step(3)
-    first, second, spare = (
-        next(event["pid"] for event in run.events("ready") if event["host"].startswith(f"member {index} "))
-        for index in range(3)
-    )
-    for rank in (first, second):  # or the run might end before the new spare is there
-        os.kill(rank, signal.SIGSTOP)
+    spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
     os.kill(spare, signal.SIGKILL)
     run.until("another spare", lambda: len(run.events("ready")) == 4)
-    for rank in (first, second):
-        os.kill(rank, signal.SIGCONT)
+    holds.open(20)
     result = run.result()
     assert run.worlds == [2]
     assert (result.restarts, result.resizes) == (0, 0)
 
 
-def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Start) -> None:
+def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Start, tmp_path: Path) -> None:
     """One that sleeps in a step, one whose data never comes, one that does not answer at all."""
-    pranks = {1: [SleepsInStep(7), StuckInRead(14)]}
-    run = start(2, 2, pranks, collective_timeout_s=4.0)
+    holds = HoldsBefore(tmp_path, (30,))
+    pranks = {0: [holds], 1: [SleepsInStep(7), StuckInRead(14), holds]}
+    run = start(2, 2, pranks, collective_timeout_s=8.0)
     run.until_step(21)
     os.kill(run.pid(1), signal.SIGSTOP)
+    holds.open(30)
     result = run.result()
     sleeping, reading, stopped = run.events("hung")
     assert {event["rank"] for event in (sleeping, reading, stopped)} == {1}
@@ -218,15 +220,17 @@ class Lacks(Run):
 
 @pytest.mark.parametrize("at_least", [1, 2])
 def test_a_run_goes_on_without_a_member_whose_packages_do_not_exist_unless_it_needs_it(
-    spec: TrainSpec, at_least: int
+    spec: TrainSpec, at_least: int, tmp_path: Path
 ) -> None:
     changes = {"steps": 12, "checkpoint_every": 5, "record_samples": True, "collective_timeout_s": 20.0}
-    run = Lacks(spec.model_copy(update=changes), Shape(members=2, min_members=at_least, resources={"CPU": 1.0}))
+    shape, holds = Shape(members=2, min_members=at_least, resources={"CPU": 1.0}), HoldsBefore(tmp_path, (8,))
+    run = Lacks(spec.model_copy(update=changes), shape, {0: [holds], 1: [holds]})
     try:
         run.until_step(3)
         os.kill(run.pid(1), signal.SIGKILL)
         run.leases.take(1)
         run.leases.give(1)
+        holds.open(8)
         if at_least == 1:
             assert run.result().steps == 12
             assert run.worlds == [2, 1]
@@ -247,11 +251,14 @@ def test_a_lost_lease_ends_the_driver(start: Start) -> None:
         run.result()
 
 
-def test_a_notice_too_short_for_a_checkpoint_loses_no_step(start: Start) -> None:
-    run = start(2, 1, checkpoint_every=1000)
+def test_a_notice_too_short_for_a_checkpoint_loses_no_step(start: Start, tmp_path: Path) -> None:
+    holds = HoldsBefore(tmp_path, (20,))
+    run = start(2, 1, {0: [holds], 1: [holds]}, checkpoint_every=1000)
     run.until_step(6)
     run.leases.notice(1, left_s=0.0)
     taken = run.leases.lease("job-1").version
+    run.until("the notice", lambda: run.events("notice"))
+    holds.open(20)
     assert run.result().steps == 40
     assert [event["saves"] for event in run.events("notice")] == [False]
     recovered = run.events("recovered")

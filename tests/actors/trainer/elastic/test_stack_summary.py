@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ def stuck(name: str) -> Iterator[tuple[threading.Thread, list[weakref.ref[Thing]
     thread = threading.Thread(target=reads_for_ever, name=name, daemon=True)
     thread.start()
     there.wait()
+    while sys._current_frames()[thread.ident or 0].f_code.co_name != "wait":  # it is still between the two
+        time.sleep(0.001)
     try:
         yield thread, seen
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.actors.trainer.gang_processes import Run, losses
+from tests.actors.trainer.pranks import HoldsBefore
 from tests.actors.trainer.trainer_ranks import PRELOAD
 from typer.testing import CliRunner
 
@@ -40,6 +41,16 @@ class Environment:
 
     def __call__(self) -> None:
         os.environ.update(self.values)
+
+
+@dataclass(frozen=True)
+class Both:
+    environment: Environment
+    holds: HoldsBefore
+
+    def __call__(self) -> None:
+        self.environment()
+        self.holds()
 
 
 def train_until_killed(spec: TrainSpec, environment: Environment, step: int) -> None:
@@ -93,19 +104,21 @@ def test_a_run_in_a_bucket_that_is_killed_has_all_its_steps_in_the_end(spec: Tra
     assert losses(there) == losses(spec)
 
 
-def test_a_gang_whose_first_rank_dies_goes_on_in_the_bucket(spec: TrainSpec, there: TrainSpec) -> None:
+def test_a_gang_whose_first_rank_dies_goes_on_in_the_bucket(spec: TrainSpec, there: TrainSpec, tmp_path: Path) -> None:
     changes = {"steps": 30, "snapshot_every": 0, "collective_timeout_s": 20.0}
-    environment = Environment.of_aws()
+    environment, holds = Environment.of_aws(), HoldsBefore(tmp_path, (12,))
+    first = Both(environment, holds)
     run = Run(
         there.model_copy(update=changes),
         Shape(members=2, min_members=2, resources={"CPU": 1.0}),
-        {0: [environment, environment], 1: [environment, environment]},
+        {0: [first, environment], 1: [first, environment]},
     )
     try:
         run.until_step(5)
         os.kill(run.pid(0), signal.SIGKILL)
         run.leases.take(0)
         run.leases.give(0)
+        holds.open(12)
         result = run.result()
     finally:
         run.close()

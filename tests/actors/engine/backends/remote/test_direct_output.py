@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.actors.engine.conformance.asking import slow_steps
 
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.remote import server as server_module
 from raytide.actors.engine.backends.remote import wire
 from raytide.actors.engine.backends.remote.client import RemoteEngine
@@ -59,10 +62,21 @@ async def test_only_the_ends_of_a_request_pass_the_event_loop(model_dir: Path, m
     monkeypatch.setattr(
         server_module._Connection, "_add", lambda self, stream, chunk: (looped.append(chunk), add(self, stream, chunk))
     )
+    step = EngineCore.step
+
+    def paced(core: EngineCore) -> object:
+        """Begins once the loop has written what is its own; it would write the next chunks too while it is late."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while any(each.given != each.written for each in list(server.direct._streams.values())):
+            assert time.monotonic() < until_s
+            time.sleep(0.0005)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", paced)
     async with asyncio.timeout(TIMEOUT_S):
         asked = [request("a" * count, LONG) for count in (1, 2, 3)]
         answers = await asyncio.gather(*(text_of(client, each) for each in asked))
-        assert len(looped) < 3 * LONG / 2  # a loop that wakes late gets more than the first and the last
+        assert len(looped) < 3 * LONG / 2
         assert answers == [await text_of(engine, request("b" * count, LONG)) for count in (1, 2, 3)]
     await client.shutdown()
     await server.close()
@@ -209,10 +223,11 @@ async def test_a_request_taken_out_for_another_team_goes_on_and_is_counted_whole
     names = ("a", "bb", "ccc", "dddd", "eeeee")
     async with asyncio.timeout(TIMEOUT_S):
         expected = {name: await text_of(engine, request(name, LONG)) for name in names}
-        heavy = {name: asyncio.create_task(text_of(client, request(name, LONG))) for name in names[:4]}
-        while sum(bool(stream.sent) for stream in server.direct._streams.values()) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await engine.pause()
+        with slow_steps():
+            heavy = {name: asyncio.create_task(text_of(client, request(name, LONG))) for name in names[:4]}
+            while sum(bool(stream.sent) for stream in server.direct._streams.values()) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await engine.pause()
         light = asyncio.create_task(text_of(client, replace(request("eeeee", LONG), team="light")))
         await preempted.wait()
         await engine.resume()

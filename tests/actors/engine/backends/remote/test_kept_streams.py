@@ -151,9 +151,14 @@ class Source:
 
 
 async def taken(kept: KeptStreams, request: GenRequest) -> int:
-    """Returns the length of the answer's text."""
+    """Returns the length of the answer's text, once the engine's stream has ended, which it does after its last
+    chunk.
+    """
     async with aclosing(kept.generate(request, 0.0, lambda: False)) as stream:
-        return sum([len(chunk.text) async for chunk in stream])
+        length = sum([len(chunk.text) async for chunk in stream])
+    while kept._running:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return length
 
 
 async def test_answers_are_kept_for_a_time_and_within_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +167,6 @@ async def test_answers_are_kept_for_a_time_and_within_a_size(monkeypatch: pytest
     kept = KeptStreams(source.generate, lambda: now_s)
     for name in ("a", "b"):
         await taken(kept, ask("x" * 100, name))
-        await asyncio.sleep(0.01)  # the engine's stream ends after its last chunk
         now_s += 10
     assert kept.holds("a") and kept.holds("b")
     now_s = KEPT_S
@@ -170,7 +174,6 @@ async def test_answers_are_kept_for_a_time_and_within_a_size(monkeypatch: pytest
     monkeypatch.setattr(kept_streams, "MAX_BYTES", 40 * 1000)
     for name in ("c", "d"):
         await taken(kept, ask("x" * 600, name))
-        await asyncio.sleep(0.01)
     assert [kept.holds(name) for name in ("b", "c", "d")] == [False, False, True]
 
 
@@ -185,7 +188,6 @@ async def test_an_answer_that_is_too_long_to_be_replayed_at_once_is_not(
         source.began = 0
         for _ in range(2):
             assert await taken(kept, ask("x" * length, f"row-{length}", logprobs=logprobs)) == length
-            await asyncio.sleep(0.01)
         assert source.began == runs
 
 

@@ -24,9 +24,9 @@ def connected(leader_secret: str, member_secret: str) -> tuple[MemberLink, Membe
             leader = MemberLink.accept(connection, leader_secret)
         except ValueError:
             connection.close()
-            member.exception(10)
+            member.exception(60)
             raise
-        return leader, member.result(10)
+        return leader, member.result(60)
 
 
 def test_a_stranger_without_the_secret_is_refused() -> None:
@@ -70,6 +70,6 @@ def test_the_end_of_the_other_side_is_noticed_while_nobody_reads() -> None:
     watch([leader.fileno()], lambda index: (which.append(index), ended.set()))
     member.send({"unread": 1})
     member.close()
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert which == [0]
     leader.close()
