@@ -46,14 +46,14 @@ def text_of(chunks: list[GenChunk]) -> str:
 
 
 @contextmanager
-def slow_steps() -> Iterator[None]:
+def slow_steps(step_s: float = STEP_S) -> Iterator[None]:
     """Makes native engines take their time for a step. Their thread would otherwise complete a whole answer, endless or
     not, while the event loop is about to ask for something else.
     """
     step = EngineCore.step
 
     def slow(core: EngineCore) -> object:
-        time.sleep(STEP_S)
+        time.sleep(step_s)
         return step(core)
 
     with pytest.MonkeyPatch.context() as patch:
