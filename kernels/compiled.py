@@ -8,12 +8,14 @@ single new tokens without this property; `deterministic` engines do not use it.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 
 import torch
 
 from raytide.kernels import ref
 from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
+from raytide.kernels.device import HUGE_PAGE_BYTES, in_huge_pages
 from raytide.kernels.library import Library, library
 from raytide.kernels.registry import register
 
@@ -33,6 +35,43 @@ def loaded_library() -> Library:
     loaded = library()
     assert loaded is not None
     return loaded
+
+
+class WeightsMemory:
+    """Memory for packed weights, in huge pages where the kernel has them: a step reads all weights once, and with small
+    pages the processor would look up the address of every page anew.
+
+    Small weights lie side by side in slabs. A slab is freed with the last of its weights.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, size: int) -> Tensor:
+        """Returns `size` uninitialized bytes, from a multiple of 64 on."""
+        rounded = -(-size // _LINE) * _LINE
+        if rounded > _SLAB_BYTES // 2:
+            return _huge(rounded)[:size]
+        with self._lock:
+            if self._used + rounded > len(self._slab):
+                self._slab, self._used = _huge(_SLAB_BYTES), 0
+            part = self._slab[self._used : self._used + size]
+            self._used += rounded
+        return part
+
+
+def _huge(size: int) -> Tensor:
+    """Returns uninitialized bytes from the start of a huge page on."""
+    memory = torch.empty(size + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return in_huge_pages(memory[begin : begin + size])
+
+
+_LINE = 64
+"""The bytes of a cache line. A vector of weights never straddles two."""
+_SLAB_BYTES = 32 << 20
+weights_memory = WeightsMemory()
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
@@ -82,8 +121,8 @@ class PackedLinear:
         lib = loaded_library()
         self.size, self.width = weight.shape
         self.dtype, self.is_bf16 = weight.dtype, weight.dtype == torch.bfloat16
-        packed = torch.empty(words + 16, dtype=torch.int32)
-        self.start = packed.data_ptr() + -packed.data_ptr() % 64  # a vector of weights never straddles two cache lines
+        packed = weights_memory.take(words * 4)
+        self.start = packed.data_ptr()
         lib.pack(weight.data_ptr(), self.start, self.size, self.width, self.is_bf16)
         self.bias_start = bias.data_ptr() if bias is not None else None
         self._kept, self._call = (packed, bias), lib.linear

@@ -20,8 +20,6 @@ from raytide.kernels.registry import register
 
 Tensor = torch.Tensor
 
-_ALIGNMENT = 64  # bytes: a vector of weights never straddles two cache lines
-
 
 class _Weight(ctypes.Structure):
     """The struct that quantized.c defines."""
@@ -50,8 +48,8 @@ class QuantizedLinear:
         described.int8, described.half = input_as == "int8", scales.dtype == torch.float16
         described.has_offsets = offsets is not None
         self.here = ctypes.addressof(described)
-        packed = torch.zeros(lib.quantized_bytes(self.here) + _ALIGNMENT, dtype=torch.uint8)
-        described.packed = packed.data_ptr() + -packed.data_ptr() % _ALIGNMENT
+        packed = compiled.weights_memory.take(lib.quantized_bytes(self.here)).zero_()
+        described.packed = packed.data_ptr()
         lib.pack_quantized(self.here, codes.data_ptr(), scales.data_ptr(), _start(offsets))
         self._kept, self._call = (packed, columns, wide_bias, described), lib.quantized_linear
 

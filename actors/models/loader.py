@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from raytide.actors.models.quantized.cutting import Block
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_links, check_opened, safe_opener
 from raytide.kernels.core import QuantizedWeight
+from raytide.kernels.device import in_huge_pages
 
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _TORCH_DTYPES = {
@@ -35,9 +34,6 @@ _TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _MOST_READ_BYTES = 1 << 30  # Linux reads no more than 2 GiB in one call
-_HUGE_PAGE_BYTES = 2 << 20
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Weights:
@@ -284,9 +280,4 @@ class TensorSlice:
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns an uninitialized tensor, in huge pages where possible: filling these is three times as fast."""
-    tensor = torch.empty(shape, dtype=dtype)
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = tensor.data_ptr() + tensor.nbytes
-    if end - first >= _HUGE_PAGE_BYTES:
-        _madvise(first, end - first, mmap.MADV_HUGEPAGE)  # advice that the kernel may refuse
-    return tensor
+    return in_huge_pages(torch.empty(shape, dtype=dtype))

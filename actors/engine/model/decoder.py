@@ -21,6 +21,7 @@ from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import AttentionSpec, LayerWeights, Linear, PagedBatch, Rope, SparseFfn
+from raytide.kernels.device import in_huge_pages
 from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops
 
@@ -84,7 +85,7 @@ class PagedDecoder:
         dtype = torch.int8 if self._rounds_kv else self._embedding.dtype
         width = self.arch.head_dim + (SCALE_BYTES if self._rounds_kv else 0)
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, width)
-        return [self._embedding.new_zeros(shape, dtype=dtype) for _ in self._own_layers]
+        return [in_huge_pages(self._embedding.new_empty(shape, dtype=dtype)).zero_() for _ in self._own_layers]
 
     @property
     def streamed_layers(self) -> int:
