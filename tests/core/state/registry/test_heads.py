@@ -95,18 +95,20 @@ def test_a_former_head_writes_nothing_whichever_process_it_is(machines: tuple[Ma
 
 
 def test_one_that_stops_in_the_middle_of_a_write_does_not_keep_the_next_from_taking_over(
-    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+    machines: tuple[Machine, Machine],
 ) -> None:
     """PostgreSQL ends its session, so what it goes on with later is refused as a whole."""
     a, b = machines
     a.lease.take()
-    monkeypatch.setattr(database, "PAUSED_TRANSACTION_S", 1)
     api = a.head()
     b.lease.take()
     b.now_s += LEASE_S
 
     def write_with_a_pause() -> None:
         with api._db.write() as c:
+            longest = c.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar()
+            assert longest == f"{database.PAUSED_TRANSACTION_S}s"
+            c.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = '1s'")  # as if all of it had passed
             c.exec_driver_sql("UPDATE counters SET next = next + 1000")
             assert b.lease.take() == "", "it waits for the end of the write, which is one of the database's"
             c.exec_driver_sql("UPDATE counters SET next = next + 1000")
