@@ -23,6 +23,9 @@ Tensor = torch.Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_LINE = 64
+"""The bytes of a cache line. A vector of weights never straddles two."""
+_SLAB_BYTES = 32 << 20
 
 
 def can_run() -> bool:
@@ -68,9 +71,6 @@ def _huge(size: int) -> Tensor:
     return in_huge_pages(memory[begin : begin + size])
 
 
-_LINE = 64
-"""The bytes of a cache line. A vector of weights never straddles two."""
-_SLAB_BYTES = 32 << 20
 weights_memory = WeightsMemory()
 
 

@@ -116,8 +116,7 @@ class PassInOneCall:
         invariant: bool,
     ) -> None:
         self._lib, self._kept = compiled.loaded_library(), (layers, spec)
-        self.gives_logits = head is not None
-        """True if `logits` may be called."""
+        self.has_head = head is not None
         self._layers = (_Layer * len(described))(*described)
         self._ropes = (_Rope * len(spec.ropes))(
             *(_Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in spec.ropes)
@@ -148,34 +147,33 @@ class PassInOneCall:
             bf16=is_bf16,
         )
 
-    def logits(
+    def __call__(
         self,
         entered: Tensor | Entered,
         positions_T: Tensor,
         rows_R: Tensor,
         batch: PagedBatch,
         caches: Sequence[Tensor],
+        *,
+        head: bool,
     ) -> Tensor:
-        """Writes the KV of all tokens into the layers' caches, and returns the float32 logits [R, V] after the tokens
-        `rows_R`. `entered` has the tokens' ids, or the first layer's input, which changes. Raises MemoryError.
-        """
-        logits_RV = torch.empty(len(rows_R), self._pass.head.n)
-        self._leave(self._entering(entered), positions_T, rows_R, batch, caches, logits_RV)
-        return logits_RV
+        """Writes the KV of all tokens into the layers' caches. Returns the normed last hidden states [R, N] of the
+        tokens `rows_R`, or with `head` their float32 logits [R, V].
 
-    def hidden(
-        self,
-        entered: Tensor | Entered,
-        positions_T: Tensor,
-        rows_R: Tensor,
-        batch: PagedBatch,
-        caches: Sequence[Tensor],
-    ) -> Tensor:
-        """Does what `logits` does up to the head: returns the normed last hidden states [R, N] of these tokens."""
-        return self._leave(self._entering(entered), positions_T, rows_R, batch, caches, None)
+        `entered` has the tokens' ids, each a row of the embedding, which is not checked here; or the first layer's
+        input, which changes. Raises MemoryError.
+        """
+        here = self._entering(entered)
+        result_R = normed_RN = torch.empty(len(rows_R), self._hidden_size, dtype=self._dtype)
+        here.num_rows, here.rows, here.normed = len(rows_R), rows_R.data_ptr(), normed_RN.data_ptr()
+        if head:
+            result_R = torch.empty(len(rows_R), here.head.n)
+            here.logits = result_R.data_ptr()
+        self._run(here, positions_T, batch, caches)
+        return result_R
 
     def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
-        """Does what `hidden` does up to the last norm: `entered` becomes the last layer's output."""
+        """Computes the layers alone: `entered` becomes the last layer's output."""
         self._run(self._entering(entered), positions_T, batch, caches)
 
     def _entering(self, entered: Tensor | Entered) -> _Pass:
@@ -185,21 +183,6 @@ class PassInOneCall:
         else:
             here.x, here.delta = entered[0].data_ptr(), entered[1].data_ptr()
         return here
-
-    def _leave(
-        self,
-        here: _Pass,
-        positions_T: Tensor,
-        rows_R: Tensor,
-        batch: PagedBatch,
-        caches: Sequence[Tensor],
-        logits_RV: Tensor | None,
-    ) -> Tensor:
-        normed_RN = torch.empty(len(rows_R), self._hidden_size, dtype=self._dtype)
-        here.num_rows, here.rows, here.normed = len(rows_R), rows_R.data_ptr(), normed_RN.data_ptr()
-        here.logits = None if logits_RV is None else logits_RV.data_ptr()
-        self._run(here, positions_T, batch, caches)
-        return normed_RN
 
     def _run(self, here: _Pass, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
         self._lib.follow_threads()

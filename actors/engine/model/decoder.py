@@ -96,9 +96,10 @@ class PagedDecoder:
     def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
         """Writes the KV of all tokens and returns float32 logits [R, V] that follow the tokens `step.rows_R`."""
         whole = self._in_one_call
-        if whole is None or not whole.gives_logits or step.loras is not None:
+        if whole is None or not whole.has_head or step.loras is not None:
             return self.head(self.hidden(step, cache))
-        return self._capped(whole.logits(self._entered(step), step.positions_T, step.rows_R, step.batch, cache))
+        entered, rows_R = self._entered(step), step.rows_R
+        return self._capped(whole(entered, step.positions_T, rows_R, step.batch, cache, head=True))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class PagedDecoder:
         arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
         one_call = self._in_one_call if loras is None else None
         if one_call is not None and self._is_whole:
-            return one_call.hidden(self._entered(step), step.positions_T, step.rows_R, step.batch, cache)
+            return one_call(self._entered(step), step.positions_T, step.rows_R, step.batch, cache, head=False)
         x_TN, delta_TN = self._enter(step)
         if one_call is not None:
             one_call.layers((x_TN, delta_TN), step.positions_T, step.batch, cache)
