@@ -75,6 +75,7 @@ class ProgressReporter:
         self._flight: Future[None] | None = None
         self._next_s = 0.0
         self._settled: object = ""
+        self._reported: dict[str, float | int | str] = {}
 
     def send(self, progress: Mapping[str, float | int | str]) -> None:
         is_due = time.monotonic() >= self._next_s or progress.get("settled") != self._settled
@@ -84,8 +85,11 @@ class ProgressReporter:
             self._flight = self._pool.submit(self._report, dict(progress))
 
     def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:
-        """Sends the last report and waits briefly for it."""
-        wait_futures([self._pool.submit(self._report, dict(progress))], timeout_s)
+        """Sends what has changed since the last report, and waits briefly for it.
+
+        The rest is not sent again, because the script may have reported other values under the same names.
+        """
+        wait_futures([self._pool.submit(self._report_changes, dict(progress))], timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report(self, progress: Mapping[str, float | int | str]) -> None:
@@ -93,3 +97,10 @@ class ProgressReporter:
             self._client.report(self._job_id, progress)
         except (ClusterError, WaitTimeoutError, LeaseLostError):
             return  # the next report includes this one; LeaseWatch raises for a lost lease
+        self._reported = dict(progress)
+
+    def _report_changes(self, progress: Mapping[str, float | int | str]) -> None:
+        reported = self._reported
+        changed = {name: value for name, value in progress.items() if name not in reported or reported[name] != value}
+        if changed:
+            self._report(changed)

@@ -90,8 +90,8 @@ class Monitor:
             log.warning("the API does not list its targets", extra={"error": repr(error)})
 
     def _act(self, now_s: float) -> None:
+        self._seen = self._changed_at()  # before acting, so that what another process writes meanwhile is not missed
         self._alerting.act(now_s)
-        self._seen = self._changed_at()
 
     def _changed_at(self) -> float:
         try:

@@ -196,11 +196,11 @@ class GangRunner:
         return longest.queue.pop() if longest.queue else None
 
     def _lose(self, worker: _Worker, ref: Any, error: _LostError, waiting: deque[_Item]) -> None:
-        item = worker.running[ref]
         if not error.is_actor:  # the result was lost with its node's memory
             waiting.append(worker.running.pop(ref))
             return
         if worker.member in self._members():
+            item = self._oldest_unfinished(worker)
             item.crashes += 1
             if item.crashes >= MOST_CRASHES:
                 where = getattr(item.task, "where", "a task")
@@ -209,6 +209,17 @@ class GangRunner:
                     hint="It may need more memory than a worker has: give members more, or exclude it.",
                 )
         self._give_up(worker, waiting)
+
+    def _oldest_unfinished(self, worker: _Worker) -> _Item:
+        """Returns the task that the worker ran when it died: the oldest without a result."""
+        import ray
+
+        for ref, item in worker.running.items():
+            try:
+                ray.get(ref, timeout=POLL_S)
+            except Exception:
+                return item
+        return item
 
     def _give_up(self, worker: _Worker, waiting: deque[_Item]) -> None:
         import ray

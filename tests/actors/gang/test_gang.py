@@ -11,6 +11,7 @@ import pytest
 
 import raytide
 from raytide.actors.gang import Gang
+from raytide.actors.gang.lease_watch import ProgressReporter
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 
@@ -63,6 +64,14 @@ def test_a_gang_is_held_for_the_length_of_its_block() -> None:
     assert desk.reports == [{"step": 1}]
     with pytest.raises(LeaseLostError):
         _ = gang.members
+
+
+def test_the_last_report_sends_only_what_changed_as_the_script_may_have_reported_under_the_same_names() -> None:
+    desk = Desk()
+    reporter = ProgressReporter(desk, "job-1")
+    reporter.send({"stage": "attempt 1", "failures": 0})
+    reporter.close({"stage": "attempt 1", "failures": 1})
+    assert desk.reports == [{"stage": "attempt 1", "failures": 0}, {"failures": 1}]
 
 
 def test_what_failed_in_the_block_is_told() -> None:

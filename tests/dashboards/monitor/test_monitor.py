@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from hypothesis import given
@@ -16,7 +16,7 @@ from tests.dashboards.alerts.test_actions import World
 from raytide.core.telemetry.metrics import render
 from raytide.core.telemetry.settings import AlertAction, NotifySection
 from raytide.dashboards.alerts.notify.dispatch import Dispatcher
-from raytide.dashboards.alerts.records import AlertRecords
+from raytide.dashboards.alerts.records import FILE, AlertRecords
 from raytide.dashboards.alerts.runner import ActionRunner
 from raytide.dashboards.history.reader import HistoryReader
 from raytide.dashboards.history.writer import HistoryWriter
@@ -179,6 +179,44 @@ def test_beside_an_alertmanager_the_own_evaluator_only_records(tmp_path: Path) -
         watched.watch(4)
     assert watched.states() == {"GpuEccUncorrectable": "firing"}
     assert watched.world.orders == {}
+
+
+def test_an_alert_that_another_process_writes_while_the_monitor_acts_is_acted_on_soon(tmp_path: Path) -> None:
+    acted: list[float] = []
+
+    class Acting:
+        def __init__(self, again: Callable[[], object]) -> None:
+            self.again = again
+
+        def resume(self, now_s: float) -> None: ...
+
+        def evaluate(self, now_s: float) -> None: ...
+
+        def act(self, now_s: float) -> None:
+            acted.append(now_s)
+            if len(acted) == 1:
+                (tmp_path / FILE).write_text("written meanwhile")
+            else:
+                self.again()
+
+    async def watch() -> None:
+        history, reader = HistoryWriter(tmp_path / "h", low_bytes=0), HistoryReader(tmp_path / "h")
+        async with httpx.AsyncClient() as http:
+            anomalies = Anomalies(reader, 7.0, tmp_path, lambda: NOW_S)
+            again, loop = asyncio.Event(), asyncio.get_running_loop()
+            stub = cast("Any", Acting(lambda: loop.call_soon_threadsafe(again.set)))
+            scraper, hour_s = Scraper(http, history), 3600.0
+            monitor = Monitor(tmp_path, "http://127.0.0.1:9", hour_s, history, scraper, http, stub, stub, anomalies)
+            watching = asyncio.create_task(monitor.run())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), 30)
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        history.close()
+
+    asyncio.run(watch())
+    assert len(acted) >= 2
 
 
 def test_a_page_that_is_gone_is_down_and_the_others_go_on(tmp_path: Path) -> None:

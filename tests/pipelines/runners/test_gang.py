@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,38 @@ def test_a_task_that_ends_its_worker_each_time_fails_the_build_and_no_other_task
         finally:
             runner.close()
     assert seen >= {0, 1}
+
+
+@dataclass(frozen=True)
+class Part:
+    number: int
+
+    @property
+    def where(self) -> str:
+        return f"part {self.number}"
+
+
+class DeadlyPart:
+    def __call__(self, part: Part) -> int:
+        return Deadly()(part.number)
+
+
+def test_the_task_that_ran_is_blamed_when_those_behind_it_are_lost_with_its_worker(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_of_all(refs: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        ready, rest = wait(refs, num_returns=len(refs), timeout=60)
+        return ready[-1:], [*ready[:-1], *rest]
+
+    wait = ray_cluster.wait
+    monkeypatch.setattr(ray_cluster, "wait", last_of_all)
+    with leased(ray_cluster, 1) as group:
+        runner = GangRunner(group_as_member(group), 1.0, 1, 1)
+        try:
+            with pytest.raises(DataError, match=r"^part 3 ended 3 workers"):
+                list(runner.map(DeadlyPart(), map(Part, range(6))))
+        finally:
+            runner.close()
 
 
 def test_cleaning_on_a_gang_gives_the_bytes_that_one_process_gives(
