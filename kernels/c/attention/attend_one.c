@@ -8,13 +8,19 @@
 /* Numbers to a chunk of a head: two vectors, which for bfloat16 are the even and the odd numbers of one load. */
 #define CHUNK (2 * VL)
 
+/* How a head's numbers lie in memory. CODES: as int8, with a scale behind them, while q is in float32. */
+typedef enum { FLOAT32, BFLOAT16, CODES } Form;
+
 int attends_one(const Geometry *g) { return g->dim % CHUNK == 0 && g->heads / g->kv_heads <= ONE_GROUP; }
 
-INLINE void split(const void *row, int64_t at, vf *even, vf *odd, int bf16) {
-    if (bf16) {
+INLINE void split(const void *row, int64_t at, vf *even, vf *odd, Form form) {
+    if (form == BFLOAT16) {
         vu pairs = *(const vu_mem *)((const uint16_t *)row + at);
         *even = low_half(pairs);
         *odd = high_half(pairs);
+    } else if (form == CODES) {
+        *even = __builtin_convertvector(load_int8((const int8_t *)row + at), vf);
+        *odd = __builtin_convertvector(load_int8((const int8_t *)row + at + VL), vf);
     } else {
         *even = load_f32((const float *)row + at);
         *odd = load_f32((const float *)row + at + VL);
@@ -44,15 +50,15 @@ INLINE vf sums(vf *x) {
 #endif
 }
 
-/* scores of VL positions whose keys are at `rows`, for one head's q. */
-INLINE vf score(const char *const *rows, const void *q, int64_t dim, int bf16) {
+/* scores of VL positions whose keys are at `rows`, for one head's q; those of codes are yet to be scaled. */
+INLINE vf score(const char *const *rows, const void *q, int64_t dim, Form form) {
     vf acc[VL];
     for (int t = 0; t < VL; t++) acc[t] = (vf){0};
     for (int64_t at = 0; at < dim; at += CHUNK) {
         vf q_even, q_odd;
-        split(q, at, &q_even, &q_odd, bf16);
+        split(q, at, &q_even, &q_odd, form == CODES ? FLOAT32 : form);
 #if HAS_DOT
-        if (bf16) {
+        if (form == BFLOAT16) {
             __m512bh pairs = (__m512bh)_mm512_loadu_si512((const uint16_t *)q + at);
 #pragma GCC unroll 16
             for (int t = 0; t < VL; t++) {
@@ -65,7 +71,7 @@ INLINE vf score(const char *const *rows, const void *q, int64_t dim, int bf16) {
 #pragma GCC unroll 16
         for (int t = 0; t < VL; t++) {
             vf even, odd;
-            split(rows[t], at, &even, &odd, bf16);
+            split(rows[t], at, &even, &odd, form);
             acc[t] += even * q_even + odd * q_odd;
         }
     }
@@ -74,7 +80,7 @@ INLINE vf score(const char *const *rows, const void *q, int64_t dim, int bf16) {
 
 /* out[heads][chunks * CHUNK] += weights of `heads` heads x values, for some chunks of the head. */
 INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, int64_t at, const float *weights,
-                float *out, int64_t dim, int bf16) {
+                float *out, int64_t dim, Form form) {
     vf even[HEADS_AT_ONCE][2], odd[HEADS_AT_ONCE][2];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
@@ -86,7 +92,7 @@ INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, i
     for (int64_t t = 0; t < count; t++) {
         vf v_even[2], v_odd[2];
 #pragma GCC unroll 2
-        for (int c = 0; c < chunks; c++) split(rows[t], at + c * CHUNK, &v_even[c], &v_odd[c], bf16);
+        for (int c = 0; c < chunks; c++) split(rows[t], at + c * CHUNK, &v_even[c], &v_odd[c], form);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
             float weight = weights[h * TILE + t];
@@ -108,10 +114,10 @@ INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, i
 
 /* The same for all heads of a group and all of the head. */
 INLINE void mix_all(int64_t group, const char *const *rows, int64_t count, const float *weights, float *out,
-                    int64_t dim, int bf16) {
+                    int64_t dim, Form form) {
     for (int64_t h = 0; h < group; h += HEADS_AT_ONCE, weights += HEADS_AT_ONCE * TILE, out += HEADS_AT_ONCE * dim) {
         int64_t heads = group - h < HEADS_AT_ONCE ? group - h : HEADS_AT_ONCE, at = 0;
-#define MIX(HEADS, CHUNKS) mix(HEADS, CHUNKS, rows, count, at, weights, out, dim, bf16)
+#define MIX(HEADS, CHUNKS) mix(HEADS, CHUNKS, rows, count, at, weights, out, dim, form)
         for (; at + 2 * CHUNK <= dim; at += 2 * CHUNK)
             heads == 4 ? MIX(4, 2) : heads == 3 ? MIX(3, 2) : heads == 2 ? MIX(2, 2) : MIX(1, 2);
         if (at < dim) heads == 4 ? MIX(4, 1) : heads == 3 ? MIX(3, 1) : heads == 2 ? MIX(2, 1) : MIX(1, 1);
@@ -143,16 +149,25 @@ INLINE void soften(const Geometry *g, float *weights, int64_t count, float *most
     }
 }
 
-INLINE void finish(const float *out, void *to, int64_t at, int64_t dim, float factor, int bf16) {
+INLINE void finish(const float *out, void *to, int64_t at, int64_t dim, float factor, Form form, int bf16) {
     for (int64_t i = 0; i < dim; i += CHUNK) {
         vf even = load_f32(out + i) * factor, odd = load_f32(out + i + VL) * factor;
-        if (bf16) {
+        if (form == BFLOAT16) {
             *(vu_mem *)((uint16_t *)to + at + i) = (vu)rounded(even, 1) >> 16 | (vu)rounded(odd, 1);
         } else {
-            store_f32((float *)to + at + i, even);
-            store_f32((float *)to + at + i + VL, odd);
+            store(to, at + i, even, bf16);
+            store(to, at + i + VL, odd, bf16);
         }
     }
+}
+
+/* The scales behind the codes of a tile's positions. */
+INLINE void read_scales(const char *const *rows, int64_t count, int64_t dim, float *scales) {
+    for (int64_t t = 0; t < count; t++) memcpy(scales + t, rows[t] + dim, sizeof *scales);
+}
+
+INLINE void scale(float *numbers, const float *scales, int64_t count) {
+    for (int64_t t = 0; t < count; t += VL) store_f32(numbers + t, load_f32(numbers + t) * load_f32(scales + t));
 }
 
 /* Positions whose keys and values will be read next, all heads of the item. */
@@ -194,18 +209,23 @@ INLINE void look_ahead(const Item *item, int64_t at, Tile *tile, int bf16) {
     locate(item, sequence, at, tile->known, tile->rows, bf16);
 }
 
-INLINE void attend(const Item *item, int bf16) {
+INLINE void attend(const Item *item, Form form, int bf16) {
     const Geometry *g = item->of;
-    int64_t group = g->heads / g->kv_heads, dim = g->dim, width = bf16 ? 2 : 4, values = values_behind(g, bf16);
-    float weights[ONE_GROUP * TILE], out[item->kv_heads * group * dim], most[item->kv_heads * group];
-    vf total[item->kv_heads * group];
-    char wide_k[g->int8 ? TILE * dim * width : 1], wide_v[sizeof wide_k];
+    int64_t group = g->heads / g->kv_heads, dim = g->dim, heads = item->kv_heads * group, values = values_behind(g, bf16);
+    float weights[ONE_GROUP * TILE], out[heads * dim], most[heads], wide_q[form == CODES ? heads * dim : 1];
+    float k_scales[TILE + VL] = {0}, v_scales[TILE + VL] = {0};
+    vf total[heads];
     memset(out, 0, sizeof out);
-    for (int64_t h = 0; h < item->kv_heads * group; h++) {
+    for (int64_t h = 0; h < heads; h++) {
         most[h] = -INFINITY;
         total[h] = (vf){0};
     }
-    const char *q = (const char *)item->q + (item->first_row * g->q_stride + item->kv_head * group * dim) * width;
+    int64_t first_number = item->first_row * g->q_stride + item->kv_head * group * dim, width = bf16 ? 2 : 4;
+    const char *q = (const char *)item->q + first_number * width;
+    if (form == CODES) {
+        for (int64_t i = 0; i < heads * dim; i += VL) store_f32(wide_q + i, load(q, i, bf16));
+        q = (const char *)wide_q, width = 4;
+    }
     Tile tiles[2], *tile = tiles, *next = tiles + 1;
     int64_t at = first_position(g, item->sequence);
     look_ahead(item, at, tile, bf16);
@@ -216,29 +236,37 @@ INLINE void attend(const Item *item, int bf16) {
             int64_t first = head * group, begin = (item->kv_head + head) * head_bytes(g, bf16);
             const char *k[TILE + VL], *v[TILE];
             for (int64_t t = 0; t < tile->count; t++) {
-                k[t] = widened(g, tile->rows[t] + begin, wide_k + t * dim * width, bf16);
-                v[t] = widened(g, tile->rows[t] + begin + values, wide_v + t * dim * width, bf16);
+                k[t] = tile->rows[t] + begin;
+                v[t] = k[t] + values;
+            }
+            if (form == CODES) {
+                read_scales(k, tile->count, dim, k_scales);
+                read_scales(v, tile->count, dim, v_scales);
             }
             for (int64_t t = tile->count; t % VL; t++) k[t] = k[0];
             for (int64_t t = 0; t < tile->count; t += VL) {
                 fetch(item, next, share, bf16);
                 for (int64_t h = 0; h < group; h++)
-                    store_f32(weights + h * TILE + t, score(k + t, q + (first + h) * dim * width, dim, bf16));
+                    store_f32(weights + h * TILE + t, score(k + t, q + (first + h) * dim * width, dim, form));
             }
-            for (int64_t h = 0; h < group; h++)
+            for (int64_t h = 0; h < group; h++) {
+                if (form == CODES) scale(weights + h * TILE, k_scales, tile->count);
                 soften(g, weights + h * TILE, tile->count, most + first + h, total + first + h, out + (first + h) * dim);
-            mix_all(group, v, tile->count, weights, out + first * dim, dim, bf16);
+                if (form == CODES) scale(weights + h * TILE, v_scales, tile->count);
+            }
+            mix_all(group, v, tile->count, weights, out + first * dim, dim, form);
         }
     }
-    for (int64_t h = 0; h < item->kv_heads * group; h++) {
+    for (int64_t h = 0; h < heads; h++) {
         int64_t to = (item->first_row * g->heads + item->kv_head * group + h) * dim;
-        finish(out + h * dim, item->out, to, dim, 1.0f / sum(total[h]), bf16);
+        finish(out + h * dim, item->out, to, dim, 1.0f / sum(total[h]), form, bf16);
     }
 }
 
 void attend_one(const Item *item) {
-    if (item->of->bf16)
-        attend(item, 1);
+    const Geometry *g = item->of;
+    if (g->int8)
+        g->bf16 ? attend(item, CODES, 1) : attend(item, CODES, 0);
     else
-        attend(item, 0);
+        g->bf16 ? attend(item, BFLOAT16, 1) : attend(item, FLOAT32, 0);
 }
