@@ -8,11 +8,12 @@ many times slower, takes one turn).
 The floor is the time to multiply the prompts' tokens with the weights, and in each step to read all weights and the
 context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
 of a decoding step that the native engine spends outside of the model and the sampler. The sides `int8` and `int4` are
-the native engine with the same model rounded (a scale for each output; for each 32 inputs), int8 inputs and head.
+the native engine with the same model rounded (a scale for each output; for each 32 inputs), int8 inputs and head;
+`int8_kv` is `int8` with a KV cache of int8.
 
     python benchmarks/engine/engine_cpu.py --vllm-python .venv-vllm/bin/python
     python benchmarks/engine/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
-    python benchmarks/engine/engine_cpu.py --dtype bfloat16 --sides native int8 int4
+    python benchmarks/engine/engine_cpu.py --dtype bfloat16 --sides native int8 int8_kv int4
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEW_TOKENS = 64
-QUANTIZED = {"int8": {"scheme": "w8a16"}, "int4": {"scheme": "w4a16"}}
+QUANTIZED = {"int8": {"scheme": "w8a16"}, "int8_kv": {"scheme": "w8a16"}, "int4": {"scheme": "w4a16"}}
 CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
 
 

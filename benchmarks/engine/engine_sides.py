@@ -190,6 +190,7 @@ quantized = partial(native, quantized_input="int8", quantized_head=True)
 SIDES = {
     "native": native,
     "int8": quantized,
+    "int8_kv": partial(quantized, kv_dtype="int8"),
     "int4": quantized,
     "vllm": vllm,
     "transformers": transformers,
