@@ -44,14 +44,17 @@ def test_products_are_the_references(lib: library.Library, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize("operator", [compiled.attention, compiled.invariant_attention])
+@pytest.mark.parametrize("is_int8", [False, True])
 def test_attention_is_the_references(
     lib: library.Library,
     dtype: torch.dtype,
     dim: int,
     operator: Callable[..., Callable[..., torch.Tensor]],
+    is_int8: bool,
 ) -> None:
     batch, spec = paged_batch([1, 20, 1, 1], [150, 90, 1, 64], 8), AttentionSpec(dim**-0.5, window=70, softcap=9.0)
     cache, q = random(2, num_slots(batch), 2, dim, dtype=dtype), random(23, 6, dim, dtype=dtype)
+    cache = ref.rounded_heads(cache) if is_int8 else cache
     torch.testing.assert_close(operator(batch, spec)(q, cache), ref.attention(batch, spec)(q, cache), **close(dtype))
 
 
