@@ -41,9 +41,9 @@ _ABORT_S = 10.0
 
 
 class NativeEngine(Engine):
-    """One model in this process. Use it from the event loop that called `start`.
+    """raytide's engine with one model in this process. Use it from the event loop that called `start`.
 
-    `launcher` starts the other processes that `tensor_parallel` needs; None starts them on this machine.
+    `launcher` starts the other processes that `tensor_parallel` needs. None means that they start on this machine.
     """
 
     backend = "native"
@@ -122,7 +122,7 @@ class NativeEngine(Engine):
         return await tokenizer.pool.run(lambda: tokenizer.chat_prompt(messages, tools, options, enough=enough))
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's counters. Raises EngineDeadError when the thread has died."""
+        """Returns the engine's counters. Raises EngineDeadError if the engine's thread has died."""
         core, thread = self._started(), self._thread
         assert thread is not None
         if thread.death is not None:

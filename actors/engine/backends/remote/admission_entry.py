@@ -1,4 +1,4 @@
-"""One request in the fair admission: its parameters, its progress, and whether it runs."""
+"""A request in the fair admission queue: its parameters, its progress, and whether it runs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class AdmissionEntry:
 
     @property
     def is_preemptible(self) -> bool:
-        """False for a request that does not run, or whose results so far would have to be computed or sent again after
-        an interruption.
+        """True for a running request that loses nothing by an interruption. False if results would have to be computed
+        or sent again: prompt log probabilities, or more samples than the client gets.
         """
         params = self.request.sampling
         return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None

@@ -1,4 +1,6 @@
-"""One sample of a request in vLLM: its token ids become text here, with raytide's detokenizer and stop strings."""
+"""The output of one sample that vLLM computes. Its token ids become text here, with raytide's detokenizer and stop
+strings.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class SampleOutput:
             check_progress(self._request, self.index, is_over=self._stops.stopped)
 
     def take(self, output: Any) -> GenChunk:
-        """Returns the chunk for an output of vLLM with one or more new tokens."""
+        """Returns the chunk for an output of vLLM that has one or more new tokens."""
         part = output.outputs[0]
         tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
         text = ""
