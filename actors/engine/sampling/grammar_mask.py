@@ -1,4 +1,6 @@
-"""Masks rows of logits by their sequences' grammars. A grammar that fails ends only its own request."""
+"""Masks logits by grammars: only tokens that the grammar of a row's sequence allows keep their logits. A grammar that
+fails ends only its own request.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _STRIKES = 2
 
 
 class GrammarMask:
-    """The grammar states of running sequences."""
+    """The grammar states of running sequences, with which logits are masked."""
 
     def __init__(self) -> None:
         self._states: dict[str, GrammarState] = {}
@@ -29,7 +31,7 @@ class GrammarMask:
         self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
-        """Masks the rows of these sequences by their grammars. Returns the errors of failed grammars by row."""
+        """Masks the rows of these sequences by their grammars. Returns the errors of failed grammars, by row."""
         if not seqs:
             return {}
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
@@ -68,7 +70,7 @@ class GrammarMask:
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
         """Returns how many of a draft's first tokens the sequence's grammar allows. Returns 0 if the grammar fails; the
-        error is then reported when the sequence's next token is drawn.
+        error is reported when the sequence's next token is drawn.
         """
         try:
             state = self._state(seq)
@@ -79,7 +81,7 @@ class GrammarMask:
             return 0
 
     def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
-        """Advances each sequence's grammar by its sampled token, and marks outputs that are complete."""
+        """Advances each sequence's grammar by its sampled token. Marks the outputs that are complete."""
         for seq, sampled in chosen:
             if sampled.token < 0:
                 continue
@@ -101,8 +103,8 @@ class GrammarMask:
 def apply_mask(
     logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 ) -> None:
-    """Sets the logits of `rows` to minus infinity where the mask's bit for the token is 0. The lowest bit of a word is
-    its first token.
+    """Sets logits of the given rows to minus infinity where the token's bit in the mask is 0. The lowest bit of a mask
+    word stands for the first of its tokens.
     """
     vocab = logits_RV.shape[1]
     bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)
