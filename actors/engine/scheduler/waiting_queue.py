@@ -1,4 +1,6 @@
-"""The queue of sequences that do not run: each is either queued in order of service, or parked until an event."""
+"""The queue of sequences that do not run. Each sequence is either queued in order of service, or parked until an
+event.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ number; the sequence. The first three order the sequences of a priority, and sta
 
 
 class WaitingQueue:
-    """Waiting sequences. There is one heap for each priority and team; finding the next sequence looks at the head of
-    each.
+    """The waiting sequences. There is one heap for each pair of priority and team. To find the next sequence, only the
+    head of each heap is inspected.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -47,7 +49,7 @@ class WaitingQueue:
         heappush(self._heaps.setdefault((self._policy.priority(seq), seq.team), []), entry)
 
     def remove(self, seq: Sequence) -> None:
-        """Removes a sequence, parked or not."""
+        """Removes a sequence from the queue, whether it is parked or not."""
         key = self._parked_on.pop(seq.seq_id, None)
         if key is not None:
             del self._parked[key][seq.seq_id]
@@ -60,7 +62,9 @@ class WaitingQueue:
             self._sweep()
 
     def head(self, now_s: float, teams: Container[str] | None = None) -> Sequence | None:
-        """Returns the sequence that is served next, None if there is none. With `teams`, only their sequences count."""
+        """Returns the sequence that is served next, or None if there is none. If `teams` is given, only sequences of
+        these teams count.
+        """
         best = None
         for key, heap in list(self._heaps.items()):
             if teams is not None and key[1] not in teams:
@@ -77,7 +81,7 @@ class WaitingQueue:
         return best[4] if best is not None else None
 
     def park(self, seq: Sequence, key: str | bytes) -> None:
-        """Sets a queued sequence aside until `wake(key)`."""
+        """Sets a queued sequence aside until `wake(key)` is called."""
         self.remove(seq)
         self._parked_on[seq.seq_id] = key
         self._parked.setdefault(key, {})[seq.seq_id] = seq

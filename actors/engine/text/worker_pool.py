@@ -1,4 +1,4 @@
-"""Threads for tokenizing and chat templates, apart from the event loop and the engine."""
+"""Threads for tokenizing and chat templates, separate from the event loop and the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS = 2
 
 
 class TextPool:
-    """A thread pool with a bounded queue. Use it from one event loop. Its threads start with the first text."""
+    """A thread pool with a bounded queue. Use it from one event loop. Its threads start at the first use."""
 
     def __init__(self, max_jobs: int = MAX_TEXT_JOBS) -> None:
         self._max_jobs = max_jobs
@@ -25,8 +25,8 @@ class TextPool:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread and returns its result. Raises OverloadedError when too many texts wait, EngineError
-        when `work` panics.
+        """Runs `work` in a thread and returns its result. Raises OverloadedError if too many texts wait, EngineError if
+        a Rust library panics in `work`.
         """
         if self._jobs >= self._max_jobs:
             raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")
