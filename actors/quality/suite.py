@@ -1,4 +1,4 @@
-"""The suite of an evaluation: corpora, tasks, the parent to compare with, and the gate."""
+"""The suite of an evaluation: corpora, tasks, the parent model to compare with, and the gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,39}
 
 
 class HeldOutText(Config):
-    """A corpus that no step of training or calibration has read."""
+    """A corpus that was not used in any step of training or calibration."""
 
     path: bounds.Location = Field(min_length=1)
     """A text file, or a JSONL file whose lines have a text or a list of token ids."""
@@ -27,7 +27,9 @@ class HeldOutText(Config):
 
 
 class TaskSuite(Config):
-    """Tasks of lm-evaluation-harness that need no hub: those in `folder`, or installed ones with local data."""
+    """Tasks of lm-evaluation-harness that do not need the Hugging Face Hub: tasks in `folder`, or installed tasks with
+    local data.
+    """
 
     names: tuple[bounds.Name, ...] = Field(min_length=1, max_length=64)
     folder: bounds.Location = ""
@@ -37,7 +39,7 @@ class TaskSuite(Config):
 
 
 class QualityGate(Config):
-    """The limits that every corpus and task must keep. A limit that is None is not checked."""
+    """Limits on the metrics of every corpus and task. A limit that is None is not checked."""
 
     max_kl: float | None = Field(default=None, ge=0)
     """The largest mean divergence KL(parent | model), in nats a token."""
@@ -52,7 +54,9 @@ class QualityGate(Config):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def rule(self) -> PromotionRule:
-        """Returns the same limits as a rule of `raytide model promote`, on the metrics of `QualityReport.metrics`."""
+        """Returns the limits as a rule of `raytide model promote`. The rule refers to the metrics of
+        `QualityReport.metrics`.
+        """
         limits: dict[str, tuple[Literal["higher", "lower"], float | None]] = {
             "kl": ("lower", self.max_kl),
             "kl_p99": ("lower", self.max_kl_p99),
@@ -114,9 +118,9 @@ def check_gate(suite: QualitySuite) -> None:
 
 
 def broken_limits(gate: QualityGate, metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns a sentence for each limit that the metrics exceed; empty if they pass the gate.
+    """Returns a sentence for each limit that the metrics exceed. The result is empty if the metrics pass the gate.
 
-    A metric that is missing, or not a number, breaks its limit.
+    A metric that is missing, or is not a number, counts as exceeding its limit.
     """
     broken = []
     for name, rule in gate.rule().metrics.items():

@@ -18,7 +18,7 @@ _SCALE_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
-    """One module's tensors. Errors name the directory, the tensor, and what is wrong with it."""
+    """The tensors of one quantized module. Errors name the directory, the tensor, and what is wrong with the tensor."""
 
     weights: Weights
     module: str
@@ -41,11 +41,13 @@ class ModuleTensors:
         return self.weights.dtype_of(self.name(suffix))
 
     def integers(self, suffix: str, *shape: int, dtype: str = "I32", where: Where = None) -> Tensor:
-        """Returns a tensor of integers as stored, or only its block `where`, whose slices have explicit ends."""
+        """Returns a tensor of integers as stored, or only its block `where`. The slices in `where` have explicit starts
+        and ends.
+        """
         return self._stored(suffix, (dtype,), shape, where)
 
     def scales(self, suffix: str, *shape: int, where: Where = None) -> Tensor:
-        """Returns scales, or a block of them, in float32. Raises DataError if one is not finite."""
+        """Returns scales, or a block of them, in float32. Raises DataError if a scale is not finite."""
         scales = self._stored(suffix, _SCALE_DTYPES, shape, where).float()
         if not bool(scales.isfinite().all()):
             raise DataError(
@@ -55,7 +57,9 @@ class ModuleTensors:
         return scales
 
     def check_only(self, known: Iterable[str]) -> None:
-        """Raises DataError if the module has tensors that its format does not have."""
+        """Raises DataError if the module has tensors whose suffixes are not in `known`, and which its format therefore
+        does not have.
+        """
         if stray := sorted(self.suffixes.difference(known)):
             raise DataError(
                 f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",

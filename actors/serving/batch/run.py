@@ -27,11 +27,11 @@ async def run_rows(
     at_once: int,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Begins the rows in order, and returns when every row has a result. Once `is_stopping()` is true, no further row
-    begins, and it returns when the rows in flight have results. If cancelled, it drops the rows in flight.
+    """Runs the rows in order and returns when every row has a result. Once `is_stopping()` returns True, it starts no
+    more rows, and returns when the rows in flight have results. If cancelled, it drops the rows in flight.
 
-    Each of the `at_once` workers takes its next row only after its last one is recorded, so a crash loses at most
-    `at_once` results.
+    Each of the `at_once` workers takes its next row only after its last result is recorded. A crash therefore loses at
+    most `at_once` results.
     """
     pending = iter([place for place in range(len(rows)) if place not in progress])
     recorder = _Recorder(progress)
@@ -117,8 +117,8 @@ class _Recorder:
 
 
 def write_results(progress: ProgressFile, rows: int, output: Path, errors: Path) -> None:
-    """Writes the results to two files, in the order of the input, and syncs both to the disk. Raises StorageError if
-    the disk is full.
+    """Writes the results to an output file and an error file, in the order of the input, and syncs both to disk. Raises
+    StorageError if the disk is full.
     """
     with full_disk_is_an_error("the results of a batch"), output.open("wb") as good, errors.open("wb") as bad:
         for place in range(rows):
