@@ -113,17 +113,17 @@ class GenRequest:
     """One generation. `prompt` is text or token ids. `request_id` is unique among the requests in flight. `images` are
     image files, in the order of the prompt's image tokens.
 
-    A lower `priority` goes first, as in vLLM. `deadline_s` is the time after arrival within which the first token is
-    wanted; the policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt`
-    share no prefix. Teams share an engine by the `weight` of each `team`.
+    A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival; the
+    policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no prefix.
+    Teams share an engine by the `weight` of each `team`.
 
     `resume` continues a stream that another engine began. It has the progress of each sample by index, and the new
     stream has only the rest. Samples without progress start from the beginning. Ended samples stay ended. A resumed
     request goes before new ones, but if it `gave_way` to another request here, it queues like a new one.
 
-    Only routers read the next three. Requests of a `session` go to one replica where that is sensible. With
-    `keep_answer`, the answer may be kept for equal requests. `may_be_running` says that an earlier client may have
-    begun a request with this `rejoin_key`.
+    Only routers read `session`, `keep_answer` and `may_be_running`. Requests of a `session` go to one replica where
+    that is sensible. With `keep_answer`, the answer may be kept for equal requests. `may_be_running` says that an
+    earlier client may have begun a request with this `rejoin_key`.
 
     A request with a `rejoin_key` outlives its client's connection: the replica computes it to the end and keeps the
     answer for a while. Another request with the same key gets the same stream.

@@ -1,10 +1,10 @@
 """A cache, on this node, of model directories from object stores. It is keyed by content: each model is copied once,
 however many processes use it.
 
-Two files and a folder make up an entry:
-- `KEY.lock` holds the entry's size in bytes. It is locked exclusively while the files are copied or deleted. It is
-  locked shared while a process uses the files; the kernel unlocks it when the process ends.
-- The folder `KEY` appears by a rename once its copy is complete.
+An entry has these names in the cache's folder:
+- `KEY.lock` is a file that holds the entry's size in bytes. It is locked exclusively while the model is copied or
+  deleted, and shared while a process uses the model. The kernel unlocks it when the process ends.
+- `KEY` is the folder with the model. It appears by a rename once the copy is complete.
 - `KEY.*.part` is a copy in progress or an incomplete copy, which nobody reads.
 """
 

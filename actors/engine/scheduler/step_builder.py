@@ -102,7 +102,7 @@ class StepBuilder:
 
     def fill(self, seq: Sequence) -> None:
         """Adds as many tokens of a sequence as the budget allows, which may be none. Prompt positions that need log
-        probabilities have a lower limit, since the logits of each position cover the whole vocabulary.
+        probabilities are also limited by `logprob_rows`, since the logits of each position cover the whole vocabulary.
         """
         length = min(seq.num_pending, self.room(seq))
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:

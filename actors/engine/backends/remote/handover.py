@@ -65,8 +65,8 @@ async def _exported(engine: Engine, request_id: str) -> KvHandle | None:
 
 
 class HandoverEngine:
-    """Fetches the KV of assigned requests from the peers that compute their prompts, and continues these requests in
-    its own engine. All other requests go to its own engine unchanged.
+    """Continues requests whose prompts were computed by other engine processes (peers). Passes all other requests to
+    its own engine unchanged.
     """
 
     def __init__(self, engine: Engine, direct: DirectOutput) -> None:

@@ -1,5 +1,5 @@
-"""Keeps the streams of requests with a `rejoin_key`, so that a client that lost its connection can get the answer
-without computing it again.
+"""Keeps the streams of requests with a `rejoin_key`. A client that lost its connection can get the same answer again,
+and the engine need not compute it twice.
 
 Such a request runs on when its connection is lost, and its answer is kept here for a while. A later request with the
 same key gets the same stream from its beginning, whether the engine still computes the answer or has finished.

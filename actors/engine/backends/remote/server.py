@@ -126,7 +126,7 @@ class EngineServer:
             self._has_news.set()
 
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
-        """Announces a cached prefix to all clients except the sender, whose requests will find it in the cache."""
+        """Tells all clients except the sender, with the next status, that the cache has this prefix."""
         for connection in self._connections:
             if connection.is_open and connection is not sender:
                 connection.prefixes.append(prefix)
