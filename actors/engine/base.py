@@ -139,8 +139,8 @@ class Engine(Protocol):
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
         """Feature "weights_swap". Serves the weights of another directory of the same architecture from the next step
-        on. Running requests continue with the new weights. Returns their version, by default a hash of their content. A
-        load that fails changes nothing.
+        on. Running requests continue with the new weights. Returns the version of the new weights, by default a hash of
+        their content. A load that fails changes nothing.
         """
         refuse(self.backend, "weights_swap")
 
@@ -180,7 +180,7 @@ class Engine(Protocol):
 
 
 def refuse(backend: str, feature: Feature) -> NoReturn:
-    """Raises UsageError that says that the engine lacks a feature."""
+    """Raises a UsageError, which says that the engine does not have this feature."""
     hint = "It needs the package llguidance. " if feature == "structured" else ""
     raise UsageError(
         f"the {backend} engine does not support {feature}.",

@@ -46,7 +46,7 @@ class Structured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How each next token is chosen, and when the output stops.
+    """The rules by which each next token is chosen, and the conditions under which the output stops.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters. If `seed` is set, the tokens
     depend only on the prompt, the parameters and the seed, not on the batch. If `max_tokens` is None, the output may

@@ -1,5 +1,5 @@
-"""A sequence inside the engine, and the step that advances it. Imports no torch, which the scheduler and its tests do
-not need.
+"""A sequence inside the engine, and the step that advances it. Does not import torch, so that the scheduler and its
+tests do not need it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ScheduledChunk:
 
     def add_draft(self, tokens: Items[int]) -> None:
         """Replaces the chunk's draft. The step computes the draft's tokens as well. The logits after a draft token
-        count only if the token sampled at its position equals it.
+        count only if the draft token equals the token that is sampled at its position.
         """
         self.draft, self.length = tokens, self.length - len(self.draft) + len(tokens)
 

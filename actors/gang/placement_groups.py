@@ -176,7 +176,7 @@ class PlacementGroupInfo:
 def difference(
     wanted: Mapping[GroupKey, WantedGroup], existing: Mapping[GroupKey, PlacementGroupInfo]
 ) -> tuple[tuple[WantedGroup, ...], tuple[PlacementGroupInfo, ...]]:
-    """Returns the groups to create and the groups to remove. After that, Ray has exactly the wanted groups."""
+    """Returns the groups to create and the groups to remove. With these changes, Ray has exactly the wanted groups."""
     create = tuple(group for key, group in wanted.items() if key not in existing)
     remove = tuple(group for key, group in existing.items() if key not in wanted and group.state != "removed")
     return create, remove

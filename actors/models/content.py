@@ -1,4 +1,4 @@
-"""Computes a hash of a directory's weights, which is fast for any size."""
+"""Computes a hash of the weights in a directory. It is fast for weights of any size."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class Projection:
 
 
 def projections(arch: Architecture, index: int) -> dict[str, Projection]:
-    """Returns a layer's projections by name: `qkv` and `attention_out`. If the layer is not sparse, `gate_up` and
-    `down` as well. Without a gate, as in GPT-2, `gate_up` has only the up projection.
+    """Returns a layer's projections by name: `qkv` and `attention_out`. A layer that is not sparse also has `gate_up`
+    and `down`. Without a gate, as in GPT-2, `gate_up` has only the up projection.
     """
     names, hidden, ffn = NAMES[arch.names], arch.hidden_size, arch.ffn_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim

@@ -71,8 +71,8 @@ class FakeEngine(Engine):
     EngineError. A prompt that contains `die_on` ends the engine, as the death of a real engine's thread would.
 
     `kv_tokens` is the number of KV blocks that it reports, each of one token. Each generated token takes a block, so
-    the cache fills even if no new requests arrive. A full cache stops no request. If `kv_tokens` is 0, each of the
-    `max_running` requests counts as one block.
+    the cache fills even if no new requests arrive. A full cache stops no request. If `kv_tokens` is 0, it reports
+    `max_running` blocks, and each running request takes one.
     """
 
     backend = "fake"

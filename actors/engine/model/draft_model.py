@@ -78,8 +78,8 @@ class DraftModel:
         return len(seq.tokens) - self._known.get(seq.seq_id, 0)
 
     def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:
-        """Returns a draft for each sequence. `counts` has the number of tokens to guess for each sequence, for which
-        blocks must be allocated.
+        """Returns a draft for each sequence. `counts` has the number of tokens to guess for each sequence. Blocks for
+        these tokens must already be allocated.
 
         First computes missing KV of the sequences, a limited number of tokens per call. If a sequence's KV is still
         incomplete after that, its draft is empty.

@@ -56,8 +56,8 @@ class StreamedLayers:
 def load_layers(
     build: WeightLoader, count: int, limit_bytes: int, *, embedding_bytes: int
 ) -> list[LayerWeights] | StreamedLayers:
-    """Returns the layers, of which as many stay in memory as fit into `limit_bytes`. Builds every layer once, so that
-    bad files are found now.
+    """Returns the model's layers. As many layers stay in memory as fit into `limit_bytes`. Builds every layer once, so
+    that bad files are found now.
 
     The limit must also hold the embedding, an output head of the same size, and two more layers: one in use and one
     that is being read. Raises ConfigError if the limit is too low for that.

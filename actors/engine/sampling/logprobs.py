@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer
 def token_logprobs(
     logits_RV: torch.Tensor, rows: Items[int], tokens: Items[int], counts: Items[int]
 ) -> list[TokenLogprobs]:
-    """Returns the log probability and rank of one token in each of `rows`, and the row's most likely tokens. `counts`
-    has the number of most likely tokens for each row.
+    """Returns, for each of `rows`, the log probability and rank of a given token, and the most likely tokens. `tokens`
+    has the given token of each row. `counts` has the number of most likely tokens of each row.
     """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), _ROWS_AT_ONCE):

@@ -86,7 +86,7 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
         """Returns the next token of each row. Changes the logits. The token is -1 for a row with an `error`, and for a
-        row without a finite maximum, on which the model has failed.
+        row whose logits have no finite maximum because the model failed.
         """
         self._set_batch(seqs, logits_RV.device)
         batch = self._batch

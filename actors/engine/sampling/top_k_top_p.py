@@ -89,8 +89,8 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Sets probabilities that top_k, top_p or min_p exclude to zero, in place, and returns the tensor. top_k applies
-    before the other two.
+    """Sets to zero, in place, the probabilities that top_k, top_p or min_p exclude, and returns the tensor. top_k
+    applies before the other two.
 
     A token that is as likely as the least likely kept token is kept as well.
     """

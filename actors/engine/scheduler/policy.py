@@ -45,13 +45,13 @@ class SchedulingPolicy:
 
     def rank(self, seq: Sequence) -> Rank:
         """Returns a running sequence's rank. A sequence may take blocks from sequences with a later rank. Sequences
-        that were evicted too often are protected and have the first ranks.
+        that were evicted three times are protected and have the first ranks.
         """
         return (-math.inf if is_protected(seq) else seq.level), self.due_s(seq), seq.arrival
 
     def may_evict(self, waiting: Sequence, level: int, running: Sequence) -> bool:
-        """Returns whether a waiting sequence may evict a running sequence. It must have the better priority. A better
-        level that it only got by waiting is not enough.
+        """Returns whether a waiting sequence may evict a running sequence. The waiting sequence must have the better
+        priority. A level that improved only by waiting is not enough.
         """
         return self.priority(waiting) < self.priority(running) and level < running.rank[0]
 

@@ -102,7 +102,7 @@ class Scheduler:
             self.waiting.park(child, parent.seq_id)
 
     def adopt(self, seq: Sequence, num_computed: int) -> bool:
-        """Starts a sequence whose first `num_computed` tokens have KV from elsewhere. The caller writes it to
+        """Starts a sequence whose first `num_computed` tokens have KV from elsewhere. The caller writes this KV to
         `seq.block_ids` before the next step. If there is no room now, returns False and changes nothing.
         """
         assert 0 <= num_computed < len(seq.tokens)
@@ -116,7 +116,9 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all computed KV, including cached prefixes. Running sequences are queued to compute it again."""
+        """Discards all computed KV, including cached prefixes. Queues the running sequences, to compute their KV
+        again.
+        """
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:

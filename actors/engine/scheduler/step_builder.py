@@ -14,8 +14,8 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens. Whole blocks are at `places`. `tail` is a
-    block of the parent sequence with the remaining tokens, which `load` copies.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. Whole blocks are at `places`. If a partial
+    block remains, `tail` is the parent sequence's block with these tokens, which `load` copies.
     """
 
     num_tokens: int

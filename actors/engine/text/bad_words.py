@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 
 class BadWords:
     """Bad words as token sequences. They are indexed by their second-last token, so that a step checks only words that
-    its token could complete. All samples of a request share one object.
+    the next token could complete. All samples of a request share one object.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:

@@ -54,7 +54,7 @@ class Vocabulary:
         return known
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes that a token has in the middle of a text. For a special token, they are its name."""
+        """Returns the bytes that a token has in the middle of a text. For a special token, returns its name."""
         piece = self._tokenizer.rust.id_to_token(token) or ""
         if token in self._special:
             return piece.encode()
@@ -71,7 +71,7 @@ class Vocabulary:
         return [next(token for token, text in texts if text.strip().isalpha())]
 
     def has_text(self, token: int) -> bool:
-        """Returns whether the decoder writes text for a token. It ignores special and unknown tokens."""
+        """Returns whether the decoder writes text for a token. Special and unknown tokens have no text."""
         return self._piece(token) is not None
 
     def is_open(self, token: int, text: str) -> bool:

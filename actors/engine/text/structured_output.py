@@ -97,7 +97,7 @@ class GrammarState:
 
 
 class Grammar:
-    """A compiled grammar. Every sequence has its own GrammarState in the grammar."""
+    """A compiled grammar. Every sequence follows the grammar with a GrammarState of its own."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher

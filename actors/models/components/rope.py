@@ -22,8 +22,8 @@ _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """A rotary embedding that rotates `dim` elements of each head. `kind` is the type of scaling. Fields that it does
-    not use keep their defaults.
+    """A rotary embedding that rotates `dim` elements of each head. `kind` is the type of scaling. Fields that this type
+    does not use keep their defaults.
     """
 
     dim: int

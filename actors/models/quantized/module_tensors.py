@@ -57,9 +57,7 @@ class ModuleTensors:
         return scales
 
     def check_only(self, known: Iterable[str]) -> None:
-        """Raises DataError if the module has tensors whose suffixes are not in `known`, and which its format therefore
-        does not have.
-        """
+        """Raises DataError if the module has a tensor whose suffix is not in `known`, the suffixes of its format."""
         if stray := sorted(self.suffixes.difference(known)):
             raise DataError(
                 f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",

@@ -65,9 +65,7 @@ _FAILURES_ALONE = 3
 
 
 class EngineCore:
-    """The native engine without threads. It is not thread-safe. See `state`: it serves, is paused, sleeps or is
-    dead.
-    """
+    """The native engine without threads. `state` says whether it serves, is paused or sleeps. It is not thread-safe."""
 
     def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
@@ -188,8 +186,8 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Returns the state of a request's output, after its tokens so far if the request is resumed. Raises UsageError
-        if these tokens already contain a stop string.
+        """Returns a new output state for a request. A resumed request's state starts after the tokens that it already
+        has. Raises UsageError if they contain a stop string.
         """
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         for index, sample in enumerate(samples):
@@ -199,7 +197,7 @@ class EngineCore:
         return RequestState(request, samples, now_s)
 
     def track_outputs(self, answer: RequestState) -> None:
-        """Starts to collect the output of a request. Its sequences are already in the scheduler."""
+        """Starts to collect the output of a request, whose sequences must already be in the scheduler."""
         self._requests[answer.request_id] = answer
         for sample in answer.samples:
             self._samples[sample.seq.seq_id] = answer, sample

@@ -34,7 +34,7 @@ class Prepared:
 class InputProcessor:
     """Checks requests and turns them into sequences.
 
-    It holds the model's limits. A request without a seed gets the next of consecutive seeds.
+    It holds the model's limits. Requests without a seed get consecutive seeds.
     """
 
     def __init__(

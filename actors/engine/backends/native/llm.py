@@ -93,7 +93,7 @@ class LLM:
         images: Items[bytes] = (),
         options: PromptOptions = PLAIN_PROMPT,
     ) -> RequestOutput:
-        """Returns the model's next turn in a conversation, rendered with the model's chat template.
+        """Renders a conversation with the model's chat template, and returns the model's next turn.
 
         Each None in the messages' `parts` stands for an image. `images` are the image files in the same order.
         `options` hold the template's variables, such as `enable_thinking`.
@@ -109,8 +109,8 @@ class LLM:
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns an embedding of length 1 for each prompt. The model directory states how it is pooled; by default it
-        is the hidden state of the last token.
+        """Returns an embedding of length 1 for each prompt. By default, the embedding is the hidden state of the last
+        token. The model directory may state another way to pool the hidden states.
         """
         pooling = pooling_of(self._core.weights.model_dir)
         return self._pool(prompts, lambda: PooledPrompt(pooling))

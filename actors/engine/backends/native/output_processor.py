@@ -29,7 +29,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """The vector of a pooled request (an embedding or classification), which is its whole output."""
+    """The whole output of a pooled request: one vector, which is an embedding or the logits of labels."""
 
     request_id: str
     vector: list[float]

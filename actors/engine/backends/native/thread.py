@@ -42,8 +42,8 @@ class _Call:
 class EngineThread:
     """Runs an EngineCore in its own thread and exchanges commands and outputs with an event loop.
 
-    Use it from the event loop that calls `start`. On that loop it calls `deliver` with the outputs of each step. When
-    the thread ends, it calls `ended` with the error for the requests that were still running.
+    Use it from the event loop that calls `start`. On that loop, the callback `deliver` gets the outputs of each step.
+    When the thread ends, the callback `ended` gets the error for the requests that were still running.
     """
 
     def __init__(

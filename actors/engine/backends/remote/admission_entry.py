@@ -48,8 +48,9 @@ class AdmissionEntry:
 
     @property
     def is_preemptible(self) -> bool:
-        """True for a running request that loses nothing by an interruption. False if results would have to be computed
-        or sent again: prompt log probabilities, or more samples than the client gets.
+        """True for a running request that an interruption costs nothing. False for a request with prompt log
+        probabilities, or with more samples than the client gets, because these results would have to be computed or
+        sent again.
         """
         params = self.request.sampling
         return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in another process, used like one in this process."""
+"""A client of an engine in another process. It is used like an engine in this process."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Requests that can still be in time go first, the earliest due time first. Late r
 late requests first would only make more requests late. Every twentieth start is reserved for a late request, so that no
 request waits for ever. Requests without a due time keep the order of their arrival.
 
-Compare this with first come, first served, on one server and with an equal time allowance for every request. A request
-that is in time there is in time here as well, since only requests that are due earlier go before it.
+Assume one server and an equal time allowance for every request. Then every request that would be in time under first
+come, first served is in time here, since only requests that are due earlier go before it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LATE_EVERY = 20
 
 
 class DeadlineQueue(Generic[T]):
-    """A queue of requests in the order described above. All times are in seconds on one clock of the caller's
-    choice.
+    """A queue of requests, ordered so that as many first tokens as possible are in time. All times are in seconds on
+    one clock of the caller's choice.
     """
 
     __slots__ = ("_late", "_passed_over", "_pushed", "_waiting")

@@ -3,10 +3,10 @@
 The requests of all gateway processes come together in the engine's process. As many requests run as the engine has
 places for. The others wait in a fair queue here, not in the engine's own queue.
 
-When no place is free, a team with less than half of its share may preempt a request of another team that has more for
-its weight. The engine stops the preempted request and later continues it from its tokens, so its client only sees a
-pause. If there is a promised time to the first token, a team's requests that can still meet it go before its late ones
-(deadline_queue.py).
+When no place is free, a team with less than half of its share may preempt a request of another team. The other team
+must hold more places relative to its weight. The engine stops the preempted request and later continues it from its
+tokens, so the client sees only a pause. If a time to the first token is promised, a team's requests that can still meet
+the promise go before the team's late requests (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FairAdmission:
     """Admits requests to one engine. Use it from one event loop. An engine that reports no number of places gets all
     requests at once.
 
-    `direct` has the chunks that the engine's thread sent without this object; they are counted before each decision.
+    `direct` has the chunks that the engine's thread sent past this object. They are counted before each decision.
     `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's requests start in the order
     of their arrival.
     """

@@ -43,7 +43,7 @@ NEWS_PERIOD_S = 0.02
 
 
 class Kind(IntEnum):
-    """The kind of a message, which is its first item. The comment of each kind lists the message's other items."""
+    """The kind of a message, which is the first item of the message. The comment of each kind lists the other items."""
 
     OPEN = 0  # version, secret: the client's first message
     HELLO = 1  # the engine's description: the answer

@@ -85,7 +85,8 @@ class ModelShard:
 
 
 def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, ModuleCut]:
-    """Returns which part of each linear module in a layer a member has. The keys are the modules' paths in the layer.
+    """Returns the part that a member has of each linear module in a layer. The keys are the modules' paths in the
+    layer.
 
     Projections into heads and feed-forward columns are cut by output, and projections out of them by input (Shoeybi et
     al. 2019). Members then exchange only two sums per layer.

@@ -40,7 +40,8 @@ class ShardedWeights:
     """One member's weights. The names are those of the files, and the shapes are those of the member's own
     architecture.
 
-    If quantized linears have int8 inputs, the inputs are rounded in groups. A cut must not divide such a group either.
+    Inputs that are rounded to int8 are rounded in groups. A cut must not divide such a group, nor a quantization group
+    of the weights.
     """
 
     def __init__(

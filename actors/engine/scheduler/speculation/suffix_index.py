@@ -20,8 +20,8 @@ _TRIGRAM = (1 << 3 * _BITS) - 1
 
 @dataclass(slots=True)
 class Match:
-    """An earlier occurrence of the end of a text: its last `length` tokens also stand before position `at` in `tokens`.
-    The tokens from `at` on are the guess of how the text continues.
+    """An earlier occurrence of the end of a text: the text's last `length` tokens also stand before position `at` in
+    `tokens`. The tokens from `at` on are the guess of how the text continues.
     """
 
     tokens: list[int]
