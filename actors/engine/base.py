@@ -132,8 +132,8 @@ class Engine(Protocol):
         refuse(self.backend, "sleep")
 
     async def wake(self) -> None:
-        """Allocates the memory again and resumes. Does nothing if the engine is not asleep. Raises ConflictError if the
-        weights on disk have changed since they were loaded; use `load_weights` in that case.
+        """Allocates the memory that `sleep` freed, and resumes. Does nothing if the engine is not asleep. Raises
+        ConflictError if the weights on disk have changed since they were loaded. In that case, call `load_weights`.
         """
         refuse(self.backend, "sleep")
 

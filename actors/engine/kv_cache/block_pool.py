@@ -93,8 +93,8 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of the blocks in the longest cached prefix of a chain of hashes. Adds no references (see
-        `add_reference`).
+        """Returns the blocks of the longest cached prefix. `hashes` are the chained hashes of the wanted blocks. Each
+        result says whether a block is in host memory, and its number. Adds no references (see `add_reference`).
         """
         places: list[Place] = []
         for block_hash in hashes:
@@ -105,8 +105,8 @@ class BlockPool:
         return places
 
     def saved(self, host_blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[Place]:
-        """Returns the places of an evicted sequence's blocks. A block that is still on the device has its place there,
-        any other block in host memory.
+        """Returns where the blocks of an evicted sequence are: on the device if they are still there, else in host
+        memory.
         """
         places: list[Place] = []
         for kept, block_hash in zip(host_blocks, hashes, strict=True):
@@ -115,18 +115,18 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """Returns how many free device blocks are needed to use the blocks at these places."""
+        """Returns how many free device blocks are needed to use these blocks, which may be in host memory."""
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
     def add_reference(self, places: Sequence[Place]) -> None:
-        """Adds one reference to the block at each of these places."""
+        """Adds one reference to each of these blocks, on the device or in host memory."""
         for on_host, block in places:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns the device blocks for these places, to which the caller has references. Blocks in host memory are
-        copied into new device blocks.
+        """Returns device blocks with the content of these blocks, to which the caller has references. Blocks in host
+        memory are copied into new device blocks.
         """
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):

@@ -32,8 +32,8 @@ class PrefixCache:
         return hashes + [None] * (count - len(hashes))
 
     def cached(self, seq: Sequence) -> list[Place]:
-        """Returns the places of the cached blocks at the start of a sequence. They never include the sequence's last
-        token, which must be computed for the logits.
+        """Returns the cached blocks at the start of a sequence, on the device or in host memory. They never include the
+        sequence's last token, which must be computed for the logits.
         """
         if not self._enabled or not seq.reads_cache:
             return []

@@ -116,9 +116,7 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all computed KV, including cached prefixes. Queues the running sequences, to compute their KV
-        again.
-        """
+        """Discards all KV, including cached prefixes. Queues the running sequences to compute their KV again."""
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:

@@ -14,8 +14,9 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens. Whole blocks are at `places`. If a partial
-    block remains, `tail` is the parent sequence's block with these tokens, which `load` copies.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the whole blocks, on the device
+    or in host memory. If a partial block remains, `tail` is the parent sequence's block with these tokens, which `load`
+    copies.
     """
 
     num_tokens: int
@@ -29,7 +30,9 @@ class KvSource:
         return tuple(block for on_host, block in self.places if not on_host)
 
     def load(self, seq: Sequence, pool: BlockPool) -> None:
-        """Makes the reusable KV the first blocks of a sequence. The caller must first add references to the places."""
+        """Makes the reusable KV the first blocks of a sequence. The caller must first add references to the blocks in
+        `places`.
+        """
         seq.block_ids = pool.load(self.places, self.hashes)
         if self.tail is not None:
             seq.block_ids.append(pool.copy(self.tail))
@@ -119,7 +122,7 @@ class StepBuilder:
         self.stalled.add(seq.seq_id)
 
     def hold(self, seq: Sequence) -> None:
-        """Leaves a running sequence out of this step, so that the step is short for a light team."""
+        """Leaves a running sequence out of this step, so that the step is short for a light team (see TeamShare)."""
         self.left += seq.num_pending == 1
         self.held.append(seq)
 

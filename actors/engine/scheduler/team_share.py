@@ -24,7 +24,7 @@ _TOKENS_OF_A_TURN = 8
 
 @dataclass(slots=True)
 class StepLimit:
-    """Limits the tokens that a step may compute for teams that are not light.
+    """Limits the tokens that a step may compute for teams that are not light (see TeamShare).
 
     `grants` has the number of tokens for each running sequence, by sequence id. `admission` is the number of tokens for
     a sequence that starts. Sequences of `light` teams are not limited, nor are sequences that are more urgent than
@@ -38,7 +38,7 @@ class StepLimit:
     admission: int = 0
 
     def tokens(self, seq: Sequence, left: int) -> int:
-        """Returns how many of the step's `left` tokens a sequence may take."""
+        """Returns how many of the step's `left` remaining tokens a sequence may take."""
         return min(left, self.grants.get(seq.seq_id, 0)) if self.limits(seq) else left
 
     def limits(self, seq: Sequence) -> bool:
@@ -55,8 +55,8 @@ class StepLimit:
 
 
 class TeamShare:
-    """Divides steps between light teams and other teams. It knows the teams with unfinished sequences, and how many
-    tokens the other teams may still take.
+    """Divides steps between light teams, whose load is less than half of their share, and the other teams. It knows the
+    teams with unfinished sequences, and how many tokens the other teams may still take.
 
     `seconds(rows)` returns the time of a step of `rows` tokens, in any unit. In a step that serves light teams, the
     others may lengthen the step to `slowdown` times its time, or more if their weight guarantees them more tokens.

@@ -203,7 +203,7 @@ class EngineCore:
             self._samples[sample.seq.seq_id] = answer, sample
 
     def drain_outputs(self) -> list[Output]:
-        """Returns the outputs since the last call."""
+        """Returns the outputs since the last call, and forgets them."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

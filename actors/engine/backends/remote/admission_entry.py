@@ -12,7 +12,7 @@ from raytide.actors.engine.types import GenRequest
 
 @dataclass(eq=False, slots=True)
 class AdmissionEntry:
-    """A request from its arrival until its end, with its progress."""
+    """A request that waits for admission or runs in the engine, with its progress."""
 
     request: GenRequest
     progress: StreamProgress

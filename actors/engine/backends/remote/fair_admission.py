@@ -1,7 +1,7 @@
 """Admits requests of many teams to an engine, so that no team waits behind the backlog of another team.
 
 The requests of all gateway processes come together in the engine's process. As many requests run as the engine has
-places for. The others wait in a fair queue here, not in the engine's own queue.
+places, that is slots for running sequences. The others wait in a fair queue here, not in the engine's own queue.
 
 When no place is free, a team with less than half of its share may preempt a request of another team. The other team
 must hold more places relative to its weight. The engine stops the preempted request and later continues it from its
@@ -53,8 +53,8 @@ class Generator(Protocol):
 
 
 class FairAdmission:
-    """Admits requests to one engine. Use it from one event loop. An engine that reports no number of places gets all
-    requests at once.
+    """Admits requests to one engine. Use it from one event loop. If the engine does not report how many sequences it
+    runs at once, it gets all requests at once.
 
     `direct` has the chunks that the engine's thread sent past this object. They are counted before each decision.
     `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's requests start in the order
@@ -232,11 +232,11 @@ class FairAdmission:
         return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
 
     def dispatch(self) -> None:
-        """Starts the next requests of the queue, as long as the engine has places for them. Call it regularly: the
+        """Starts the next requests of the queue, as long as the engine can run more sequences. Call it regularly: the
         order changes as teams are served, even while no request arrives or ends.
 
-        A request of several samples starts as soon as one place is free. Its other samples wait inside the engine. If
-        the request waited for all its places at once, it would hold up the queue.
+        A request of several samples starts as soon as the engine can run one of them. Its other samples wait inside the
+        engine. If the request waited until all could run at once, it would hold up the queue.
         """
         if not self._queue:
             return

@@ -70,7 +70,7 @@ class Acceptance:
 
 
 class AnswerHistory:
-    """The latest answers under one salt, and how often guesses from them were right.
+    """The latest answers to requests with one salt of the prefix cache, and how often guesses from them were right.
 
     There are two generations of answers. When the younger generation is full, it replaces the older one, which is
     dropped as a whole.
@@ -103,7 +103,7 @@ class AnswerHistory:
 
 
 class AnswerHistories:
-    """The answer histories of the most recently used salts."""
+    """The answer histories, one for each salt of the prefix cache. Only the most recently used ones are kept."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
         self._by_salt: OrderedDict[bytes, AnswerHistory] = OrderedDict()
@@ -111,7 +111,7 @@ class AnswerHistories:
         self._num_tokens = 0
 
     def of(self, salt: bytes) -> AnswerHistory:
-        """Returns the history of a salt. Creates a history if there is none."""
+        """Returns the answer history of a prefix-cache salt. Creates an empty history if there is none."""
         history = self._by_salt.get(salt)
         if history is None:
             history = self._by_salt[salt] = AnswerHistory()
@@ -120,7 +120,7 @@ class AnswerHistories:
         return history
 
     def add(self, seq: Sequence) -> None:
-        """Adds a sequence's output to the history of its salt."""
+        """Adds a sequence's output to the history of the sequence's salt."""
         history = self.of(seq.salt)
         self._num_tokens -= history.num_tokens
         history.add(seq)

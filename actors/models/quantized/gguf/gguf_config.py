@@ -19,8 +19,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """The properties of an architecture's GGUF files. `permutes` is True if the files store the two elements that RoPE
-    rotates as a pair next to each other.
+    """The properties of an architecture's GGUF files. RoPE rotates elements in pairs. `permutes` is True if the files
+    store the two elements of a pair next to each other.
     """
 
     architecture: str
