@@ -205,9 +205,10 @@ class DiskTier:
         self._counts.hit_tokens += num_blocks * self._block_tokens
 
     def after_step(self, plan: StepPlan, seconds: float) -> bool:
-        """Learns the time to compute a token from the step, if the step mostly computed prompts. If the step had
-        nothing to compute but reads are in progress, waits a few milliseconds for a read and returns True. Otherwise
-        returns False.
+        """Learns the time to compute a token from a step that took `seconds`, if the step mostly computed prompts.
+
+        If the step had nothing to compute but reads are in progress, waits a few milliseconds for a read and returns
+        True. Otherwise returns False.
         """
         tokens = sum(chunk.length for chunk in plan.chunks if chunk.length > 1 and not chunk.draft)
         if tokens >= _LEAST_TOKENS and 2 * tokens > plan.num_tokens:

@@ -37,8 +37,8 @@ _CUT_BY_INPUT = frozenset({"attention_out", "down"})
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded LoRA adapter. `deltas` has a function for each projection. It gets the projection's input, and its
-    result is added to the projection's output. `number` identifies the adapter among the processes of one engine.
+    """A loaded LoRA adapter. `deltas` has a function for each projection. The function gets the projection's input, and
+    its result is added to the projection's output. `number` identifies the adapter among the processes of one engine.
     """
 
     deltas: Mapping[_Place, Linear]

@@ -65,7 +65,7 @@ _FAILURES_ALONE = 3
 
 
 class EngineCore:
-    """The native engine without threads. `state` says whether it serves, is paused or sleeps. It is not thread-safe."""
+    """The native engine without threads, not thread-safe. `state` says whether it serves, is paused or sleeps."""
 
     def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
@@ -186,8 +186,8 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Returns a new output state for a request. A resumed request's state starts after the tokens that it already
-        has. Raises UsageError if they contain a stop string.
+        """Returns a new output state for a request. In a resumed request, the existing tokens count as sent already.
+        Raises UsageError if these tokens contain a stop string.
         """
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         for index, sample in enumerate(samples):

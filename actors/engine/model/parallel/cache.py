@@ -47,7 +47,7 @@ class MemberCache(KvCache):
 
 
 class LeaderCache(MemberCache):
-    """The leader's part of the KV cache. Each call makes the other members do the same with their parts."""
+    """The leader's part of the KV cache. Each method call makes the other members do the same with their parts."""
 
     def __init__(
         self, leader: GroupLeader, group: Collectives, arch: Architecture, num_blocks: int, num_host_blocks: int

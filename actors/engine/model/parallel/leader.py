@@ -231,7 +231,7 @@ class GroupLeader:
 
 
 class LeaderDecoder(ShardedDecoder):
-    """The leader's part of the model. Each call makes the other members compute their parts."""
+    """The leader's part of the model. Each method call makes the other members compute their parts."""
 
     def __init__(
         self, leader: GroupLeader, number: int, computation: Computation, model_dir: Path, group: Collectives

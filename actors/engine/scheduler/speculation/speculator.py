@@ -173,7 +173,9 @@ class Speculator:
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts to the decodes of a step (see `Drafter.add_drafts`)."""
+        """Adds drafts to those decodes of a step for which guessing is expected to pay. For the parameters see
+        `Drafter.add_drafts`.
+        """
         self._drafted.clear()
         self._fruitless += 1
         if self._fruitless > _PATIENCE and len(decodes) >= _MANY and self._fruitless % _EVERY:
