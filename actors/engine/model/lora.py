@@ -1,9 +1,10 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's directory format. For the rows of requests that use an adapter: `y += (x
-A^T) B^T * scale`.
+"""LoRA adapters (Hu et al. 2021) in PEFT's directory format. The rows of requests that use an adapter get:
 
-One batch may use several adapters; each adapter has spans of the step's rows. The model stacks some projections, such
-as q, k and v. The adapter's matrices are stacked in the same way, so that the stack takes only two matrix products. A
-batch without adapters does no extra work.
+    y += (x A^T) B^T * scale
+
+One batch may use several adapters. Each adapter then has spans of the step's rows. The model stacks some projections,
+such as q, k and v. The adapter's matrices are stacked in the same way, so that the stack takes only two matrix
+products. A batch without adapters does no extra work.
 """
 
 from __future__ import annotations

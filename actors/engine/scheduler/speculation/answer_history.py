@@ -30,8 +30,9 @@ _PRIOR_WEIGHT = 4.0
 
 
 def cell_of(source: Source, length: int) -> int:
-    """Returns the index of the counter for guesses of one source. Guesses found by lookup are counted by the length of
-    the match (up to 4, 8, 16, 32 and so on). Guesses of the draft model are counted by their position in the draft.
+    """Returns the index of the cell in which guesses are counted. There are cells for each source of guesses. Guesses
+    found by lookup are counted by the length of the match (up to 4, 8, 16, 32 and so on). Guesses of the draft model
+    are counted by their position in the draft.
     """
     if source == "model":
         return 2 * _CLASSES + min(length, _CLASSES - 1)
@@ -63,7 +64,9 @@ class Acceptance:
             self._all[cell] *= kept
 
     def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
-        """Returns the estimated share of right guesses: `(right + weight * prior) / (all + weight)`."""
+        """Returns the estimated share of right guesses in a cell: `(right + weight * prior) / (all + weight)`. `prior`
+        is the share that is assumed before any guess, and it counts as much as `weight` guesses.
+        """
         if prior is None:
             prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _LOOKUP_PRIORS[cell % _CLASSES]
         return (self._right[cell] + weight * prior) / (self._all[cell] + weight)
