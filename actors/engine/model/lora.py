@@ -273,8 +273,8 @@ class LoraManager:
         return self._by_name.pop(name)
 
     def id_of(self, name: str) -> str:
-        """Returns the adapter's name and content hash. Only sequences with the same id share KV. The id differs between
-        adapters that were loaded under one name, and is the same after a restart.
+        """Returns the adapter's id: its name and content hash. Only sequences with the same id share KV. Two adapters
+        with the same name but different content have different ids. An id stays the same after a restart.
         """
         self.adapter(name)
         return self._ids[name]

@@ -103,8 +103,8 @@ class GrammarMask:
 def apply_mask(
     logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 ) -> None:
-    """Sets the logits of all tokens that a mask forbids to minus infinity, in the given rows. A mask has one bit for
-    each token, which is 0 if the token is forbidden. The bits are packed into words, the lowest bit first.
+    """Forbids tokens in the given rows: sets the logits to minus infinity where a token's bit in the row's mask is 0.
+    The bits are packed into words, the lowest bit first.
     """
     vocab = logits_RV.shape[1]
     bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)

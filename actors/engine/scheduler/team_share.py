@@ -106,8 +106,8 @@ class TeamShare:
     ) -> StepLimit | None:
         """Returns the limit of a step, or None if the step computes nothing of light teams.
 
-        `started` are the prompts of light teams in the step. `left` is the step's budget after the decodes of
-        `running`. `may_admit` is True if a sequence waits and a place is free.
+        `started` are the prompts of light teams in the step. `left` is the budget that remains after the decodes of
+        `running`. `may_admit` is True if a sequence waits and there is a free place to run it.
         """
         working = [seq for seq in running if seq.team in light and seq.seq_id not in self._stalled]
         decodes = sum(seq.num_pending == 1 for seq in working)
