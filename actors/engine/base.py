@@ -41,8 +41,8 @@ class Engine(Protocol):
     backend: str = "this"
 
     async def start(self) -> EngineInfo:
-        """Loads the model, starts to serve and returns the engine's description. Raises ConfigError or DataError if the
-        model directory is unusable.
+        """Loads the model, starts to serve and returns the engine's description. Raises ConfigError or DataError when
+        the model directory is unusable.
         """
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
@@ -189,7 +189,7 @@ def refuse(backend: str, feature: Feature) -> NoReturn:
 
 
 def check_features(request: GenRequest, features: Collection[Feature], backend: str) -> None:
-    """Raises UsageError if a request needs a feature that the engine does not declare."""
+    """Raises UsageError when a request needs a feature that the engine does not declare."""
     for feature in required_features(request):
         if feature not in features:
             refuse(backend, feature)
@@ -236,7 +236,7 @@ class StreamProgress:
         self._finish_reasons = [each.finish_reason for each in samples]
 
     def add(self, chunk: GenChunk) -> None:
-        """Adds a received chunk to the progress."""
+        """Adds a received chunk of the stream to the progress."""
         self._token_ids[chunk.index] += chunk.token_ids
         self._finish_reasons[chunk.index] = chunk.finish_reason or self._finish_reasons[chunk.index]
 
@@ -264,7 +264,7 @@ def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
 
 
 def required_features(request: GenRequest) -> list[Feature]:
-    """Returns the optional engine features that a request needs."""
+    """Returns the optional features that a request needs."""
     params = request.sampling
     asked: dict[Feature, bool] = {
         "bad_words": bool(params.bad_words),

@@ -149,9 +149,9 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of the model: the chunks to compute, and the sequences that were evicted for it.
+    """One step of the model: the chunks to compute, and the sequences evicted for it.
 
-    Blocks are moved before anything is computed, in this order: disk_out, swap_out, swap_in, disk_in, copies.
+    Blocks move before anything is computed, in this order: disk_out, swap_out, swap_in, disk_in, copies.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)

@@ -183,9 +183,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability under the model's own distribution, its rank (from 1), and the most likely tokens at
-    its place.
-    """
+    """A token's log probability under the model's own distribution, its rank (from 1), and the most likely tokens."""
 
     token_id: int
     logprob: float

@@ -1,4 +1,4 @@
-"""A driver's view of its lease. Threads poll the API, so that a restart of the API does not hold up the work."""
+"""A driver's view of its lease. Threads poll the API, so that an API restart does not hold up the work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settled_members(lease: Lease) -> list[Member]:
 
 
 class LeaseWatch:
-    """Polls for the newest lease on a thread. While the API cannot be reached, the last known lease remains valid."""
+    """Polls for the newest lease on a thread. While the API cannot be reached, the last known lease stays valid."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id

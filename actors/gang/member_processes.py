@@ -211,9 +211,7 @@ def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
 
 
 def account_of(user: str) -> pwd.struct_passwd:
-    """Returns the operating system account of a `run_as` user. Raises ConfigError if commands cannot run as that user
-    on this node.
-    """
+    """Returns the account of a `run_as` user. Raises ConfigError if commands cannot run as that user on this node."""
     hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
     if os.geteuid() != 0:
         raise ConfigError(f"run_as {user} needs raytide to run as root on this node, and it does not.", hint=hint)

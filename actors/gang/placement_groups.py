@@ -29,7 +29,7 @@ LIST_TIMEOUT_S = 5.0
 class PlacementGroups:
     """Creates, lists and removes the placement groups of leases.
 
-    The process must be connected to Ray.
+    Needs a process that is connected to Ray.
     """
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
@@ -158,7 +158,7 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class WantedGroup:
-    """A placement group that should exist: one bundle with these resources on this Ray node."""
+    """A placement group that Ray should have: one bundle with these resources on this Ray node."""
 
     key: GroupKey
     ray_node_id: str

@@ -39,7 +39,7 @@ Hold = Callable[[], Gang]
 
 
 class LeasedScaling(ScalingConfig):
-    """Ray Train's ScalingConfig, extended by the gang that `fit` waits for."""
+    """Ray Train's ScalingConfig, extended by the gang for which `fit` waits."""
 
     def __init__(self, hold: Hold, client: GangClient, num_workers: int | tuple[int, int], **fields: Any) -> None:
         super().__init__(num_workers=num_workers, **fields)  # type: ignore[arg-type]  # its v2 takes a pair
@@ -206,4 +206,4 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:
-        """Does nothing. Ray Train has already killed the workers, and the lease removes the groups."""
+        """Does nothing: Ray Train has killed the workers before, and the lease removes the groups."""

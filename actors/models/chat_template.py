@@ -1,4 +1,4 @@
-"""Renders a model's chat template with jinja2 in a sandbox, as transformers does.
+"""Renders a model's chat template: jinja2 in a sandbox, as in transformers.
 
 Supports `{% generation %}` blocks, with which a template marks the assistant's answers.
 """

@@ -106,7 +106,7 @@ class WeightsSource:
         return cls(model_dir, content, version or content)
 
     def check_unchanged(self) -> None:
-        """Raises ConflictError if the directory now holds other weights."""
+        """Raises ConflictError when the directory now holds other weights."""
         found = content_digest(self.model_dir)
         if found != self.content:
             raise ConflictError(

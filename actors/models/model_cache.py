@@ -66,9 +66,12 @@ def staged_model(location: str, on_progress: Progress = lambda done, total: None
     """Returns the local path of a model or adapter. A model in an object store is first copied to this node. For a
     packaged model or a GGUF file, the path is that of the file.
 
-    Blocks while the copy makes progress. Raises DataError if the location is not allowed or cannot be read, DeniedError
-    if it is outside the data roots, StorageError if the model does not fit, WaitTimeoutError if no bytes arrive, and
-    ConfigError if a packaged model is not installed on this node.
+    Blocks while the copy makes progress. Errors:
+    - DataError: the location is not allowed or cannot be read.
+    - DeniedError: the location is outside the data roots.
+    - StorageError: the model does not fit.
+    - WaitTimeoutError: no bytes arrive.
+    - ConfigError: a packaged model is not installed on this node.
     """
     if (path := packaged_path(location)) is not None:
         return StagedModel(path)
@@ -93,7 +96,7 @@ def capacity_bytes() -> int:
 
 
 class ModelCache:
-    """The cached model directories in one folder, which many processes share."""
+    """The cache entries in one folder, which many processes share."""
 
     def __init__(self, folder: Path, capacity: int, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self._folder, self._capacity, self._lock_timeout_s = folder, capacity, lock_timeout_s

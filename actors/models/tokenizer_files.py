@@ -1,4 +1,4 @@
-"""The files of a model directory other than weights and config: tokenizer, generation config, chat template."""
+"""The files of a model directory besides weights and config: tokenizer, generation config, chat template."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class TokenizerSource:
 
     @classmethod
     def read(cls, model: Path) -> TokenizerSource:
-        """Reads the parts of a model's tokenizer. Raises DataError if a file is unreadable. Raises ConfigError for a
-        GGUF tokenizer that is not supported.
+        """Reads the parts of a model's tokenizer. Raises DataError if a file is unreadable, ConfigError for a GGUF
+        tokenizer that is not supported.
         """
         if is_gguf(model):
             file = GgufFile(model)
@@ -56,7 +56,7 @@ class TokenizerSource:
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Returns the paths of the tokenizer files that a directory has, by file name."""
+    """Returns the paths of the tokenizer files that the directory has, by name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}
 
 

@@ -27,7 +27,7 @@ _COUNTS = ("tokens", "samples")
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The results of a model on a suite."""
+    """The results of a suite."""
 
     model: str
     parent: str

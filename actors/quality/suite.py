@@ -1,4 +1,4 @@
-"""The suite of an evaluation: corpora, tasks, the parent model to compare with, and the gate."""
+"""The suite of an evaluation: corpora, tasks, the parent to compare with, and the gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,39}
 
 
 class HeldOutText(Config):
-    """A corpus that was not used in any step of training or calibration."""
+    """A corpus that no step of training or calibration has read."""
 
     path: bounds.Location = Field(min_length=1)
     """A text file, or a JSONL file whose lines have a text or a list of token ids."""
@@ -39,7 +39,7 @@ class TaskSuite(Config):
 
 
 class QualityGate(Config):
-    """Limits on the metrics of every corpus and task. A limit that is None is not checked."""
+    """The limits that every corpus and task must keep. A limit that is None is not checked."""
 
     max_kl: float | None = Field(default=None, ge=0)
     """The largest mean divergence KL(parent | model), in nats a token."""
@@ -54,9 +54,7 @@ class QualityGate(Config):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def rule(self) -> PromotionRule:
-        """Returns the limits as a rule of `raytide model promote`. The rule refers to the metrics of
-        `QualityReport.metrics`.
-        """
+        """Returns the same limits as a rule of `raytide model promote`, on the metrics of `QualityReport.metrics`."""
         limits: dict[str, tuple[Literal["higher", "lower"], float | None]] = {
             "kl": ("lower", self.max_kl),
             "kl_p99": ("lower", self.max_kl_p99),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockAllocator:
-    """Allocates the KV blocks of one memory, counts their references, and finds shared blocks by hash.
+    """Allocates the blocks of one memory, counts their references, and finds shared blocks by hash.
 
     Every operation is O(1) per block.
     """

@@ -92,13 +92,13 @@ class BlockFolder:
         return key in self._blocks
 
     def touch(self, key: bytes) -> None:
-        """Marks a block as the most recently used block."""
+        """Marks a block as the most recently used one."""
         with self._lock:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
 
     def write(self, key: bytes, parts: Items[Bytes]) -> None:
-        """Stores a block, whose content is the joined `parts`. Raises OSError if the disk is full or fails."""
+        """Stores a block with the content of the joined `parts`. Raises OSError when the disk is full or fails."""
         if key in self._blocks:
             return
         self._make_room(self.file_bytes)
@@ -131,7 +131,7 @@ class BlockFolder:
         self._remove(key.hex())
 
     def release(self) -> None:
-        """Unlocks the folder for other engines. Files that are still being written stay intact."""
+        """Unlocks the folder for other engines. Files that tasks are still writing stay intact."""
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def seconds_per_byte(self) -> float:

@@ -89,7 +89,7 @@ class BlockPool:
         self.host.release(blocks)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Lets later sequences share a full block that has been written."""
+        """Lets later sequences share a full, written block."""
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
@@ -197,7 +197,7 @@ class BlockPool:
         return own
 
     def take_moves(self, plan: StepPlan) -> None:
-        """Transfers the pending moves to the plan. The caller must perform them before it uses the pool again."""
+        """Transfers the pending moves to the plan. The caller performs them before it uses the pool again."""
         moves = self._moves
         plan.disk_out, plan.disk_in = moves.disk_out, moves.disk_in
         plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies

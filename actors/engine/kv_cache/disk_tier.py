@@ -114,7 +114,7 @@ class DiskTier:
             self._earlier = evictions + before.evictions, damaged + before.damaged
 
     def wants(self, block_hash: bytes) -> bool:
-        """Returns whether a cached block should be written to disk before its memory is reused."""
+        """Returns whether a block whose memory is about to be reused should be written to disk."""
         if not self.is_on or block_hash in self._unwritten:
             return False
         if block_hash in self._folder:
@@ -316,9 +316,7 @@ class Worker:
             self._tasks.put(task)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all tasks given so far are done, for at most `timeout_s` seconds. Returns whether all are
-        done.
-        """
+        """Waits until all tasks given so far are done, for at most `timeout_s` seconds. Returns whether they are."""
         done = threading.Event()
         self.run(done.set)
         return not self._finish.alive or done.wait(timeout_s)

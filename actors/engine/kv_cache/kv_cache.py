@@ -69,7 +69,7 @@ class KvCache:
             self._blocks(kv)[:, list(blocks)] = 0.0
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Returns, for each layer, the content of these blocks as bytes in host memory."""
+        """Returns for each layer the content of these blocks, as bytes in host memory."""
         rows = list(blocks)
         if not rows:  # a sleeping cache has no layers
             return tuple(np.empty(0, np.uint8) for _ in self.block_bytes)

@@ -71,7 +71,7 @@ class PrefixCache:
         return key
 
     def take_from_disk(self, running: Items[Sequence]) -> list[bytes]:
-        """Lets sequences share the blocks that were read from disk. Leaves one free block for the growth of each
+        """Lets sequences share the blocks that were read from disk. One free block is left for the growth of each
         running sequence. Returns the keys of the reads that have ended.
         """
         disk, keys = self._pool.disk, list[bytes]()

@@ -89,7 +89,7 @@ class PagedDecoder:
 
     @property
     def streamed_layers(self) -> int:
-        """The number of layers that every pass reads from the model files."""
+        """The number of layers that are read from the files in every pass."""
         return self._layers.num_streamed if isinstance(self._layers, StreamedLayers) else 0
 
     @torch.inference_mode()
@@ -103,7 +103,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
-        """Returns the float32 logits [R, V] of last hidden states [R, N]."""
+        """Returns the float32 logits [R, V] for last hidden states."""
         return self._capped(self._head(hidden_RN).float())
 
     def _capped(self, logits_RV: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
-        """Writes the KV of all tokens. Returns the normed last hidden states [R, N] of the tokens in `step.rows_R`."""
+        """Writes the KV of all tokens and returns the normed last hidden states [R, N] of the tokens `step.rows_R`."""
         arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
         one_call = self._in_one_call if loras is None else None
         if one_call is not None and self._is_whole:

@@ -70,11 +70,11 @@ class DraftModel:
         self._drafted.pop(seq.seq_id, None)
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimated time in seconds to guess one token for each of `rows` sequences."""
+        """Returns the estimated seconds to guess one token for each of `rows` sequences."""
         return self._cost.seconds(rows)
 
     def num_missing(self, seq: Sequence) -> int:
-        """Returns how many tokens of a sequence have no KV in the draft model."""
+        """Returns how many of a sequence's tokens have no KV in this model."""
         return len(seq.tokens) - self._known.get(seq.seq_id, 0)
 
     def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:

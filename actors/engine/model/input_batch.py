@@ -38,9 +38,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """The array rows of the running sequences. A sequence gets a row at its first step and keeps the row until
-    `release`.
-    """
+    """The rows of the running sequences. A row is assigned at a sequence's first step and freed by `release`."""
 
     def __init__(self, max_running: int, max_len: int, block_size: int, device: torch.device) -> None:
         max_blocks = -(-max_len // block_size)

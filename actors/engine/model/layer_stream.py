@@ -19,7 +19,7 @@ _RETURNED_BYTES = 1 << 20
 
 
 class StreamedLayers:
-    """The layers in order, for any number of passes, one pass at a time. Iteration raises DataError if a file can no
+    """The layers in order, for any number of passes, one pass at a time. Iterating raises DataError when a file can no
     longer be read.
     """
 

@@ -1,4 +1,4 @@
-"""Computes a step: builds the inputs from the persistent batch, runs the forward pass over the paged cache, and samples
+"""Computes a step: builds its inputs from the persistent batch, runs the forward pass over the paged cache, and samples
 tokens.
 """
 
@@ -189,7 +189,7 @@ class ModelRunner:
 
     @property
     def streamed_layers(self) -> int:
-        """The number of layers that every step reads from the model files."""
+        """The number of layers that are read from the files in every step."""
         return self._loaded.streamed_layers
 
     @property
@@ -308,7 +308,7 @@ class ModelRunner:
         return head(hidden_RN[:num_logits])
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
-        """Returns float32 logits [T, V] after each token of a prompt, computed apart from running sequences."""
+        """Returns float32 logits [T, V] after each token of a prompt, computed separately from running sequences."""
         return prompt_logits(self._loaded, tokens, self.block_size, self._device.torch_device)
 
     def load_lora(self, name: str, path: Path) -> None:

@@ -58,7 +58,7 @@ def pooled_vector(seq: Sequence) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The rows of a step's flat batch whose hidden states are pooled."""
+    """The rows of a step's flat batch whose states are pooled."""
 
     chunks: list[tuple[PooledPrompt, int, int]]  # with the first position of a chunk, and the number of its rows
     rows: list[int]

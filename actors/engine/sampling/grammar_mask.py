@@ -19,7 +19,7 @@ _STRIKES = 2
 
 
 class GrammarMask:
-    """The grammar states of running sequences, with which logits are masked."""
+    """The grammar states of running sequences."""
 
     def __init__(self) -> None:
         self._states: dict[str, GrammarState] = {}
@@ -31,7 +31,7 @@ class GrammarMask:
         self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
-        """Masks the rows of these sequences by their grammars. Returns the errors of failed grammars, by row."""
+        """Masks the rows of these sequences by their grammars. Returns the errors of failed grammars by row."""
         if not seqs:
             return {}
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
@@ -81,7 +81,7 @@ class GrammarMask:
             return 0
 
     def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
-        """Advances each sequence's grammar by its sampled token. Marks the outputs that are complete."""
+        """Advances each sequence's grammar by its sampled token, and marks outputs that are complete."""
         for seq, sampled in chosen:
             if sampled.token < 0:
                 continue

@@ -161,7 +161,7 @@ def _nucleus_floor(probs: Row, mass: float) -> np.float32:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: Items[int]) -> npt.NDArray[np.float64]:
-    """Returns a uniform number in [0, 1) for each pair (seed, position), by two rounds of splitmix64's finalizer."""
+    """Returns a uniform number in [0, 1) for each (seed, position), by two rounds of splitmix64's finalizer."""
     mixed = _mix(_mix(seeds) ^ np.array(positions, np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

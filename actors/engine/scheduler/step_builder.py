@@ -97,7 +97,7 @@ class StepBuilder:
         return seq.seq_id not in self._started and not is_protected(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Adds a sequence that was waiting until now."""
+        """Adds a sequence that has waited until now."""
         self._started.add(seq.seq_id)
         if self.limit is not None:
             self.limit.start(seq)

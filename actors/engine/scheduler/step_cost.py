@@ -51,9 +51,7 @@ class StepCost:
                 del self._factors[stale], self._seen[stale]
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimated time of a step in seconds. Before any measurement, the unit is the time of a one-row
-        step.
-        """
+        """Returns the estimated seconds of a step. Before any measurement, the unit is the time of a one-row step."""
         measured = self._rows
         if not measured:
             return self._shape(rows)

@@ -38,7 +38,7 @@ class StepLimit:
     admission: int = 0
 
     def tokens(self, seq: Sequence, left: int) -> int:
-        """Returns how many of the step's `left` remaining tokens a sequence may take."""
+        """Returns how many of the step's `left` tokens a sequence may take."""
         return min(left, self.grants.get(seq.seq_id, 0)) if self.limits(seq) else left
 
     def limits(self, seq: Sequence) -> bool:

@@ -1,6 +1,4 @@
-"""The queue of sequences that do not run. Each sequence is either queued in order of service, or parked until an
-event.
-"""
+"""The queue of sequences that do not run: each is either queued in order of service, or parked until an event."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class WaitingQueue:
         heappush(self._heaps.setdefault((self._policy.priority(seq), seq.team), []), entry)
 
     def remove(self, seq: Sequence) -> None:
-        """Removes a sequence from the queue, whether it is parked or not."""
+        """Removes a sequence, parked or not."""
         key = self._parked_on.pop(seq.seq_id, None)
         if key is not None:
             del self._parked[key][seq.seq_id]
@@ -81,7 +79,7 @@ class WaitingQueue:
         return best[4] if best is not None else None
 
     def park(self, seq: Sequence, key: str | bytes) -> None:
-        """Sets a queued sequence aside until `wake(key)` is called."""
+        """Sets a queued sequence aside until `wake(key)`."""
         self.remove(seq)
         self._parked_on[seq.seq_id] = key
         self._parked.setdefault(key, {})[seq.seq_id] = seq

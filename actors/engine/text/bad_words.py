@@ -29,8 +29,8 @@ class BadWords:
         return len(self._words)
 
     def next_banned(self, tokens: list[int], output_len: int) -> list[int]:
-        """Returns the tokens that would complete a bad word in the output. The output is the last `output_len` tokens
-        of `tokens`.
+        """Returns the tokens that would complete a bad word that starts in the output. The output is the last
+        `output_len` tokens of `tokens`.
         """
         banned = list(self._always)
         if output_len and (by_length := self._after.get(tokens[-1])):

@@ -1,5 +1,5 @@
-"""Incremental detokenization. The emitted texts add up to the tokenizer's decoding of all tokens, and no character is
-ever split.
+"""Incremental detokenization: the emitted texts add up to the tokenizer's decode of all tokens, and never split a
+character.
 """
 
 from __future__ import annotations

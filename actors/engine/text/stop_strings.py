@@ -34,7 +34,7 @@ class StopScanner:
 
     @classmethod
     def of(cls, params: SamplingParams) -> StopScanner:
-        """Returns a scanner for the stop strings of a request. The stream must have one chunk for each token."""
+        """Makes a scanner for the stop strings of a request. The stream must have one chunk for each token."""
         return cls(params.stop, skip=params.min_tokens, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:

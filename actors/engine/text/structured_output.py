@@ -55,7 +55,7 @@ def can_structure() -> bool:
 
 
 class GrammarState:
-    """The state of one output in its grammar. The state can be dropped and rebuilt from the tokens at any time."""
+    """The state of one output in its grammar. It can be dropped and rebuilt from the tokens at any time."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -92,7 +92,7 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """True if the grammar allows only the end of the output."""
+        """True if nothing but the end of the output can follow."""
         return bool(self._matcher.is_stopped())
 
 
@@ -152,8 +152,8 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Compiles a grammar and returns it. Raises UsageError if the grammar is invalid or takes too long to compile,
-        OverloadedError if too many grammars wait.
+        """Returns the compiled grammar, and blocks until it is compiled. Raises UsageError if the grammar is invalid or
+        takes too long to compile, OverloadedError if too many grammars wait.
         """
         job = self._submit(structured)
         began_s = time.monotonic()

@@ -1,5 +1,5 @@
-"""Converts text to token ids and back with the `tokenizers` library, and renders chats with the model's chat
-template.
+"""Converts text to token ids and back with the `tokenizers` library, with the special ids and chat template of the
+model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tokenizer:
 
     def encode_pair(self, text: str, pair: str, *, enough: int | None = None) -> list[int]:
         """Returns the token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long texts are cut
-        in the same way as by `encode`.
+        as `encode` does.
         """
         texts = self._cut(_checked(text), enough), self._cut(_checked(pair), enough)
         (encoding,) = self.rust.encode_batch_fast([texts], add_special_tokens=True)

@@ -42,7 +42,7 @@ For each call answer with a JSON object of the function's name and its arguments
 
 
 def format_of(template: ChatTemplate) -> ChatFormat:
-    """Returns the output format of a model with this chat template."""
+    """Returns the format of the outputs of a model with this template."""
     name = next((name for mark, name in _MARKS if mark in template.source), "") if template.knows_tools else ""
     reasoning = ""
     if "<think>" in template.source or "</think>" in template.source:

@@ -1,4 +1,4 @@
-"""Threads for tokenizing and chat templates, separate from the event loop and the engine's thread."""
+"""Threads for tokenizing and chat templates, apart from the event loop and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS = 2
 
 
 class TextPool:
-    """A thread pool with a bounded queue. Use it from one event loop. Its threads start at the first use."""
+    """A thread pool with a bounded queue. Use it from one event loop. Its threads start with the first text."""
 
     def __init__(self, max_jobs: int = MAX_TEXT_JOBS) -> None:
         self._max_jobs = max_jobs

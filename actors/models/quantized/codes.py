@@ -71,7 +71,7 @@ def round_fp8(weight_NK: Tensor, scale_dtype: torch.dtype) -> RoundedWeight:
 
 
 def dequantized(rounded: RoundedWeight) -> Tensor:
-    """Returns the float32 weights [N, K] that the codes represent."""
+    """Returns the float32 weights [N, K] that the codes stand for."""
     n, k = rounded.codes_NK.shape
     codes = rounded.codes_NK.float().reshape(n, rounded.scale_NG.shape[1], -1)
     if rounded.zero_NG is not None:

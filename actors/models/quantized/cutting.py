@@ -1,4 +1,4 @@
-"""Cuts a quantized weight into parts for processes that share a model."""
+"""Cuts a quantized weight among processes that share a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Block:
 
 
 def words_of(part: Range, bits: int) -> tuple[slice, slice]:
-    """Returns the range of int32 words that hold a range of codes, and the range of these codes within the words."""
+    """Returns the int32 words that hold a range of codes, and the range of the codes within these words."""
     per_word, (first, end) = 32 // bits, part
     start = first // per_word
     return slice(start, -(-end // per_word)), slice(first - start * per_word, end - start * per_word)

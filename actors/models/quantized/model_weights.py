@@ -24,9 +24,7 @@ class ModelWeights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns one tensor, dequantized if necessary. Raises DataError if the tensor is missing or has another
-        shape.
-        """
+        """Returns one tensor, dequantized if necessary. Raises DataError if it is missing or has another shape."""
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
         """Returns tensors stacked along the first dimension."""
@@ -45,7 +43,7 @@ class ModelWeights(Protocol):
 
 
 class WholeWeights(ModelWeights, Protocol):
-    """The weights of a whole model, from which blocks can be read."""
+    """The weights of a whole model, of which blocks can be read."""
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
         """Returns the block `where` of a tensor whose whole shape is `shape`. The slices in `where` have explicit

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face directory with quantized modules. The tensors of each module determine its format."""
+"""The weights of a Hugging Face directory with quantized modules. The tensors of each module decide its format."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[
 
 
 def failed_row(place: int, custom_id: str, code: str, message: str) -> RowResult:
-    """Returns the result of a row that got no response."""
+    """Returns the result of a row that had no response."""
     return RowResult(place, False, _line(custom_id, None, {"code": code, "message": message}))
 
 

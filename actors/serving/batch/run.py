@@ -117,8 +117,8 @@ class _Recorder:
 
 
 def write_results(progress: ProgressFile, rows: int, output: Path, errors: Path) -> None:
-    """Writes the results to an output file and an error file, in the order of the input, and syncs both to disk. Raises
-    StorageError if the disk is full.
+    """Writes the results to two files, in the order of the input, and syncs both to the disk. Raises StorageError if
+    the disk is full.
     """
     with full_disk_is_an_error("the results of a batch"), output.open("wb") as good, errors.open("wb") as bad:
         for place in range(rows):

@@ -122,7 +122,7 @@ class NativeEngine(Engine):
         return await tokenizer.pool.run(lambda: tokenizer.chat_prompt(messages, tools, options, enough=enough))
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's counters. Raises EngineDeadError if the engine's thread has died."""
+        """Returns the engine's counters. Raises EngineDeadError when the thread has died."""
         core, thread = self._started(), self._thread
         assert thread is not None
         if thread.death is not None:

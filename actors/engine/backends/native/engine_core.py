@@ -197,13 +197,13 @@ class EngineCore:
         return RequestState(request, samples, now_s)
 
     def track_outputs(self, answer: RequestState) -> None:
-        """Starts to collect the output of a request, whose sequences must already be in the scheduler."""
+        """Starts to collect the output of a request whose sequences are in the scheduler."""
         self._requests[answer.request_id] = answer
         for sample in answer.samples:
             self._samples[sample.seq.seq_id] = answer, sample
 
     def drain_outputs(self) -> list[Output]:
-        """Returns the outputs since the last call, and forgets them."""
+        """Returns the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -254,7 +254,7 @@ class EngineCore:
         return True
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every request with an error, after a failure that no single request caused."""
+        """Ends every request with an error, after a failure that no single request has caused."""
         for request_id in self.request_ids:
             self._fail(request_id, error)
         self.scheduler.invalidate()  # what was computed cannot be trusted

@@ -31,7 +31,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
 
 
 def native_features(config: EngineConfig, arch: Architecture) -> frozenset[Feature]:
-    """Returns the optional features of a native engine with the given options."""
+    """Returns the optional features of an engine with these options."""
     optional: dict[Feature, bool] = {
         "classification": arch.num_labels > 0,
         "images": arch.vision is not None,

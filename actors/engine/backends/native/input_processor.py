@@ -80,7 +80,7 @@ class InputProcessor:
         return tuple(processor.prepare(data, index) for index, data in enumerate(request.images))
 
     async def prepare(self, request: GenRequest) -> Prepared:
-        """Compiles a request's grammar and decodes its images in other threads. Raises UsageError or
+        """Compiles a request's grammar and decodes its images in separate threads. Raises UsageError or
         OverloadedError.
         """
         params, bad_words = request.sampling, None
@@ -214,7 +214,7 @@ class InputProcessor:
 
 
 def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
-    """Returns a hash of everything, except the tokens, that KV depends on. Only sequences with the same salt share
+    """Returns a hash of everything, except the tokens, that KV depends on: only sequences with the same salt share
     blocks.
     """
     return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()

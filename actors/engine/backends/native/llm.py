@@ -1,6 +1,4 @@
-"""The engine in a plain Python process, for notebooks and scripts: `LLM(model_dir).generate(prompts,
-SamplingParams(...))`.
-"""
+"""The engine in a plain process, for notebooks and scripts: `LLM(model_dir).generate(prompts, SamplingParams(...))`."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ class LLM:
         return self._pool(prompts, lambda: PooledPrompt(pooling))
 
     def classify(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns, for each prompt, the logits of the labels from the model's classification head."""
+        """Returns the logits of the labels for each prompt, by the model's classification head."""
         if not self.info.num_labels:
             raise UsageError(f"{self.info.model} has no classification head.", hint="Use embed() for vectors.")
         return self._pool(prompts, lambda: PooledPrompt("last", classify=True))

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def pause(core: EngineCore) -> None:
-    """Makes the engine take no steps until `resume`."""
+    """Stops taking steps until `resume`."""
     if core.state == "serving":
         core.state = "paused"
 

@@ -21,7 +21,7 @@ class RequestFailure:
 
     @classmethod
     def of(cls, request_id: str, error: Exception) -> RequestFailure:
-        """Returns the failure of a request. An error that is not raytide's own is wrapped in EngineError."""
+        """Returns the failure of a request. An error that raytide did not raise itself is wrapped in EngineError."""
         if isinstance(error, RaytideError):
             return cls(request_id, error)
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))

@@ -62,7 +62,7 @@ class RemoteEngine(Engine):
         self._connection: _Connection | None = None
 
     async def start(self) -> EngineInfo:
-        """Connects and returns the engine's description. Raises EngineDeadError if nothing answers at the address."""
+        """Connects and returns the engine's description. Raises EngineDeadError when nothing answers at the address."""
         loop = asyncio.get_running_loop()
         connection = _Connection(self.name, self._token_texts, self._on_status, self._on_prefix, self._on_lost)
         try:

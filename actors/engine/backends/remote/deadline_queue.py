@@ -51,7 +51,7 @@ class DeadlineQueue(Generic[T]):
             heappush(self._waiting, (due_s, self._pushed, due_s - needs_s, request))
 
     def head(self, now_s: float = -math.inf) -> T:
-        """Returns the request that would start at `now_s`. Raises IndexError if no request waits."""
+        """Returns the request that would start at `now_s`. Raises IndexError if none waits."""
         waiting, late = self._waiting, self._late
         while waiting and waiting[0][2] < now_s:
             late.append(heappop(waiting)[3])
@@ -60,7 +60,7 @@ class DeadlineQueue(Generic[T]):
         return waiting[0][3]
 
     def pop(self, now_s: float = -math.inf) -> T:
-        """Removes and returns the request that starts at `now_s`. Raises IndexError if no request waits."""
+        """Removes and returns the request that starts at `now_s`. Raises IndexError if none waits."""
         request = self.head(now_s)
         if self._late and self._late[0] is request:
             self._passed_over = 0

@@ -76,12 +76,12 @@ class DirectOutput:
             stream.given += 1
 
     def skip(self, request_id: str) -> None:
-        """Counts a chunk that reached the event loop but will not be written."""
+        """Counts a chunk that the event loop has received and will not write."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.written += 1
 
     def sent(self, request_id: str) -> Iterator[GenChunk]:
-        """Removes and yields the chunks of a request that the engine's thread has sent directly."""
+        """Removes and yields the chunks of a request that were sent directly."""
         if (stream := self._streams.get(request_id)) is not None:
             while stream.sent:
                 yield stream.sent.popleft()

@@ -45,7 +45,7 @@ class _Team:
 
 
 class Generator(Protocol):
-    """The methods of an engine that the admission needs."""
+    """The methods of an engine that the admission calls."""
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]: ...
 

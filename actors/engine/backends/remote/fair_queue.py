@@ -78,7 +78,7 @@ class FairQueue(Generic[T]):
         return self._levels[min(self._levels)].head(now_s) if self._levels else None
 
     def pop(self, now_s: float = -math.inf) -> T:
-        """Removes and returns the request that goes next. Raises IndexError if the queue is empty."""
+        """Removes and returns the request that goes next. Raises IndexError if there is none."""
         if not self._levels:
             raise IndexError("the queue is empty")
         priority = min(self._levels)

@@ -82,7 +82,7 @@ class HandoverEngine:
         self._assigned[request_id] = peer
 
     def forget(self, request_id: str) -> None:
-        """Removes the assignment of a request to a peer, if `generate` has not used it."""
+        """Removes the assignment of a request, if `generate` has not used it."""
         self._assigned.pop(request_id, None)
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:

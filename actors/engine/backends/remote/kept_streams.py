@@ -42,7 +42,7 @@ class KeptStreams:
         self._num_bytes = 0
 
     def holds(self, key: str) -> bool:
-        """Returns whether a stream with this key is running or is kept."""
+        """Returns whether a stream with this key runs or is kept."""
         self._evict()
         return key in self._running or key in self._finished
 

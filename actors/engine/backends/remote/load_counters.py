@@ -20,8 +20,8 @@ class LoadCounters:
 
     @property
     def pending_tokens(self) -> int:
-        """The number of uncached prompt tokens in requests that wait for their first token. Late requests are left out,
-        since they go last.
+        """The uncached prompt tokens of requests that wait for their first token. Late requests are left out, since
+        they go last.
         """
         return sum(request.new_tokens for request in self._unanswered if not request.is_late)
 

@@ -177,7 +177,7 @@ def unpack_messages(packed: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def pack_tools(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Returns tools as JSON text. Their schemas may have numbers beyond 64 bits, which msgpack lacks."""
+    """Returns tools as JSON text: their schemas may have numbers beyond 64 bits, which msgpack lacks."""
     return json.dumps(list(tools))
 
 

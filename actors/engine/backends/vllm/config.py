@@ -38,7 +38,7 @@ class Span:
     seed: int
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the engine arguments that let vLLM's processes on all nodes find each other without Ray."""
+        """Returns the engine arguments with which vLLM's processes on all nodes find each other, without Ray."""
         return {
             "nnodes": self.size,
             "node_rank": self.rank,

@@ -48,7 +48,7 @@ def call(
 
 
 def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
-    """Returns the sampling parameters for the part of an output that follows its first `num_tokens` tokens."""
+    """Returns the sampling parameters for the rest of an output after its first `num_tokens` tokens."""
     max_tokens = None if params.max_tokens is None else params.max_tokens - num_tokens
     min_tokens = max(0, params.min_tokens - num_tokens)
     return replace(params, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None)
@@ -75,8 +75,8 @@ def check_resumable(request: GenRequest) -> None:
 
 
 def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
-    """Returns vLLM's prompt object for the tokens. If this vLLM accepts rendered prompts, the prompt is rendered here,
-    which saves a thread switch.
+    """Returns vLLM's prompt object for these tokens. If this vLLM supports rendered prompts, the prompt is rendered
+    here, which saves a thread switch.
     """
     inputs = core.modules["inputs"]
     salt = {"cache_salt": cache_salt} if cache_salt else {}

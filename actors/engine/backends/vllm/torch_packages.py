@@ -15,8 +15,8 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def broken_torch_packages() -> list[str]:
-    """Returns the packages that are installed but cannot be imported. Each package is tested in a new process, which
-    takes seconds.
+    """Returns the packages that are installed but cannot be imported. Each is tested in a new process, which takes
+    seconds.
     """
     return [name for name in COMPANIONS if installed_version(name) is not None and not imports(name)]
 

@@ -38,8 +38,8 @@ class MemberCache(KvCache):
         return self._group.gather_bytes(torch.from_numpy(own), sizes)
 
     def receive_blocks(self, blocks: Items[int], parts: list[Tensor]) -> None:
-        """Receives this member's part of the blocks from the leader and writes it. On the leader, `parts` has the parts
-        of all members.
+        """Receives this member's part of the blocks from the leader, and writes it. On the leader, `parts` has the
+        parts of all members.
         """
         sizes = [kv.nbytes // self.num_blocks * len(blocks) for kv in self.layers]
         own = self._group.scatter_bytes(parts, sum(sizes)).numpy()
@@ -78,7 +78,7 @@ class LeaderCache(MemberCache):
             super().zero_blocks(blocks)
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Returns, for each layer, the content of these blocks with the heads of all members."""
+        """Returns for each layer the content of these blocks, with the heads of all members."""
         rows = list(blocks)
         if not rows or not self.layers:
             return super().read(rows)

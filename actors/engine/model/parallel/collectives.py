@@ -131,7 +131,7 @@ class Collectives:
         return x_TN, delta_TN
 
     def send_back(self, hidden_RN: Tensor) -> None:
-        """Sends the last stage's hidden states to the first stage, which has the output head."""
+        """Sends the last stage's hidden states to the first stage, which has the head."""
         if len(hidden_RN):
             self._send(hidden_RN.contiguous(), self.shard.rank)
 

@@ -86,7 +86,7 @@ class LocalMembers:
         return None
 
     def stop(self) -> None:
-        """Ends the members that still run, and waits until they have ended."""
+        """Ends the members that still run, and waits for their end."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()

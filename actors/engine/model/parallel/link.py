@@ -36,7 +36,7 @@ _KEEPALIVE_S, _KEEPALIVE_COUNT = 5, 4
 
 
 class MemberLink:
-    """One end of an authenticated connection. Any thread may send, but only one thread at a time may receive."""
+    """One end of an authenticated connection. Any thread may send; only one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._socket, self.rank = connection, rank

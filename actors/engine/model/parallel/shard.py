@@ -35,9 +35,7 @@ class ModelShard:
 
     @classmethod
     def of_group(cls, stages: int, size: int) -> list[ModelShard]:
-        """Returns the shards of all members, by their rank in the group. The members of a stage have consecutive
-        ranks.
-        """
+        """Returns the shards of all members by rank in the group: the members of a stage have consecutive ranks."""
         return [cls(rank, size, stage, stages) for stage in range(stages) for rank in range(size)]
 
     @property
@@ -63,7 +61,7 @@ class ModelShard:
         return first, first + max(1, arch.num_kv_heads // self.size)
 
     def architecture(self, arch: Architecture) -> Architecture:
-        """Returns the architecture of this member's part. Raises ConfigError if the heads cannot be divided among the
+        """Returns the architecture of this member's part. Raises ConfigError when the heads cannot be divided among the
         members.
         """
         check_divides(arch, self.size, self.stages)

@@ -207,7 +207,7 @@ class Speculator:
             self._fruitless = 0
 
     def observe(self, plan: StepPlan, accepted: Callable[[str], int]) -> None:
-        """Counts the drafts of a computed step. `accepted(seq_id)` returns how many draft tokens of a sequence were
+        """Counts the drafts of a computed step. `accepted(seq_id)` returns how many of a sequence's draft tokens were
         right.
         """
         for chunk in plan.chunks:

@@ -29,7 +29,7 @@ class Match:
     length: int
 
     def follow(self, token: int) -> bool:
-        """Extends the match by a new token of the text. Returns False if the guess was a different token."""
+        """Extends the match by a new token of the text. Returns False if the guess was another token."""
         if self.at >= len(self.tokens) or self.tokens[self.at] != token:
             return False
         self.at += 1
@@ -53,7 +53,7 @@ class SuffixIndex:
     """An index of the trigrams in a list of tokens that grows at its end. The list's last token is left out, because no
     token follows it that could be a guess.
 
-    Indexing a token takes about 100 bytes and a third of a microsecond. Tokens before `start` are not indexed.
+    An indexed token takes about 100 bytes and a third of a microsecond. Tokens before `start` are not indexed.
     """
 
     def __init__(self, tokens: list[int], start: int = 0) -> None:

@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """Returns the family of a GGUF file. Raises ConfigError if the family is not supported."""
+    """Returns the family of a GGUF file. Raises ConfigError if it is not supported."""
     name = file.text("general.architecture")
     if name not in FAMILIES:
         raise ConfigError(
@@ -52,9 +52,7 @@ def family_of(file: GgufFile) -> GgufFamily:
 
 
 def gguf_config(file: GgufFile) -> dict[str, object]:
-    """Returns the fields of the equivalent `config.json`. `families.py` checks them in the same way as those of a
-    directory.
-    """
+    """Returns the fields of the equivalent `config.json`. `families.py` checks them like those of a directory."""
     family, name = family_of(file), file.text("general.architecture")
 
     def number(field: str, default: float | None = None) -> int | float:
@@ -97,9 +95,7 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """Returns the tokens that end an answer: those for the end of a text, of a turn, and of a message with tool
-    calls.
-    """
+    """Returns the tokens that end an answer: those that end a text, a turn, and a message with tool calls."""
     fields = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(int(file.number(field)) for field in fields if field in file))
 

@@ -109,7 +109,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> Json:
-    """Returns the fields of the equivalent `tokenizer_config.json`: special tokens and the chat template."""
+    """Returns the fields of a `tokenizer_config.json`: special tokens and the chat template."""
     tokens = file.texts("tokenizer.ggml.tokens")
     found: Json = {}
     for name in ("bos", "eos"):

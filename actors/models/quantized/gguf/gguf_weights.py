@@ -41,7 +41,7 @@ _MOST_NAMED = 5
 
 
 class GgufWeights:
-    """The tensors of a GGUF file, converted to a dtype and device. Implements `ModelWeights`."""
+    """A file's tensors, converted to a dtype and device. Implements `ModelWeights`."""
 
     def __init__(self, file: GgufFile, dtype: torch.dtype, device: torch.device) -> None:
         self._file, self._dtype, self._device = file, dtype, device

@@ -45,7 +45,7 @@ def packaged_path(name: str) -> str | None:
 
 
 def is_packaged(path: Path) -> bool:
-    """Returns whether a path is the file of a packaged model that is installed here."""
+    """Returns whether a path is the file of an installed packaged model."""
     return any(_found(model) == path for model in PACKAGED_MODELS.values() if model.file == path.name)
 
 
