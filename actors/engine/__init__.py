@@ -1,6 +1,7 @@
-"""raytide's inference engine: paged KV, continuous batching, streaming. `docs/engine.md` follows a token through it.
+"""raytide's inference engine: paged KV cache, continuous batching, streaming. `docs/engine.md` follows a token through
+the engine.
 
-Names are imported at first use, so that `raytide.actors.engine.scheduler.scheduler` and the shared types need no torch.
+Names are imported at first use, so that importing the scheduler or the shared types does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `Engine` protocol, through which replicas, the router and tests use an engine.
 
-Implementations: `native.NativeEngine`, `vllm.VllmEngine`, `fake.FakeEngine`. The conformance suite in
-tests/actors/engine/conformance runs on each. `EngineInfo.features` declares the optional features that an engine has.
+Implementations are `native.NativeEngine`, `vllm.VllmEngine` and `fake.FakeEngine`. All of them must pass the
+conformance suite in tests/actors/engine/conformance. `EngineInfo.features` lists the optional features of an engine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Prompt = str | Sequence[int]
 class Engine(Protocol):
     """One model that serves many requests at once, from one asyncio event loop.
 
-    Methods that belong to a feature are optional. An engine that derives from this class without overriding them raises
-    UsageError there and does not declare the feature.
+    Methods that belong to a feature are optional. An engine that does not override such a method raises UsageError when
+    it is called, and does not declare the feature.
     """
 
     backend: str = "this"
@@ -46,36 +46,40 @@ class Engine(Protocol):
         """
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Streams all samples of one request; the last chunk carries `usage`. With `resume` (feature "resume") only the
-        rest of the output is streamed, and `usage` counts the whole output.
+        """Streams all samples of one request. The last chunk carries `usage`. Closing the iterator aborts the request.
 
-        Raises UsageError (bad or too long prompt, a feature that the engine lacks), ConflictError (request id in use),
-        OverloadedError (queue full or draining) before the first chunk, EngineError when this request fails. Closing
-        the iterator aborts the request.
+        If the request has `resume` (feature "resume"), only the rest of the output is streamed, but `usage` counts the
+        whole output. Before the first chunk it may raise UsageError (a bad prompt, or a feature that the engine lacks),
+        ConflictError (request id in use) or OverloadedError (queue full or draining). Raises EngineError if this
+        request fails.
         """
 
     async def abort(self, request_id: str) -> bool:
-        """Ends all of a request's samples now with finish reason "abort"; its blocks are free when this returns.
-        Returns False for an unknown request.
+        """Ends all samples of a request now, with finish reason "abort". The request's KV blocks are free when this
+        returns. Returns False for an unknown request.
         """
 
     async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
-        """Returns the token ids of a text, or of two texts joined as the model's tokenizer joins a pair. A text gets
-        the special tokens that the tokenizer adds (a BOS, if it has one) only with `special`.
+        """Returns the token ids of a text. With `pair`, returns the token ids of two texts, joined as the model's
+        tokenizer joins a pair.
+
+        If `special` is true, the tokenizer adds its special tokens, such as a BOS.
         """
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """Returns the texts of prompts that are given as tokens; special tokens appear by name."""
+        """Returns the texts of prompts that are given as token ids. Special tokens appear by name."""
         bytes_of = self.token_bytes
         return await asyncio.to_thread(
             lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
         )
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the tokens' names in the tokenizer's vocabulary; "" for an unknown token."""
+        """Returns the names of the tokens in the tokenizer's vocabulary. The name of an unknown token is ""."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
+        """Returns the text of a token in the middle of a text. It is UTF-8 that may begin or end with part of a
+        character.
+        """
         refuse(self.backend, "logprobs")
 
     async def chat_prompt(
@@ -84,34 +88,37 @@ class Engine(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         options: PromptOptions = PLAIN_PROMPT,
     ) -> list[int]:
-        """Returns the token ids of a conversation, rendered by the model's chat template and ready for `generate`.
-        `tools` are those that the model may call, in OpenAI's form.
+        """Returns the token ids of a conversation, rendered with the model's chat template and ready for `generate`.
+        `tools` are the tools that the model may call, in OpenAI's form.
         """
 
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns how many of a prompt's first tokens would now get their KV from the prefix cache, in memory or on a
-        disk that is faster than computing; 0 when unknown.
+        """Returns how many of a prompt's first tokens would now get their KV from the prefix cache. The cache may be in
+        memory, or on a disk that is faster than computing. Returns 0 if the number is unknown.
         """
         return 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for running ones. Returns whether all ended in time; the rest were aborted."""
+        """Refuses new requests and waits for running ones. Aborts those that do not end in time. Returns whether all
+        ended in time.
+        """
 
     async def shutdown(self) -> None:
         """Aborts running requests, stops, and frees the memory. Idempotent."""
 
     def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
-        """Makes the engine's own thread call `take` with the chunks of each step before it delivers them. It delivers
-        only the chunks that `take` returns, which must include the last chunk of each request. An engine without a
-        thread of its own never calls `take`.
+        """Sets a filter for the engine's outputs. The engine's own thread calls `take` with the chunks of each step,
+        and delivers only the chunks that `take` returns.
+
+        `take` must return the last chunk of each request. An engine without a thread of its own never calls `take`.
         """
         return
 
     async def pause(self) -> None:
-        """Feature "pause". Stops taking steps until `resume`; requests stay and new ones queue. `pause` and `resume`
-        are idempotent.
+        """Feature "pause". Takes no steps until `resume`. Running requests stay, and new requests queue. `pause` and
+        `resume` are idempotent.
         """
         refuse(self.backend, "pause")
 
@@ -119,27 +126,27 @@ class Engine(Protocol):
         refuse(self.backend, "pause")
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Feature "sleep". Pauses and frees memory: level 1 frees the KV, level 2 the weights too. Requests stay, and
-        their KV is computed again after `wake`.
+        """Feature "sleep". Pauses and frees memory. Level 1 frees the KV cache, level 2 frees the weights as well.
+        Requests stay, and their KV is computed again after `wake`.
         """
         refuse(self.backend, "sleep")
 
     async def wake(self) -> None:
-        """Allocates the memory again and resumes; does nothing without a `sleep` before it. Raises ConflictError when
-        the weights on disk are no longer the version that was loaded before `sleep` (`load_weights` accepts new ones).
+        """Allocates the memory that `sleep` freed, and resumes. Does nothing if the engine is not asleep. Raises
+        ConflictError if the weights on disk have changed since they were loaded. In that case, call `load_weights`.
         """
         refuse(self.backend, "sleep")
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
         """Feature "weights_swap". Serves the weights of another directory of the same architecture from the next step
-        on; running requests continue with them. Returns their version, by default a hash of their content. A load that
-        fails changes nothing.
+        on. Running requests continue with the new weights. Returns the version of the new weights, by default a hash of
+        their content. A load that fails changes nothing.
         """
         refuse(self.backend, "weights_swap")
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Feature "lora". Serves an adapter under a name. Raises ConflictError for a name in use, DataError for a bad
-        adapter.
+        """Feature "lora". Loads an adapter, which requests then use under `name`. Raises ConflictError if the name is
+        in use, DataError for a bad adapter.
         """
         refuse(self.backend, "lora")
 
@@ -158,22 +165,22 @@ class Engine(Protocol):
         refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps, and returns all
-        that another engine needs to continue it. The request's stream here ends with finish reason "abort". Raises
-        NotFoundError for an unknown request.
+        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps. Returns everything
+        that another engine needs to continue the request. The request's stream here ends with finish reason "abort".
+        Raises NotFoundError for an unknown request.
         """
         refuse(self.backend, "kv_transfer")
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Continues an exported request: streams the output that follows the tokens of its first stream. `request` is
-        the exported request; its id may be new. Raises ConflictError when the handle is of another model, version or
-        layout.
+        """Continues a request that another engine exported. Streams the output from the point where the other engine's
+        stream ended. `request` is the exported request; its id may be new. Raises ConflictError if the handle is from
+        another model, version or layout.
         """
         refuse(self.backend, "kv_transfer")
 
 
 def refuse(backend: str, feature: Feature) -> NoReturn:
-    """Raises UsageError for a feature that an engine lacks."""
+    """Raises a UsageError, which says that the engine does not have this feature."""
     hint = "It needs the package llguidance. " if feature == "structured" else ""
     raise UsageError(
         f"the {backend} engine does not support {feature}.",
@@ -204,8 +211,8 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
 def check_resume(
     request: GenRequest, prompt_len: int, *, max_len: int, vocab_size: int, stop_token_ids: frozenset[int]
 ) -> None:
-    """Raises UsageError when the progress of a resumed request has unknown tokens, or is complete but has no finish
-    reason.
+    """Raises UsageError if a resumed request has unknown tokens, or if its tokens complete the output although it has
+    no finish reason.
     """
     for index, each in enumerate(request.resume):
         tokens = each.token_ids
@@ -219,7 +226,7 @@ def check_resume(
 
 
 class StreamProgress:
-    """The progress of a request's stream; another engine can continue the stream from it."""
+    """The tokens and finish reasons of a request's stream so far. With them, another engine can continue the stream."""
 
     def __init__(self, request: GenRequest) -> None:
         self._request = request
@@ -235,11 +242,11 @@ class StreamProgress:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the prompt and of its first sample; empty if the prompt is a text."""
+        """The tokens of the prompt, followed by those of the first sample. Empty if the prompt is a text."""
         return [] if isinstance(self._request.prompt, str) else [*self._request.prompt, *self._token_ids[0]]
 
     def resumed(self) -> GenRequest:
-        """Returns the request for the rest of the stream; before the first token, the original request."""
+        """Returns the request for the rest of the stream. Before the first token, this is the original request."""
         if not any(self._token_ids):
             return self._request
         pairs = zip(self._token_ids, self._finish_reasons, strict=True)
@@ -247,7 +254,7 @@ class StreamProgress:
 
 
 def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
-    """Returns the chunks of a request that was aborted before it had sequences."""
+    """Returns the last chunks of a request that was aborted before the engine started it."""
     ended = {index for index, each in enumerate(request.resume) if each.finish_reason is not None}
     running = [index for index in range(request.sampling.n) if index not in ended]
     chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in running]

@@ -12,8 +12,8 @@ from raytide.core.config import Config
 class EngineConfig(Config):
     """The options of the native engine.
 
-    `max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes, and how
-    long the first prompt of a batch waits for the others.
+    `max_batch_tokens` is the token budget of one step. It limits how long a prefill delays the running decodes, and how
+    long the first prompt of a batch waits for the other prompts.
     """
 
     model_dir: str

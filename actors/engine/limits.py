@@ -1,7 +1,7 @@
-"""Limits on a single request. A request beyond them is refused before any work is done for it.
+"""Limits on a single request. A request that exceeds a limit is refused before any work is done for it.
 
-The serving API checks them for every engine; the native engine checks the limits on sampling again. They are far above
-what clients send, and low enough that no request delays others by more than milliseconds.
+The serving API checks the limits for every engine. The native engine checks the limits on sampling a second time. The
+limits are far above what clients send, but low enough that no request delays others by more than milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, validated here so that nothing invalid reaches a running batch."""
+"""The sampling parameters of a request. They are validated here, so that nothing invalid reaches a running batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raytide.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A constraint on the output: `spec` is a JSON schema (text; "" for any JSON value), a regular expression, an EBNF
-    grammar, or the choices themselves.
+    """A constraint on the output. `spec` is the text of a JSON schema ("" allows any JSON value), a regular expression,
+    an EBNF grammar, or a tuple of choices.
     """
 
     kind: Literal["json_schema", "regex", "grammar", "choice"]
@@ -38,23 +38,28 @@ class Structured:
 
     @property
     def size(self) -> int:
-        """The size in characters. For choices it includes the four characters that a grammar puts around each."""
+        """The size of the constraint in characters. Each choice counts four more characters, which the grammar puts
+        around the choice.
+        """
         return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The choice of each next token, and the conditions to stop.
+    """The rules by which each next token is chosen, and the conditions under which the output stops.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters. With a `seed` the tokens depend
-    on the prompt, the parameters and the seed alone, not on the batch. `max_tokens` None means until the context is
-    full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's (repetition: over
-    prompt and output, arXiv 1909.05858).
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters. If `seed` is set, the tokens
+    depend only on the prompt, the parameters and the seed, not on the batch. If `max_tokens` is None, the output may
+    fill the context. The presence and frequency penalties follow OpenAI and count the output. The repetition penalty
+    follows CTRL (arXiv 1909.05858) and counts prompt and output.
 
-    `logprobs` k requests the log probabilities of the chosen token and of the k most likely ones under the model's own
-    distribution (before penalties, bias, temperature and filters); `prompt_logprobs` the same for each prompt token. Of
-    `best_of` samples the `n` with the highest mean log probability are returned. Before `min_tokens` no end token and
-    no stop token is chosen and stop strings are ignored; a grammar that can only end still ends.
+    `logprobs` k requests the log probabilities of the chosen token and of the k most likely tokens. They are the
+    model's own, before penalties, bias, temperature and filters. `prompt_logprobs` requests the same for each prompt
+    token. If `best_of` is set, that many samples run, and the `n` samples with the highest mean log probability are
+    returned.
+
+    Before `min_tokens` tokens, no end token and no stop token is chosen, and stop strings are ignored. An output whose
+    grammar allows only the end still ends.
     """
 
     max_tokens: int | None = 128
@@ -131,7 +136,7 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """True if the chosen tokens' log probabilities are needed, if only to rank the samples."""
+        """True if the request returns log probabilities of the chosen tokens, or needs them to rank its samples."""
         return self.logprobs is not None or self.num_samples > self.n
 
     @property

@@ -1,4 +1,6 @@
-"""A sequence inside the engine and the step that advances it. No torch: the scheduler and its tests need none."""
+"""A sequence inside the engine, and the step that advances it. Does not import torch, so that the scheduler and its
+tests do not need it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ class ImageSpan:
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """The rules that turn a prompt's last hidden states into one vector: see `model/pooling.py`. With `classify` the
-    vector is the output of the model's head; else it is scaled to length 1 if `normalize` is True.
+    """The rules that turn a prompt's last hidden states into one vector (see `model/pooling.py`). If `classify` is
+    True, the vector is the output of the model's classification head. Otherwise it is scaled to length 1 if `normalize`
+    is True.
     """
 
     pooling: Pooling
@@ -48,7 +51,9 @@ class PooledPrompt:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. `tokens` is the prompt and the output; KV exists for the first `num_computed`."""
+    """One sample of a request. `tokens` are the prompt and the output, of which the first `num_computed` tokens have
+    KV.
+    """
 
     seq_id: str
     tokens: list[int]
@@ -97,7 +102,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens without KV; it is 1 while the sequence decodes."""
+        """The number of tokens that have no KV yet. It is 1 while the sequence decodes."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -107,7 +112,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """The positions from `start` to `start` + `length` of one sequence, computed in one step. The last of them are
+    """Consecutive positions of one sequence that one step computes: `start` to `start + length`. The last positions are
     those of `draft`, the guesses of the sequence's next tokens.
     """
 
@@ -118,20 +123,22 @@ class ScheduledChunk:
 
     @property
     def yields_token(self) -> bool:
-        """True if the step brings the sequence up to date, so that a next token is sampled."""
+        """True if all tokens of the sequence are computed after this step, so that a next token is sampled."""
         return self.seq.pooled is None and self.start + self.length == len(self.seq.tokens) + len(self.draft)
 
     def add_draft(self, tokens: Items[int]) -> None:
-        """Replaces the chunk's draft. The step computes its tokens too; the logits after a draft token count if the
-        token sampled for its place equals it.
+        """Replaces the chunk's draft. The step computes the draft's tokens as well. The logits after a draft token
+        count only if the draft token equals the token that is sampled at its position.
         """
         self.draft, self.length = tokens, self.length - len(self.draft) + len(tokens)
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of a sequence. It is -1 if there is none, because of `error` or, without an error, because the
-    logits are not finite. `ends` is True if the output is complete with this token.
+    """The next token of a sequence. `ends` is True if the output is complete with this token.
+
+    `token` is -1 if no token could be sampled. The reason is `error`, or logits that are not finite if there is no
+    `error`.
     """
 
     token: int
@@ -161,5 +168,5 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence computes one token and nothing else but its draft."""
+        """True if each sequence computes only one token and its draft."""
         return bool(self.chunks) and all(chunk.length == 1 + len(chunk.draft) for chunk in self.chunks)

@@ -1,6 +1,6 @@
 """The engine's shared types: requests, chunks, and what an engine reports.
 
-No torch in here: the scheduler, the router and the tests use these without a device.
+This module does not import torch. The scheduler, the router and the tests use it without a device.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat. The assistant's turns may have tool calls; the calls' results are turns of the role `tool`.
+    """One turn of a chat. An assistant's turn may have tool calls. The results of the calls are turns with the role
+    `tool`.
 
-    A turn with images has `parts`: its texts, and None for each image. `content` is then the texts alone.
+    A turn with images has `parts`: its texts, and None in place of each image. `content` then has only the texts.
     """
 
     role: str
@@ -63,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallTurn:
-    """A call in a chat's history; `arguments` is JSON text."""
+    """A tool call in a chat's history. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -73,10 +74,10 @@ class ToolCallTurn:
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
     """The options of a chat's prompt. `template_kwargs` are variables of the chat template, such as Qwen's
-    `enable_thinking`; a template ignores variables that it does not know.
+    `enable_thinking`. A template ignores variables that it does not know.
 
-    `ending`: `answer` starts the assistant's turn; `open` leaves the last message open, so that the answer continues
-    it; `closed` adds nothing after the messages.
+    `ending` is `answer` to start the assistant's turn, `open` to let the answer continue the last message, or `closed`
+    to add nothing after the messages.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -88,8 +89,9 @@ PLAIN_PROMPT = PromptOptions()
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The output format that a model's chat template reveals: the format of its tool calls, "" if the template has no
-    tools. `tagged` outputs may contain reasoning in tags; `open` ones start inside the reasoning.
+    """The output format that a model's chat template reveals. `tools` is the format of tool calls, "" if the template
+    has no tools. `reasoning` is `tagged` if outputs may contain reasoning in tags, `open` if they start inside the
+    reasoning, "" otherwise.
     """
 
     tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
@@ -98,7 +100,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class SampleProgress:
-    """The output of one sample that an engine has streamed so far: all its tokens, and its finish reason if it has
+    """The output of one sample that an engine has streamed so far: all tokens, and the finish reason if the sample has
     ended.
     """
 
@@ -108,26 +110,23 @@ class SampleProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenRequest:
-    """One generation. `prompt` is text or token ids; `request_id` is unique among the requests in flight.
+    """One generation. `prompt` is text or token ids. `request_id` is unique among the requests in flight. `images` are
+    image files, in the order of the prompt's image tokens.
 
-    `priority`: lower values go first, as in vLLM. `deadline_s`: the seconds after arrival within which the first token
-    is wanted; the policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt`
-    share no prefix.
+    A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival; the
+    policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no prefix.
+    Teams share an engine by the `weight` of each `team`.
 
-    `session` and `keep_answer` are for routers alone: the requests of a session go to one replica where that is
-    sensible, and an answer may be kept to answer equal requests. `team` and its `weight` serve to share an engine among
-    teams.
+    `resume` continues a stream that another engine began. It has the progress of each sample by index, and the new
+    stream has only the rest. Samples without progress start from the beginning. Ended samples stay ended. A resumed
+    request goes before new ones, but if it `gave_way` to another request here, it queues like a new one.
 
-    `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
-    has only what follows, as if there had been no interruption. Samples without progress start from the beginning;
-    ended ones stay ended. A resumed request goes before new ones, unless it `gave_way` to another request here: then it
-    queues like a new one.
+    Only routers read `session`, `keep_answer` and `may_be_running`. Requests of a `session` go to one replica where
+    that is sensible. With `keep_answer`, the answer may be kept for equal requests. `may_be_running` says that an
+    earlier client may have begun a request with this `rejoin_key`.
 
-    `images` are files, in the order of the prompt's image tokens.
-
-    A request with a `rejoin_key` outlives the connection of its client: its replica computes it to the end and keeps
-    the answer for a while, and a request with the same key gets the same stream. `may_be_running` is for routers alone:
-    an earlier client may have begun a request with this key.
+    A request with a `rejoin_key` outlives its client's connection: the replica computes it to the end and keeps the
+    answer for a while. Another request with the same key gets the same stream.
     """
 
     request_id: str
@@ -153,7 +152,9 @@ class GenRequest:
 
     @property
     def salt(self) -> str:
-        """The cache salt with a digest of the images: an answer depends on both besides the prompt's tokens."""
+        """The cache salt, combined with a digest of the images. An answer depends on both as well as on the prompt's
+        tokens.
+        """
         if not self.images:
             return self.cache_salt
         digests = [blake2b(each, digest_size=16).hexdigest() for each in self.images]
@@ -171,7 +172,9 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The seconds that a finished request spent in the queue, from its start until its first token, and after it."""
+    """The time in seconds of a finished request in three phases: in the queue, from start to first token, and after
+    that.
+    """
 
     queue_s: float
     prefill_s: float
@@ -190,12 +193,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GenChunk:
-    """The output of one step for one of a request's samples. The last chunk of each sample has `finish_reason`; the
-    last one of the request also has `usage` (of all samples) and `timing`. `prompt_logprobs` come with the first chunk;
-    the entry of the first token is None.
+    """The output of one step for one sample of a request. The last chunk of a sample has `finish_reason`. The last
+    chunk of the request has `usage` of all samples, and `timing`. The first chunk has `prompt_logprobs`, whose first
+    entry is None.
 
-    `text` can lag behind `token_ids`, because an incomplete character or a possible start of a stop string is held
-    back. A router names the `replica` in the first chunk. `stop` is the stop string that ended the sample, or "".
+    `text` can lag behind `token_ids`, because incomplete characters and possible starts of stop strings are held back.
+    A router names the `replica` in the first chunk. `stop` is the stop string that ended the sample, or "".
     """
 
     request_id: str
@@ -213,7 +216,7 @@ class GenChunk:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of the offline `LLM`. `error` has the reason when `finish_reason` is "error"."""
+    """One sample in the output of `LLM`. `error` has the reason if `finish_reason` is "error"."""
 
     text: str
     token_ids: list[int]
@@ -223,16 +226,18 @@ class CompletionOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of the tokens, by which `best_of` ranks samples; 0 without log probabilities."""
+        """The mean log probability of the tokens, by which `best_of` ranks samples. It is 0 if there are no log
+        probabilities.
+        """
         return sum(each.logprob for each in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The offline `LLM`'s output for one prompt: `n` samples, the best first.
+    """The output of `LLM` for one prompt: `n` samples, the best first.
 
-    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are those of the first sample. `prompt` is None when
-    token ids were given.
+    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are those of the first sample. `prompt` is None if the
+    prompt was given as token ids.
     """
 
     prompt: str | None
@@ -264,12 +269,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a started engine. `features` decides which conformance tests apply. At most `max_running`
-    sequences run at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names
-    the formats of quantized weights and the inputs that they are computed with; it is empty for a plain model.
-    `streamed_layers` is the number of layers that are read from the model's files in every step. A model with
-    `num_labels` has a classification head in place of the output head. `local_disk` is the folder of the KV cache on
-    disk; empty without one.
+    """The properties of a started engine. `features` are its optional features. At most `max_running` sequences run and
+    `max_waiting` more requests wait; 0 means unknown.
+
+    `quantization` names the formats of quantized weights and of the inputs that they are computed with. It is empty for
+    a model without quantized weights. In every step, `streamed_layers` layers are read from the model's files. A model
+    with `num_labels` has a classification head. `local_disk` is the folder of the KV cache on disk, or empty.
     """
 
     model: str
@@ -290,7 +295,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Speculation from one source: the drafts that steps verified, their tokens, and how many of these were right."""
+    """The counts of speculation from one source: verified drafts, the tokens in these drafts, and how many tokens were
+    right.
+    """
 
     source: str
     drafts: int = 0
@@ -300,9 +307,8 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """The KV cache on local disk: its folder, whether it is in use, its size in bytes, and the prompt tokens whose KV
-    was read from it. Blocks are counted if they were evicted, not written because the disk was too slow, or found
-    damaged.
+    """The state and counts of the KV cache on local disk. `bytes` is its size. `hit_tokens` are prompt tokens whose KV
+    was read from disk. `skipped_blocks` were not written because the disk was too slow.
     """
 
     path: str = ""
@@ -316,13 +322,12 @@ class DiskCounts:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, except `state`, `running`, `waiting`, `free_blocks`, `pending_commands`, `adapters` and
-    `weights_version`, which are present values.
+    """The counters of an engine since its start, and some present values: `state`, `running`, `waiting`, `free_blocks`,
+    `pending_commands`, `adapters` and `weights_version`.
 
-    `steps` is the progress counter for health checks: it must increase while a serving engine has work. `commands_done`
-    must increase in any state while `pending_commands` wait for the engine's thread. `free_blocks` includes cached,
-    unreferenced blocks. `step_ms` is a moving average. A token counts in `generated_tokens` when it is generated; a
-    prompt counts when its request ends.
+    Health checks watch two counters. `steps` must increase while a serving engine has work. `commands_done` must
+    increase in any state while there are `pending_commands`. `free_blocks` includes cached blocks that no sequence
+    uses. `step_ms` is a moving average. A generated token is counted at once, but a prompt only when its request ends.
     """
 
     state: EngineState = "serving"
@@ -367,7 +372,7 @@ def _check_resume(request: GenRequest) -> None:
 
 
 def check_progress(request: GenRequest, index: int, *, is_over: bool) -> None:
-    """Raises UsageError when the output of sample `index` is complete (`is_over`) although its progress has no finish
+    """Raises UsageError if the output of sample `index` is complete (`is_over`), but its progress has no finish
     reason.
     """
     if is_over and request.resume[index].finish_reason is None:
@@ -381,9 +386,9 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which a request ends that caused `error`.
+    """Returns the error with which a request ends if it caused `error`.
 
-    A panic in a Rust library (tokenizers, llguidance) is a BaseException, and is wrapped in a RuntimeError. Exceptions
+    A panic in a Rust library (tokenizers, llguidance) is a BaseException and is wrapped in RuntimeError. Exceptions
     that ask a thread or task to end are raised again.
     """
     if isinstance(error, _NOT_A_FAULT):

@@ -1,4 +1,6 @@
-"""Gangs on Ray: one detached placement group per member of a lease, and the classes that show user code its lease."""
+"""Gangs on Ray. Each member of a lease has one detached placement group. The classes here give user code access to its
+lease.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A gang in user code: holds a lease for the length of a `with` block, for Ray actors and tasks on its members."""
+"""A gang in user code. It holds a lease for the length of a `with` block, in which Ray actors and tasks can run on the
+lease's members.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ _LAST_POLL_S = 3.0
 
 
 class Gang:
-    """A leased gang as user code sees it.
+    """A gang with a lease, for user code.
 
     `with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
 
-    A thread polls for the lease all the time, so the gang lives as long as this process and `members` is up to date.
+    A thread polls for the lease all the time. The lease is therefore kept as long as this process lives, and `members`
+    is up to date.
     """
 
     def __init__(self, client: GangClient, job_id: str, *, timeout_s: float = 600.0) -> None:
@@ -39,7 +42,7 @@ class Gang:
 
     @property
     def lease(self) -> Lease:
-        """The lease as last polled. Raises LeaseLostError once it is over."""
+        """The lease as last polled. Raises LeaseLostError once the lease is over."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
@@ -49,11 +52,13 @@ class Gang:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members that are usable now; fewer than requested while one is being replaced."""
+        """The members that are usable now. While a member is being replaced, there are fewer than requested."""
         return self.lease.usable
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
-        """Returns `.options(...)` for an actor or task on a member: its placement, and by default all its resources."""
+        """Returns the arguments of Ray's `.options(...)` for an actor or task on a member. They set the placement and,
+        by default, request all resources of the member.
+        """
         from raytide.actors.gang.placement_groups import member_options
 
         lease = self.lease
@@ -64,13 +69,15 @@ class Gang:
         return {**member_options(member, lease.shape), **options}
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
-        """Returns the lease once its epoch is above `newer_than`, or the present one after `timeout_s`."""
+        """Waits until the lease's epoch is above `newer_than`, for at most `timeout_s` seconds. Returns the present
+        lease.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._epoch > newer_than, timeout_s)
         return self.lease
 
     def report(self, **progress: float | int | str) -> None:
-        """Reports progress for `raytide ps`."""
+        """Reports the job's progress, which `raytide ps` shows."""
         self._client.report(self.job_id, progress)
 
     def _repr_html_(self) -> str:

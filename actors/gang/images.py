@@ -1,9 +1,10 @@
-"""Prepares the image of a job on a node with podman, before Ray starts a worker in it (`runtime_env`'s `image_uri`).
+"""Prepares a job's container image on a node with podman, before Ray starts a worker in it (`runtime_env`'s
+`image_uri`).
 
-Ray's agent would pull the image itself, but in silence and with an error that does not say whether another try can
-succeed. In an image with another Ray, it would start workers that cannot register, again and again. So a task on the
-node pulls the image first, names it by its digest, and compares its Python, Ray, raytide and user with the node's.
-Images are kept by content in podman's own store.
+Ray's agent could pull the image itself, but silently, and its error does not say whether another try can succeed. If
+the image had another Ray version, the agent would start workers that cannot register, again and again. Therefore a task
+on the node first pulls the image and finds its digest. The task then compares the Python, Ray, raytide and user of the
+image with those of the node. Podman's own store keeps the images by content.
 """
 
 from __future__ import annotations
@@ -75,15 +76,16 @@ _WHY_CHARS = 500
 
 
 class ImagePullError(ClusterError):
-    """An image could not be had, for a reason that may pass."""
+    """The image could not be pulled, for a reason that may pass."""
 
 
 def prepare(image: str) -> dict[str, Any]:
-    """Returns the `runtime_env` of a worker in the image, with its digest as `image_uri`, once this node has the image
-    and can run Ray's workers in it.
+    """Makes the image usable on this node. Returns the `runtime_env` for a worker in the image, with the image's digest
+    in `image_uri`.
 
-    Raises ConfigError if that can never succeed: there is no such image, no podman, or another Python, Ray, raytide or
-    user in it. Raises ImagePullError for a failure that may pass, such as that of a registry.
+    Raises ConfigError if another try cannot succeed: there is no such image, there is no podman, or the image has
+    another Python, Ray, raytide or user. Raises ImagePullError for a failure that may pass, such as a failure of the
+    registry.
     """
     if shutil.which("podman") is None:
         raise _error(image, "there is no podman", _INSTALL)
@@ -108,15 +110,15 @@ def prepare(image: str) -> dict[str, Any]:
 
 
 def name_of(image: str) -> str:
-    """Returns the reference without its digest and tag."""
+    """Returns an image reference without its digest and tag."""
     name = image.partition("@")[0]
     registry, slash, path = name.rpartition("/")
     return f"{registry}{slash}{path.partition(':')[0]}"
 
 
 def failure_of(image: str, output: str, code: int = 0) -> RaytideError:
-    """Returns the error for podman's output, which may be quoted by Ray's agent: ImagePullError if another try may
-    succeed, else ConfigError.
+    """Returns the error for podman's output: ImagePullError if another try may succeed, else ConfigError. Ray's agent
+    may have quoted the output.
     """
     if "No such file or directory: 'podman'" in output:
         return _error(image, "there is no podman", _INSTALL)

@@ -17,12 +17,12 @@ REPORT_EVERY_S = 1.0
 
 
 def ready_members(lease: Lease) -> list[Member]:
-    """Returns the members for work that begins now: usable, and not about to leave."""
+    """Returns the members on which work can begin now: those that are usable and not about to leave."""
     return [member for member in lease.members if member.state is MemberState.READY]
 
 
 def settled_members(lease: Lease) -> list[Member]:
-    """Returns the ready members once there are enough and no other is on its way; else an empty list."""
+    """Returns the ready members if there are enough and no more are about to join. Otherwise returns an empty list."""
     coming = any(member.state in (MemberState.ASSIGNED, MemberState.FORMING) for member in lease.members)
     members = ready_members(lease)
     is_enough = lease.state is LeaseState.ACTIVE and len(members) >= lease.shape.at_least
@@ -41,8 +41,8 @@ class LeaseWatch:
         self._thread.start()
 
     def latest(self) -> Lease | None:
-        """Returns the newest lease; None before the API's first answer. Once polling has ended with an error, such as
-        LeaseLostError, raises it.
+        """Returns the newest lease, or None before the API's first answer. If polling ended with an error, such as
+        LeaseLostError, raises that error.
         """
         if self._error is not None:
             raise self._error
@@ -67,7 +67,7 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress to the API on a thread: at most once a second, but at once when the settled members changed."""
+    """Sends progress to the API on a thread, at most once a second. A change of the settled members is sent at once."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -85,7 +85,7 @@ class ProgressReporter:
             self._flight = self._pool.submit(self._report, dict(progress))
 
     def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:
-        """Sends what has changed since the last report, and waits briefly for it.
+        """Sends what has changed since the last report, and waits briefly until it is sent.
 
         The rest is not sent again, because the script may have reported other values under the same names.
         """

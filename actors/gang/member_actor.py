@@ -1,6 +1,6 @@
-"""The Ray actor that runs a member's processes, in the member's placement group with all of its resources.
+"""The Ray actor that runs the processes of a gang member, in the member's placement group with all of its resources.
 
-Answers come as futures, so that a script's driver needs no Ray.
+Results are futures of `concurrent.futures`, so that a script's driver does not need Ray.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ calls.
 class MemberActor(Protocol):
     @property
     def image(self) -> str:
-        """The image that the actor and its processes run in, by its digest; empty without one."""
+        """The image, by its digest, in which the actor and its processes run. Empty if the job has no image."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Calls a method of the actor's MemberProcesses and returns a future of its result. The future fails with
-        ClusterError if the actor is gone, else with the method's own error.
+        """Calls a method of the actor's MemberProcesses and returns a future of its result. If the actor is gone, the
+        future raises ClusterError. Otherwise it raises the method's own error, if any.
         """
 
     def kill(self) -> None:
@@ -58,7 +58,9 @@ class RayMemberActor(PreparedActor):
 
 
 def pass_on(future: Future[Any], answer: Future[Any]) -> None:
-    """Sets the future to Ray's answer, with Ray's errors translated."""
+    """Completes `future` with the result in `answer`, which comes from Ray. Ray's errors are translated to
+    raytide's.
+    """
     from ray.exceptions import RayTaskError
 
     error = answer.exception()

@@ -1,6 +1,7 @@
-"""The processes of a script on one member of a gang: started, read and ended by an actor of that member.
+"""The processes of a script on one member of a gang. An actor on the member starts them, reads their output and ends
+them.
 
-Each process runs under a shim, which ends it when the actor's process ends, for whatever reason.
+Each process runs under a shim, which ends the process when the actor's process ends for any reason.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _ALL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The rights of a script's processes that its spec does not give: a user, variables of the node, API access."""
+    """The rights of a script's processes that do not come from the script's spec: a user, variables of the node, API
+    access.
+    """
 
     user: str = ""
     """The operating system user that the processes run as; raytide's own if it is empty."""
@@ -60,7 +63,9 @@ NO_RIGHTS = Rights()
 
 @dataclass(frozen=True, slots=True)
 class ProcessLaunch:
-    """A process to start: its command, and its variables in addition to those that every command on the node gets."""
+    """A process to start: its rank, its command and its environment variables. The process also gets the variables that
+    every command on the node gets.
+    """
 
     rank: int
     command: tuple[str, ...]
@@ -81,7 +86,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """The output and exits since the last report."""
+    """The output and the exits of a member's processes since the last report."""
 
     lines: tuple[tuple[int, str], ...]
     """Pairs of the rank that printed a line, and the line."""
@@ -89,9 +94,9 @@ class ProcessReport:
 
 
 class MemberProcesses:
-    """Runs a script's processes on one member and reports their output and exits.
+    """Runs a script's processes on one member, and reports their output and exits.
 
-    Every method except `report` and `stop` returns at once.
+    All methods return at once, except `report` and `stop`.
     """
 
     def __init__(self) -> None:
@@ -100,11 +105,13 @@ class MemberProcesses:
         self._events: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
 
     def free_port(self) -> int:
-        """Returns a port of this host that is free now; rank 0 opens it a moment later."""
+        """Returns a port of this host that is free now. The process of rank 0 opens it a moment later."""
         return free_port()
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
-        """Unpacks the package into the member's folder, gives that to the processes' user and starts them in it."""
+        """Unpacks the working directory into the member's folder and starts the processes there. The folder is given to
+        the user that the processes run as.
+        """
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
@@ -125,7 +132,7 @@ class MemberProcesses:
             threading.Thread(target=self._listen, args=listener, daemon=True).start()
 
     def report(self, timeout_s: float) -> ProcessReport:
-        """Returns new output and exits; waits up to `timeout_s` for the first."""
+        """Returns new output and exits. If there are none, waits up to `timeout_s` seconds for the first."""
         lines: list[tuple[int, str]] = []
         exits: list[ProcessExit] = []
         found = self._next_event(timeout_s)
@@ -144,10 +151,12 @@ class MemberProcesses:
             return None
 
     def ping(self) -> None:
-        """Does nothing: an answer shows that this process and its node are alive."""
+        """Does nothing. A reply shows that this process and its node are alive."""
 
     def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM to all processes, SIGKILL to those that still run after `grace_s`, and removes the folder."""
+        """Sends SIGTERM to all processes, and SIGKILL to those that still run after `grace_s` seconds. Then removes the
+        folder.
+        """
         deadline = time.monotonic() + grace_s
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
@@ -174,10 +183,10 @@ class MemberProcesses:
 
 @contextmanager
 def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
-    """Yields a descriptor from which a shim reads the command's environment and user.
+    """Yields a file descriptor from which a shim reads the command's environment and user.
 
-    The shim's own environment must not contain them: it may be root, and what a job sets (LD_PRELOAD, PYTHONPATH) would
-    act on it.
+    The shim's own environment must not contain the command's variables. The shim may be root, and variables that a job
+    sets (LD_PRELOAD, PYTHONPATH) would affect the shim.
     """
     fd = os.memfd_create("order")
     try:

@@ -1,10 +1,12 @@
 """Installs the packages that a job or an endpoint lists in `pip`, and runs a command with them: `python -m
 raytide.actors.gang.packages REQUIREMENTS COMMAND...`.
 
-REQUIREMENTS is a JSON list for pip. The packages are installed into a virtual environment that is named by a hash of
-its content, made once per node and user, and layered over raytide's own packages. The installation has the rights of
-the script's user, so it can do no more than the script. It prints to the script's output; if it fails, the script ends
-with pip's error. Ray's own `pip` would copy the node's whole virtual environment for each list.
+REQUIREMENTS is a JSON list for pip. The packages are installed into a virtual environment on top of raytide's own
+packages. The environment is named by a hash of its content, and is made once per node and user. Ray's own `pip` option
+would copy the node's whole virtual environment for each list.
+
+The installation runs with the rights of the script's user, so it can do no more than the script. It prints to the
+script's output. If it fails, the script ends with pip's error.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ _WHY_CHARS = 500
 
 
 def with_packages(requirements: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
-    """Returns the command that runs `command` with these packages."""
+    """Returns a command that installs these packages and then runs `command` with them."""
     here = ("python", "-P", "-m", "raytide.actors.gang.packages")
     return (*here, json.dumps(list(requirements)), *command) if requirements else tuple(command)
 
 
 def interpreter_with(requirements: Sequence[str]) -> str:
-    """Returns the path of a Python that has these packages. Makes its environment if this node lacks it, and protects
-    it from removal until this process ends. Raises the errors of `environment_of`.
+    """Returns the path of a Python interpreter that has these packages. Makes the environment if this node lacks it,
+    and protects it from removal until this process ends. Raises the same errors as `environment_of`.
     """
     if not requirements:
         return sys.executable
@@ -68,12 +70,16 @@ def interpreter_with(requirements: Sequence[str]) -> str:
 
 
 def is_final(requirements: Sequence[str], code: int, tail: str) -> bool:
-    """Returns whether a command ended because its packages can never be installed. `tail` is its last output."""
+    """Returns whether a command ended because its packages can never be installed. `code` is the command's exit code,
+    and `tail` is its last output.
+    """
     return bool(requirements) and code == INSTALL_FAILED and _CANNOT in tail
 
 
 def keep_own() -> None:
-    """If this process runs in an environment of this module, protects it from removal until the process ends."""
+    """Protects this process's own environment from removal until the process ends, if this module made that
+    environment.
+    """
     lock = Path(sys.prefix).with_suffix(".lock")
     if (Path(sys.prefix) / _READY).exists() and lock.exists():
         _IN_USE[Path(sys.prefix)] = handle = os.open(lock, os.O_RDWR)
@@ -81,18 +87,20 @@ def keep_own() -> None:
 
 
 def content_key(requirements: Sequence[str]) -> str:
-    """Returns the environment's name: a hash of the requirements and of the Python and packages under it."""
+    """Returns the name of an environment: a hash of the requirements, the Python version and the versions of the
+    packages below it.
+    """
     below = {name: installed_version(name) or "" for name in ("raytide", "ray", "torch")}
     content = [sorted(requirements), sys.version, sys.prefix, below]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool = False) -> tuple[Path, int]:
-    """Returns the path of the environment in `folder`, and a descriptor that protects it from removal while open. Makes
-    the environment if it is not there.
+    """Returns the path of the environment in `folder`, and a file descriptor. While the descriptor is open, the
+    environment is protected from removal. Makes the environment if it does not exist.
 
-    Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if the index could not be
-    reached, and StorageError if the folder cannot be written.
+    Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if the package index could
+    not be reached, and StorageError if the folder cannot be written.
     """
     path = folder / content_key(requirements)
     handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -116,7 +124,7 @@ def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool 
 
 
 def remove_old(folder: Path, now_s: float) -> None:
-    """Removes environments that no process uses and that were last used more than _KEPT_S seconds ago."""
+    """Removes environments that no process uses and that were last used more than 30 days ago."""
     for ready in folder.glob(f"*/{_READY}"):
         path = ready.parent
         if now_s - ready.stat().st_mtime < _KEPT_S:
@@ -173,7 +181,7 @@ def _install_error(requirements: Sequence[str], output: str, code: int) -> Rayti
 
 
 def main(requirements: str, command: Sequence[str]) -> int:
-    """Installs the packages and replaces this process by the command; returns an exit code only if either fails."""
+    """Installs the packages and replaces this process by the command. Returns an exit code only if that fails."""
     folder = private_folder("environments")
     wanted: list[str] = json.loads(requirements)
     try:

@@ -1,8 +1,8 @@
 """Lists, creates and removes placement groups, without waiting for Ray to place them.
 
-Each group is detached, so that it outlives the process that made it, and has its lease's id in its name, so that the
-next process finds it. Its one bundle is pinned to one node by id: Ray neither chooses the node nor moves the bundle
-when the node dies.
+Each group is detached, so that it outlives the process that made it. The lease's id is in the group's name, so that a
+later process can find the group. The group has one bundle, which is pinned to one node by id. Ray therefore does not
+choose the node, nor move the bundle when the node dies.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ class PlacementGroups:
     """
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Returns raytide's placement groups by key, including removed ones for as long as Ray remembers them."""
+        """Returns raytide's placement groups by key. The result includes removed groups for as long as Ray remembers
+        them.
+        """
         table = call_with_timeout(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]
         # A group removed by hand and its successor may have the same name; the living one counts.
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
-        """Asks Ray for those of the groups that do not exist yet. A group that Ray refuses does not stop the others.
+        """Asks Ray for the wanted groups that do not exist yet. If Ray refuses a group, the others are still requested.
 
-        Raises ClusterError with the first refusal, after asking for all groups.
+        After that, raises ClusterError with the first refusal, if any.
         """
         existing = self.list()
         refused: list[tuple[GroupKey, Exception]] = []
@@ -58,7 +60,7 @@ class PlacementGroups:
             raise ClusterError(f"Ray refused {len(refused)} placement groups, of them {key.name}: {first}") from first
 
     def remove(self, groups: Iterable[PlacementGroupInfo]) -> None:
-        """Removes groups; Ray kills what runs in them. A group that is gone already is ignored."""
+        """Removes groups. Ray kills what runs in them. Groups that are already gone are ignored."""
         from ray.util.placement_group import remove_placement_group
 
         for group in groups:
@@ -66,7 +68,9 @@ class PlacementGroups:
 
 
 def placement_group_of(member: Member) -> PlacementGroup:
-    """Returns the placement group of a usable member. Its only bundle, 0, has all of the member's resources."""
+    """Returns the placement group of a usable member. The group has one bundle, with index 0 and all of the member's
+    resources.
+    """
     if not member.placement_group_id:
         raise ClusterError(
             f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
@@ -75,7 +79,7 @@ def placement_group_of(member: Member) -> PlacementGroup:
 
 
 def member_options(member: Member, shape: Shape) -> dict[str, object]:
-    """Returns `.options(...)` for an actor or task that takes all of a member's resources."""
+    """Returns the arguments of Ray's `.options(...)` for an actor or task that takes all of a member's resources."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     rest = dict(shape.resources)
@@ -131,8 +135,8 @@ GroupState = Literal["pending", "ready", "removed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The name of a placement group: a member of a lease and its incarnation. Each incarnation is placed once, so no
-    name is used twice.
+    """The name of a placement group, made of the lease, the member and the member's incarnation. Each incarnation is
+    placed only once, so no name is used twice.
     """
 
     lease_id: str
@@ -145,7 +149,7 @@ class GroupKey:
 
     @classmethod
     def of_name(cls, name: str) -> GroupKey | None:
-        """Returns the key in a placement group's name; None if the group is not raytide's."""
+        """Returns the key that a placement group's name contains, or None if the group is not raytide's."""
         parts = name.split("/")
         if len(parts) != 4 or parts[0] != _PREFIX or not (parts[2].isdigit() and parts[3].isdigit()):
             return None
@@ -172,7 +176,7 @@ class PlacementGroupInfo:
 def difference(
     wanted: Mapping[GroupKey, WantedGroup], existing: Mapping[GroupKey, PlacementGroupInfo]
 ) -> tuple[tuple[WantedGroup, ...], tuple[PlacementGroupInfo, ...]]:
-    """Returns the groups to create and the groups to remove, so that Ray has exactly the wanted ones."""
+    """Returns the groups to create and the groups to remove. With these changes, Ray has exactly the wanted groups."""
     create = tuple(group for key, group in wanted.items() if key not in existing)
     remove = tuple(group for key, group in existing.items() if key not in wanted and group.state != "removed")
     return create, remove

@@ -1,4 +1,4 @@
-"""A Ray actor that starts once a task on its node has prepared its environment: packages, or an image."""
+"""A Ray actor whose environment (pip packages or a container image) is first prepared by a task on the same node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raytide.actors.gang.packages import interpreter_with
 
 
 class PreparedActor:
-    """An actor on the node of `strategy`, started by `start(...)` with the options that its environment needs. With
-    neither packages nor an image it starts at once.
+    """A Ray actor that starts when its environment is ready on the node of `strategy`. `start(...)` starts the actor
+    with the environment's options. If there are no packages and no image, the actor starts at once.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class PreparedActor:
         preparing.future().add_done_callback(begin)
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Calls a method of the actor. The future fails with the error of Ray, of the preparation, or of the image."""
+        """Calls a method of the actor and returns a future of its result. The future raises Ray's error, or the error
+        of the environment or image.
+        """
         answer: Future[Any] = Future()
         if self._asked_image is None and self._actor.done() and self._actor.exception() is None:
             answer = getattr(self._actor.result(), method).remote(*args).future()

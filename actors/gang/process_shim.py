@@ -1,17 +1,18 @@
 """Runs one command so that none of its processes outlives its owner: `python -I process_shim.py FOLDER ORDER
 COMMAND...`.
 
-ORDER is a file descriptor with a JSON object of two fields: `environment`, which the command gets but the shim does
-not, and `user`. If there is a user, the shim runs as root, and the command runs as that user and cannot change to
-another.
+ORDER is a file descriptor with a JSON object of two fields, `environment` and `user`. The command gets this
+environment, but the shim does not. If there is a user, the shim runs as root, and the command runs as that user and
+cannot change to another user.
 
-The owner holds the other end of stdin. When stdin closes, because the owner closed it or died, the command's processes
-get SIGTERM and a few seconds later SIGKILL, and FOLDER, their working directory, is removed. A SIGTERM to the shim is
-passed on to them. The shim exits as the command did: with its exit code, or with 128 plus the signal's number. The shim
-imports nothing of raytide, since it is run as a file and must start quickly.
+The owner is the process that holds the other end of stdin. Stdin closes when the owner closes it or dies. The command's
+processes then get SIGTERM, and a few seconds later SIGKILL. FOLDER, their working directory, is removed. A SIGTERM to
+the shim is passed on to the command's processes. The shim exits as the command did: with its exit code, or with 128
+plus the signal's number.
 
-The shim is two processes: the owner's child, which Ray kills together with the owner, and that child's own child, a
-guard in a session of its own. If either is killed, the other ends the command's processes.
+The shim imports nothing of raytide, since it is run as a file and must start quickly. It is two processes: the owner's
+child, which Ray kills together with the owner, and a guard, which is that child's own child in a new session. If one of
+the two is killed, the other ends the command's processes.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
 
 
 def remove(folder: str) -> None:
-    """Removes a folder of any depth. `rm` does it, because shutil.rmtree recurses once for each level."""
+    """Removes a folder of any depth. It uses `rm`, because shutil.rmtree recurses once for each level."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
 

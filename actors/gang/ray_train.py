@@ -1,9 +1,9 @@
 """Runs any of Ray Train's trainers inside a lease, if its `scaling_config` comes from `raytide.scaling_config`.
 
-`fit()` then waits in raytide's queue, each worker runs in the placement group of one member, and the lease ends with
-`fit()`. Ray Train creates no placement group and requests no nodes. For that, three parts of Ray Train are replaced in
-processes that use such a `scaling_config`: `fit`, the scaling policy and the worker group. The loop, its checkpoints
-and its restarts (`FailureConfig`) stay Ray Train's.
+`fit()` then waits in raytide's queue. Each worker runs in the placement group of one member, and the lease ends with
+`fit()`. Ray Train creates no placement group and requests no nodes. For that, raytide replaces three parts of Ray Train
+in processes that use such a `scaling_config`: `fit`, the scaling policy and the worker group. The training loop, its
+checkpoints and its restarts (`FailureConfig`) are unchanged.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class LeasedScaling(ScalingConfig):
 def scaling(
     hold: Hold, client: GangClient, num_workers: int | tuple[int, int], resources: dict[str, float]
 ) -> LeasedScaling:
-    """Returns the `scaling_config`. `resources` are those of one worker; each worker is a member of the gang."""
+    """Returns the `scaling_config`. Each worker is a member of the gang. `resources` are the resources of one
+    worker.
+    """
     _install()
     use_gpu = resources.get("GPU", 0) > 0
     return LeasedScaling(hold, client, num_workers, use_gpu=use_gpu, resources_per_worker=dict(resources))
@@ -87,7 +89,9 @@ def _policy(config: ScalingConfig) -> Any:
 
 
 class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
-    """Scales to one worker for each member of the lease. `fit` makes it; it lives in Ray Train's controller."""
+    """Ray Train's scaling policy for a lease: one worker for each member. `fit` creates it, and it lives in Ray Train's
+    controller.
+    """
 
     def __init__(self, config: LeasedScaling) -> None:
         super().__init__(config)
@@ -95,7 +99,9 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         self._watch: LeaseWatch | None = None
 
     def after_controller_start(self, train_run_context: object) -> None:
-        """Runs in the process of Ray Train's controller, before the controller makes any workers."""
+        """Starts to watch the lease. Ray Train calls it in the controller's process, before the controller makes any
+        workers.
+        """
         self._watch = LeaseWatch(self._client, self._job_id)
         LeasedWorkers.policy = self
         _train.TrainController.worker_group_cls = LeasedWorkers
@@ -115,8 +121,9 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
-        """Restarts with more workers when members have joined, at the earliest `elastic_resize_monitor_interval_s`
-        after the last start. When a member leaves, Ray Train restarts by itself.
+        """Restarts with more workers if members have joined. This happens at the earliest
+        `elastic_resize_monitor_interval_s` seconds after the last start. If a member leaves, Ray Train restarts by
+        itself.
         """
         age_s = time.monotonic() - worker_group_state.start_time
         members = self.members(settled_members)
@@ -127,7 +134,9 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def members(self, choose: Callable[[Any], list[Member]]) -> list[Member]:
-        """Returns the members that `choose` selects from the present lease. Raises LeaseLostError if it is over."""
+        """Returns the members that the function `choose` selects from the present lease. Raises LeaseLostError if the
+        lease is over.
+        """
         assert self._watch is not None, "the controller has started"
         lease = self._watch.latest()
         return [] if lease is None else choose(lease)
@@ -176,7 +185,9 @@ class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
 
 
 class LeasedGroups(_GroupHandle):  # type: ignore[misc]
-    """The members' placement groups as Ray Train sees them. The lease, not Ray Train, creates and removes them."""
+    """The members' placement groups, in the form that Ray Train expects. The lease creates and removes them, not Ray
+    Train.
+    """
 
     def __init__(self, groups: Sequence[PlacementGroup], wanted: int) -> None:
         self._groups, self._wanted = groups, wanted
@@ -189,7 +200,9 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return ray.put(self._groups[0])
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """Returns False if a member has left since Ray Train chose the number of workers; it then chooses again."""
+        """Returns False if a member has left since Ray Train chose the number of workers. Ray Train then chooses the
+        number again.
+        """
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:

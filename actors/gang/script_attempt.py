@@ -1,4 +1,6 @@
-"""One attempt at a script: its processes on some members of a gang, from their start until an event ends them."""
+"""One attempt to run a script: its processes on some members of a gang, from their start until an event ends the
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ MemberKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The end of an attempt and its reason. `lost`: a member's processes vanished, perhaps because its node died.
-    `moved`: the script has to start again on other members. `port_taken`: another process had opened the port at which
-    the ranks meet.
+    """The reason why an attempt ended. `lost` means that a member's processes vanished, perhaps because its node died.
+    `moved` means that the script must start again on other members. `port_taken` means that another process had opened
+    the port at which the ranks meet.
     """
 
     kind: Literal["done", "failed", "lost", "moved", "port_taken"]
@@ -76,7 +78,9 @@ class Attempt:
 
     @property
     def images(self) -> str:
-        """The images that the processes run in, by their digests: one, unless members got other images for a tag."""
+        """The images in which the processes run, by their digests. There is one, unless a tag gave different images on
+        different members.
+        """
         return ", ".join(sorted({run.actor.image for run in self._runs} - {""}))
 
     @property
@@ -84,8 +88,8 @@ class Attempt:
         return frozenset(member_key(member) for member in self.members)
 
     def launch(self, package: object, environment: dict[str, str]) -> AttemptResult | None:
-        """Starts every process. Returns None, or the attempt's result if a member cannot start its processes. `package`
-        is the packed working directory's bytes, a Ray reference to them, or None.
+        """Starts every process and returns None. If a member cannot start its processes, returns the attempt's result.
+        `package` is the packed working directory as bytes, a Ray reference to these bytes, or None.
         """
         self._runs = [_MemberRun(member, self.start_actor(member, self.shape)) for member in self.members]
         first = self._runs[0]
@@ -105,7 +109,7 @@ class Attempt:
         return started if isinstance(started, AttemptResult) else None
 
     def poll(self) -> AttemptResult | None:
-        """Prints new output. Returns the result once the attempt is over, until then None."""
+        """Prints new output. Returns the result if the attempt is over, otherwise None."""
         lost = self._collect_reports()
         has_failed = any(exited.code for exited in self._exits.values())
         if len(self._exits) == self.world and not has_failed:
@@ -115,8 +119,10 @@ class Attempt:
         return self._failure_result() if has_failed else None
 
     def stop(self, grace_s: float, lost: Sequence[MemberKey] = ()) -> bool:
-        """Ends all processes and prints their last output; `lost` members are skipped. Returns whether every other
-        member confirmed the end of its processes; if not, their shims end them within ORPHAN_GRACE_S.
+        """Ends all processes and prints their last output. Members in `lost` are skipped.
+
+        Returns whether all other members confirmed the end of their processes. If a member did not confirm, its shims
+        end its processes within ORPHAN_GRACE_S seconds.
         """
         for run in self._runs:
             run.is_lost = run.is_lost or member_key(run.member) in lost

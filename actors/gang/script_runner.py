@@ -1,7 +1,8 @@
-"""Runs a script over a lease, in its job's driver process on the head.
+"""Runs a script on a lease, from the job's driver process on the head node.
 
-Attempts follow each other, each on the members that are ready. A process that fails ends the attempt, and the job
-unless it has retries left; a lost or departing node ends the attempt too, without using a retry.
+One attempt follows another, each on the members that are ready at the time. If a process fails, the attempt ends, and
+the job fails if no retries are left. If a node is lost or about to leave, the attempt ends as well, but no retry is
+used.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ScriptRunner:
     """Runs a script on the lease of a job.
 
     `package` is the script's packed working directory, a Ray reference to it, or None. `done` is the progress that an
-    earlier driver of the job reported; this one continues its counts. `rights` are those of the script's processes.
+    earlier driver of the job reported, whose counts this driver continues. `rights` are the rights of the script's
+    processes.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class ScriptRunner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
-        """Runs the script until it succeeds. Raises ScriptError if it fails, LeaseLostError if the lease is over."""
+        """Runs the script until it succeeds. Raises ScriptError if the script fails, LeaseLostError if the lease is
+        over.
+        """
         try:
             self._run_attempts()
         finally:

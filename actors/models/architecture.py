@@ -1,6 +1,7 @@
-"""The architecture of a decoder, in numbers: everything that engine and trainer need to know of a family.
+"""The architecture of a decoder, in numbers: everything that the engine and the trainer need to know about a model
+family.
 
-`families.py` fills it in from a Hugging Face `config.json`.
+`families.py` reads it from a Hugging Face `config.json`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ if TYPE_CHECKING:  # planning reads architectures without torch
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse feed-forward layer: each token uses the `per_token` most likely of `count` experts."""
+    """A mixture-of-experts feed-forward layer. Each token uses `per_token` of the `count` experts, those that the
+    router finds most likely.
+    """
 
     count: int
     per_token: int
@@ -31,7 +34,8 @@ class Experts:
 class LayerSpec:
     """The attention and feed-forward options of one layer.
 
-    `window` is the number of positions that a token sees, itself included; `rope` is an index into `ropes`.
+    `window` is the number of positions that a token sees, including its own. `rope` is an index into
+    `Architecture.ropes`.
     """
 
     attention_scale: float
@@ -86,7 +90,7 @@ class Architecture:
 
 
 def model_shape(arch: Architecture, name: str = "model") -> ModelShape:
-    """Returns the sizes of the architecture; plans call the model `name`."""
+    """Returns the sizes of the architecture, in the form that plans use. `name` is the model's name in plans."""
     experts = arch.experts
     return ModelShape(
         name=name,

@@ -28,7 +28,9 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """True if the template shows tools to the model and renders calls and their results."""
+        """True if the template uses `tools`. Such a template shows tools to the model, and renders tool calls and their
+        results.
+        """
         return re.search(r"\btools\b", self.source) is not None
 
     def render(
@@ -39,8 +41,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the conversation as text; with `prompt` it ends with the start of an answer. `variables` are passed
-        to the template as well, such as `enable_thinking`. Raises UsageError if the template refuses the conversation.
+        """Returns the conversation as text. If `prompt` is true, the text ends with the start of an answer. `variables`
+        are more variables for the template, such as `enable_thinking`. Raises UsageError if the template refuses the
+        conversation.
         """
         return self._marked(turns, prompt, tools, variables or {}).replace(_BEGIN, "").replace(_END, "")
 

@@ -1,4 +1,4 @@
-"""A hash of a directory's weights that is fast for any size."""
+"""Computes a hash of the weights in a directory, in milliseconds for any size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller t
 
 
 def content_digest(model_dir: Path) -> str:
-    """Returns a hash of every tensor's name, dtype, shape and offset, and of up to 16 KiB of its content.
+    """Returns a hash of the weights in a directory. It covers every tensor's name, dtype, shape and offset, and up to
+    16 KiB of the tensor's content. It also covers a `quantization_config`, because that says what the tensors mean.
 
-    A `quantization_config` counts too, because it says what the tensors mean. In milliseconds the hash detects files
-    that were replaced by those of another training step, run or merge. The same files in another place have the same
-    hash. A change of a few elements in a large tensor can go unnoticed. GGUF files are hashed in the same way.
+    The hash takes milliseconds. It detects files that were replaced by files of another training step, run or merge.
+    The same files in another directory have the same hash. A change of a few elements in a large tensor may go
+    unnoticed. GGUF files are hashed in the same way.
     """
     if is_gguf(model_dir):
         return _gguf_digest(GgufFile(model_dir))
@@ -60,8 +61,8 @@ def _quantization(model_dir: Path) -> bytes:
 
 
 def header_bytes(path: Path, most: int = MOST_HEADER_BYTES) -> int:
-    """Returns the bytes of a safetensors file's header. Raises ValueError if it exceeds the file or `most`, OSError if
-    the path is not a regular file.
+    """Returns the size in bytes of a safetensors file's header. Raises ValueError if the header is longer than the file
+    or than `most`. Raises OSError if the path is not a regular file.
     """
     with open(path, "rb", opener=safe_opener) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -91,7 +92,9 @@ def _add(path: Path, digest: blake2b) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """A model directory with its version: the name that its owner gave it, else the hash of its content."""
+    """A model directory with its version. The version is the name that its owner gave it, or else the hash of its
+    content.
+    """
 
     model_dir: Path
     content: str

@@ -1,7 +1,7 @@
-"""The supported model families: how each family's `config.json` maps to `Architecture`.
+"""The supported model families: how each family's `config.json` becomes an `Architecture`.
 
-Defaults are those of the family's transformers class, since older directories leave fields out. Reads configs of
-transformers 5 (`rope_parameters`, `layer_types`) and 4 (`rope_scaling`, `rope_theta` and flags).
+Reads configs of transformers 5 (`rope_parameters`, `layer_types`) and transformers 4 (`rope_scaling`, `rope_theta` and
+flags). Missing fields get the defaults of the family's transformers class, since older directories leave fields out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _MOST_ALL_EXPERTS = 1 << 17
 
 def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
     """Reads the architecture of a model directory or GGUF file. Raises DataError if it is unreadable, ConfigError if it
-    is not supported. A model with a classification head, or one that reads images, is supported only with `serves`.
+    is not supported.
+
+    Models with a classification head and models that read images are supported only if `serves` is true.
     """
     if is_gguf(model_dir):
         return architecture_of(gguf_config(GgufFile(model_dir)), str(model_dir))
@@ -49,12 +51,12 @@ def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
 
 
 def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
-    """Returns whether an engine with one architecture can serve the weights of the other."""
+    """Returns whether an engine of the architecture `ours` can serve weights of the architecture `theirs`."""
     return replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
 
 
 def architecture_of(config: Mapping[str, object], where: str, *, serves: bool = False) -> Architecture:
-    """Returns the architecture that a `config.json` describes; `where` names it in errors."""
+    """Returns the architecture that a `config.json` describes. `where` names the file in errors."""
     fields = Fields(config, where)
     name = shortened(str((fields.items("architectures") or ["(none)"])[0]), 100)
     if name == LLAVA and serves:

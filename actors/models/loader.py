@@ -1,4 +1,6 @@
-"""Reads weights of a Hugging Face directory by name, from safetensors files, which it maps or reads."""
+"""Reads the weights of a Hugging Face directory by name, from safetensors files. The files are memory-mapped or
+read.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ _MOST_READ_BYTES = 1 << 30  # Linux reads no more than 2 GiB in one call
 
 
 class Weights:
-    """Tensors by name, converted to a dtype and device.
+    """The tensors of a model directory by name, converted to a dtype and device.
 
-    With `maps=False` files are read instead of mapped, so that no tensors stay in memory beyond those that the caller
-    holds.
+    If `maps` is False, files are read instead of memory-mapped. Only the tensors that the caller holds then stay in
+    memory.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
@@ -66,29 +68,35 @@ class Weights:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns one tensor. Raises DataError if it is missing or has another shape than config.json implies."""
+        """Returns one tensor. Raises DataError if the tensor is missing, or if its shape is not the one that
+        config.json implies.
+        """
         self.check_shape(name, *shape)
         self._check_dtype(name)
         return self.stored(name).to(dtype=self._dtype)
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns the quantized weight [rows, columns] of a linear module; None if it is stored in floats."""
+        """Returns None, because the weights here are plain floats. A subclass returns the quantized weight [rows,
+        columns] of a module.
+        """
         return None
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns None: plain weights are not quantized."""
+        """Returns None, because the weights here are plain floats."""
         return None
 
     def check_all_read(self) -> None:
-        """Raises DataError if tensors of quantized modules were not read; plain weights have no such tensors."""
+        """Raises DataError if tensors of quantized modules were not read. Does nothing here, since plain weights have
+        no such tensors.
+        """
 
     @property
     def quantization(self) -> str:
-        """The formats of the quantized modules; empty without any."""
+        """The formats of the quantized modules. Empty if no module is quantized."""
         return ""
 
     def check_shape(self, name: str, *shape: int) -> None:
-        """Raises DataError if a tensor has another shape, before memory of its size is allocated."""
+        """Raises DataError if a tensor does not have this shape. Call it before memory for the tensor is allocated."""
         if (found := self.shape(name)) != shape:
             raise DataError(
                 f"{self._dir}: weight {name} has shape {found}, config.json implies {shape}.",
@@ -108,15 +116,17 @@ class Weights:
         return tensor.to(device=self._device)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the block `where` of a tensor; its slices have explicit ends. The rest of the tensor is not read."""
+        """Returns the block `where` of a tensor, without reading the rest. The slices in `where` have explicit starts
+        and ends.
+        """
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
         self._check_dtype(name)
         return self.stored_part(name, where).to(dtype=self._dtype)
 
     def stored_part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the block `where` of a tensor, in the dtype of its file. The block is not empty, and its slices have
-        explicit ends. The rest of the tensor is not read.
+        """Returns the block `where` of a tensor in the dtype of its file, without reading the rest. The block is not
+        empty. The slices in `where` have explicit starts and ends.
         """
         try:
             block: torch.Tensor = self._slice(name)[where]
@@ -125,8 +135,8 @@ class Weights:
         return block.to(device=self._device)
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the block `where` of a tensor whose whole shape is `shape`; slices have explicit ends. The rest is
-        not read.
+        """Returns the block `where` of a tensor whose whole shape is `shape`, without reading the rest. The slices in
+        `where` have explicit starts and ends.
         """
         self.check_shape(name, *shape)
         return self.part(name, where)
@@ -150,7 +160,9 @@ class Weights:
         return DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.")
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
-        """Returns tensors stacked along the first dimension, so that one product computes all of them."""
+        """Returns the named tensors stacked along the first dimension, so that one matrix product computes all of
+        them.
+        """
         if self._maps:
             return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
         stacked, first = _empty((sum(rows), *rest), self._dtype).to(self._device), 0
@@ -199,8 +211,8 @@ class Weights:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are read instead of mapped. It has the methods of `safe_open` that `Weights`
-    calls.
+    """A safetensors file whose tensors are read instead of memory-mapped. It has those methods of `safe_open` that
+    `Weights` needs.
     """
 
     def __init__(self, path: Path, header_size: int) -> None:
@@ -230,7 +242,7 @@ class TensorFile:
         return tensor
 
     def get_rows(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Returns the entries from `first` to before `end` of a tensor's first dimension."""
+        """Returns the rows of a tensor from row `first` up to, but not including, row `end`."""
         header = self.get_slice(name).header
         if (dtype := _TORCH_DTYPES.get(header["dtype"])) is None:
             raise SafetensorError(f"its dtype {header['dtype']} is not supported")
@@ -239,7 +251,9 @@ class TensorFile:
         return rows
 
     def read_into(self, target: torch.Tensor, name: str, skipped: int = 0) -> None:
-        """Reads a tensor's content from its byte `skipped` on into `target`, a contiguous tensor of its dtype."""
+        """Reads a tensor's content into `target`, a contiguous tensor of the same dtype. Skips the first `skipped`
+        bytes of the content.
+        """
         if target.numel():
             start = self.get_slice(name).header["data_offsets"][0] + skipped
             self._read(memoryview(target.view(-1).view(torch.uint8).numpy().data), self._start + start)
@@ -261,7 +275,7 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A tensor of a `TensorFile`; index it to read a block of it."""
+    """A tensor in a `TensorFile` that is not read yet. Indexing it reads a block."""
 
     file: TensorFile
     name: str

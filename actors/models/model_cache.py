@@ -1,10 +1,11 @@
-"""A cache of model directories from object stores on this node. It is keyed by content: each model is copied once,
+"""A cache, on this node, of model directories from object stores. It is keyed by content: each model is copied once,
 however many processes use it.
 
-Two files and a folder make an entry. `KEY.lock` holds the entry's size in bytes. It is locked exclusively while the
-files are copied or deleted, and shared while a process uses them; the kernel unlocks it when the process ends. The
-folder `KEY` appears by a rename once its copy is complete. `KEY.*.part` is a copy in progress or an incomplete one,
-which nobody reads.
+An entry has these names in the cache's folder:
+- `KEY.lock` is a file that holds the entry's size in bytes. It is locked exclusively while the model is copied or
+  deleted, and shared while a process uses the model. The kernel unlocks it when the process ends.
+- `KEY` is the folder with the model. It appears by a rename once the copy is complete.
+- `KEY.*.part` is a copy in progress or an incomplete copy, which nobody reads.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class StagedModel:
-    """A model directory on this node. Nobody deletes it until `close`, or until this process ends."""
+    """A model directory on this node that is protected from deletion until `close`, or until this process ends."""
 
     path: str
     bytes: int = 0
@@ -62,12 +63,15 @@ class StagedModel:
 
 
 def staged_model(location: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
-    """Returns the local path of a model or adapter. One in an object store is copied to this node first; for a packaged
-    model or a GGUF file it is the file's path.
+    """Returns the local path of a model or adapter. A model in an object store is first copied to this node. For a
+    packaged model or a GGUF file, the path is that of the file.
 
-    Blocks for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
-    DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives,
-    ConfigError for a packaged model that is not installed on this node.
+    Blocks while the copy makes progress. Errors:
+    - DataError: the location is not allowed or cannot be read.
+    - DeniedError: the location is outside the data roots.
+    - StorageError: the model does not fit.
+    - WaitTimeoutError: no bytes arrive.
+    - ConfigError: a packaged model is not installed on this node.
     """
     if (path := packaged_path(location)) is not None:
         return StagedModel(path)
@@ -79,7 +83,7 @@ def staged_model(location: str, on_progress: Progress = lambda done, total: None
 
 
 def capacity_bytes() -> int:
-    """Returns the cache's capacity in bytes: RAYTIDE_MODEL_CACHE_GB, else half of its disk."""
+    """Returns the cache's capacity in bytes: the value of RAYTIDE_MODEL_CACHE_GB, or else half of the disk's size."""
     if (text := environment(CACHE_GB)) is None:
         return int(shutil.disk_usage(private_folder("models")).total * _SHARE_OF_DISK)
     try:
@@ -98,7 +102,7 @@ class ModelCache:
         self._folder, self._capacity, self._lock_timeout_s = folder, capacity, lock_timeout_s
 
     def stage(self, url: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
-        """Returns the copy of a model directory; makes it if there is none."""
+        """Returns the local copy of a model directory. Copies the directory if there is no copy yet."""
         remote = RemoteDirectory.read(url)
         home, lock_path = self._folder / remote.key, self._folder / f"{remote.key}.lock"
         deadline_s, copied = time.monotonic() + self._lock_timeout_s, 0

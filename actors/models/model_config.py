@@ -1,6 +1,6 @@
 """Reads fields of a model directory's JSON files, with errors that name the field.
 
-A directory may come from a stranger: files and numbers have limits far above those of real models.
+A directory may come from an unknown source. Files and numbers therefore have limits, far above those of real models.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Returns token ids, which Hugging Face writes as one id, a list of ids, or null."""
+    """Returns token ids as a tuple. Hugging Face writes them as one id, a list of ids, or null."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 class Fields:
-    """A JSON object with typed accessors. Null counts as missing, except for `optional_*`."""
+    """A JSON object with typed accessors. A null value counts as missing, except in the `optional_*` methods."""
 
     def __init__(self, body: Mapping[str, object], where: str) -> None:
         self.body, self.where = body, where
 
     def whole(self, name: str, default: int | None = None, *, most: int = _MOST_WHOLE) -> int:
-        """Returns an integer from 1 to `most`."""
+        """Returns a field that is an integer from 1 to `most`."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, "a positive whole number")
@@ -81,13 +81,15 @@ class Fields:
         return value
 
     def optional_whole(self, name: str, default: int | None = None) -> int | None:
-        """Returns the field; None if it is null, `default` if it is missing. Raises for any other type."""
+        """Returns an integer field that may be null. Returns None if it is null, `default` if it is missing. Raises
+        DataError for any other type.
+        """
         if name not in self.body:
             return default
         return None if self.body[name] is None else self.whole(name)
 
     def number(self, name: str, default: float | None = None, *, above: float = -math.inf) -> float:
-        """Returns a finite number above `above`."""
+        """Returns a field that is a finite number greater than `above`."""
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MOST_NUMBER:
             raise self._wrong(name, "a number")
@@ -96,7 +98,9 @@ class Fields:
         return float(value)
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """Returns the field; None if it is null, `default` if it is missing. Raises for any other type."""
+        """Returns a number field that may be null. Returns None if it is null, `default` if it is missing. Raises
+        DataError for any other type.
+        """
         if name not in self.body:
             return default
         return None if self.body[name] is None else self.number(name)
@@ -114,7 +118,7 @@ class Fields:
         return value
 
     def items(self, name: str) -> list[Any]:
-        """Returns a list; empty if missing."""
+        """Returns a field that is a list. The list is empty if the field is missing."""
         value = self._get(name, [])
         if not isinstance(value, list) or len(value) > _MOST_ITEMS:
             raise self._wrong(name, f"a list of at most {_MOST_ITEMS} entries")
@@ -133,7 +137,7 @@ class Fields:
         return values
 
     def section(self, name: str) -> Fields:
-        """Returns a nested object; empty if missing."""
+        """Returns a field that is an object. The object is empty if the field is missing."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")

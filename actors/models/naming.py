@@ -1,5 +1,5 @@
-"""The names of each family's weights in safetensors files, and the projections that are computed as one product. Paths
-are relative to the model, or to a layer.
+"""The names of each family's weights in safetensors files, and the projections that are computed as one matrix product.
+Names are relative to the model, or to a layer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from raytide.actors.models.architecture import Architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The weight names of a family; the defaults are Llama's. A projection with several paths is stacked in their
-    order; one with a single path is already stacked in the file, in the same order.
+    """The weight names of a model family. The defaults are Llama's.
+
+    If a projection has several paths, their weights are stacked in this order. If it has a single path, the file
+    already has the weights stacked in the same order.
     """
 
     root: str = "model."  # missing in files of a model without its head
@@ -73,8 +75,8 @@ NAMES: Mapping[str, Names] = {
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear projection of a layer: the weights at `paths`, stacked. Each path has its number of outputs in `rows`;
-    all have `columns` inputs.
+    """A linear projection of a layer: the weights at `paths`, stacked. `rows` has the number of outputs of each path.
+    All paths have `columns` inputs.
     """
 
     paths: tuple[str, ...]
@@ -84,8 +86,8 @@ class Projection:
 
 
 def projections(arch: Architecture, index: int) -> dict[str, Projection]:
-    """Returns a layer's projections by name: qkv and attention_out, and also gate_up (GPT-2: only up) and down if the
-    layer is not sparse.
+    """Returns a layer's projections by name: `qkv` and `attention_out`. A layer that is not sparse also has `gate_up`
+    and `down`. Without a gate, as in GPT-2, `gate_up` has only the up projection.
     """
     names, hidden, ffn = NAMES[arch.names], arch.hidden_size, arch.ffn_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim

@@ -1,4 +1,6 @@
-"""A model directory in an object store: its files, the digest of its content, and a bounded, parallel copy."""
+"""A model directory in an object store: its files, the digest of its content, and a parallel copy that uses little
+memory.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteDirectory:
-    """The files of a model directory, by their names in it, as they were when it was listed."""
+    """The files of a model directory in an object store, by name. They are recorded as they were when the directory was
+    listed.
+    """
 
     url: str
     files: Mapping[str, RemoteFile]
@@ -58,7 +62,7 @@ class RemoteDirectory:
 
     @classmethod
     def read(cls, url: str) -> RemoteDirectory:
-        """Lists the directory. Raises DataError if it is not a model's, or cannot be read."""
+        """Lists the directory. Raises DataError if it is not a model directory or cannot be read."""
 
         def listing() -> dict[str, RemoteFile]:
             fs, root = open_url(url)
@@ -82,8 +86,8 @@ class RemoteDirectory:
         return sum(file.bytes for file in self.files.values())
 
     def copy_to(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-        """Copies all files. Each must have exactly the length that was listed. Only a few pieces are in memory at a
-        time.
+        """Copies all files to a local folder. Each file must have exactly the length that was listed. Only a few pieces
+        of files are in memory at a time.
         """
         fs, _ = open_url(self.url)
         for name in self.files:

@@ -31,7 +31,7 @@ WITH_TOKENIZER = "Export the model with its tokenizer.json."
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """The parts of a tokenizer: the contents of a directory's files, or the equivalents from a GGUF file."""
+    """The parts of a model's tokenizer, read from the files of a directory or from a GGUF file."""
 
     where: str
     tokenizer: bytes
@@ -61,7 +61,9 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Returns a digest of everything that affects the encoding, independent of JSON layout, padding and truncation."""
+    """Returns a digest of everything in a `tokenizer.json` that affects the encoding. JSON layout, padding and
+    truncation do not change the digest.
+    """
     body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

@@ -1,1 +1,3 @@
-"""The quality of a model compared with its parent: divergence, loss, tasks, and a gate with limits for them."""
+"""Measures the quality of a model compared with its parent: divergence, loss and tasks, and a gate that sets limits for
+them.
+"""

@@ -1,4 +1,4 @@
-"""Reads corpora as windows of token ids, without holding a corpus in memory."""
+"""Reads text corpora as windows of token ids, without holding a whole corpus in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _PIECE_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window of token ids. The first `given` are context only; each later one is predicted from those before it."""
+    """A window of token ids. The first `given` tokens are only context. Each later token is predicted from all tokens
+    before it.
+    """
 
     tokens: list[int]
     given: int
@@ -31,7 +33,7 @@ class Window:
 
 
 class CorpusReader:
-    """Cuts corpora into windows. `tokenizer` may be None if every line has token ids."""
+    """Cuts corpora into windows. `tokenizer` may be None if every line of the corpora has token ids instead of text."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, window: int) -> None:
         self._tokenizer, self._vocab_size, self._window = tokenizer, vocab_size, window
@@ -41,7 +43,9 @@ class CorpusReader:
             raise DataError(f"a window of {window} tokens has no room for text.", hint="Raise window.")
 
     def windows(self, corpus: HeldOutText) -> Iterator[Window]:
-        """Yields windows until `corpus.tokens` are predicted. Raises DataError for an unreadable or empty corpus."""
+        """Yields windows until they have `corpus.tokens` predicted tokens in all. Raises DataError for an unreadable or
+        empty corpus.
+        """
         left, size = corpus.tokens, self._window - len(self._start)
         given = len(self._start) or 1
         for document in self._documents(corpus):

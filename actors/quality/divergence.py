@@ -19,8 +19,10 @@ _ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuality:
-    """The results on one corpus; likelihoods and divergences are in nats per token. Fields that need the parent are
-    None without one; those that need whole distributions are None for an endpoint.
+    """The results on one corpus. Likelihoods and divergences are in nats per token.
+
+    If there is no parent, the fields that compare with the parent are None. If the model is an endpoint, the fields
+    that need whole distributions are None.
     """
 
     tokens: int
@@ -42,7 +44,9 @@ class CorpusQuality:
 
 @dataclass(slots=True)
 class QualitySums:
-    """Adds up the statistics of windows. Divergences are kept per token (4 bytes): a percentile needs all of them."""
+    """Adds up the statistics of windows. Divergences are kept for every token (4 bytes each), because a percentile
+    needs all of them.
+    """
 
     tokens: int = 0
     nll: float = 0.0
@@ -95,8 +99,8 @@ def negative_log_likelihood(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def divergence(parent_TV: Tensor, model_TV: Tensor) -> tuple[Tensor, int]:
-    """Returns KL(parent | model) of each row in float32 [T], in nats, and the number of rows for which model and parent
-    have the same most likely token.
+    """Returns the divergence KL(parent | model) of each row, float32 [T], in nats. Also returns the number of rows in
+    which model and parent agree on the most likely token.
     """
     parts, same = [], 0
     for at in range(0, len(parent_TV), _ROWS):

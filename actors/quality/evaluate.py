@@ -1,4 +1,4 @@
-"""Evaluates a model by a suite: the one entry that the CLI, workflows, compression and registry call."""
+"""Evaluates a model on a suite. The CLI, workflows, compression and the registry all call `evaluate`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class QualityReport:
     tasks: Mapping[str, TaskQuality] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics under the names with which model versions are registered: `code_kl` is the divergence on
-        the corpus `code`; `kl`, which the gate limits, is the worst of all corpora.
+        """Returns the metrics by the names with which model versions are registered. `code_kl` is the divergence on the
+        corpus `code`. `kl`, which the gate limits, is the worst divergence of all corpora.
         """
         found: dict[str, float] = {}
         worst: dict[str, float] = {}
@@ -72,7 +72,9 @@ def evaluate(
     api_key: str = "",
     on_progress: OnCorpus = lambda name, done, total: None,
 ) -> QualityReport:
-    """Evaluates a model directory, a run that exported one, or the base URL of an endpoint."""
+    """Evaluates a model on a suite. `model` is a model directory, a run that exported a model, or the base URL of an
+    endpoint.
+    """
     check_gate(suite)
     at_endpoint = "://" in model
     if at_endpoint:
@@ -100,7 +102,9 @@ def evaluate(
 
 
 def model_directory(path: str) -> Path:
-    """Returns `path` if it is a model directory, or the model directory that the run at `path` exported."""
+    """Returns `path` if it is a model directory. If `path` is a run, returns the model directory that the run exported.
+    Raises DataError otherwise.
+    """
     for folder in (Path(path), Path(path) / "model"):
         if (folder / "config.json").is_file():
             return folder

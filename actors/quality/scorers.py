@@ -1,5 +1,6 @@
-"""Models that score windows: a directory, by the native engine's forward pass, or an endpoint by its log
-probabilities."""
+"""Models that score windows of tokens: a model directory, by the native engine's forward pass, or an endpoint, by the
+log probabilities that it returns.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ _TRIES = 4
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """Returns a directory's tokenizer; None if it has none."""
+    """Returns the tokenizer of a directory, or None if the directory has no tokenizer."""
     return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 class DirectoryScorer:
-    """A model directory in the form in which the native engine serves it, quantised weights included."""
+    """Scores windows with the model of a directory. It computes exactly as the native engine serves the model,
+    including quantised weights.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,9 @@ class DirectoryScorer:
         return tokenizer_of(self.folder)
 
     def logits(self, window: Window) -> torch.Tensor:
-        """Returns float32 logits [T, V] that predict the window's targets. Raises DataError for NaN."""
+        """Returns float32 logits [T, V] that predict the window's targets. Raises DataError if a logit is not
+        finite.
+        """
         logits_TV = self._runner.prompt_logits(window.tokens[:-1])[window.given - 1 :]
         if not logits_TV.isfinite().all():
             raise DataError(f"{self.folder} computes logits that are not finite.", hint="Its weights are broken.")
@@ -75,9 +80,9 @@ class DirectoryScorer:
 
 
 class EndpointScorer:
-    """A model behind an OpenAI-compatible endpoint, which answers completions with echo and logprobs.
+    """Scores windows with a model behind an OpenAI-compatible endpoint, by completions with echo and logprobs.
 
-    An endpoint returns the likelihoods of given tokens, but no whole distributions.
+    An endpoint returns the likelihoods of given tokens, but not whole distributions.
     """
 
     def __init__(self, base_url: str, model: str, api_key: str = "") -> None:

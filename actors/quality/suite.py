@@ -27,7 +27,9 @@ class HeldOutText(Config):
 
 
 class TaskSuite(Config):
-    """Tasks of lm-evaluation-harness that need no hub: those in `folder`, or installed ones with local data."""
+    """Tasks of lm-evaluation-harness that do not need the Hugging Face Hub: tasks in `folder`, or installed tasks with
+    local data.
+    """
 
     names: tuple[bounds.Name, ...] = Field(min_length=1, max_length=64)
     folder: bounds.Location = ""
@@ -114,9 +116,9 @@ def check_gate(suite: QualitySuite) -> None:
 
 
 def broken_limits(gate: QualityGate, metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns a sentence for each limit that the metrics exceed; empty if they pass the gate.
+    """Returns a sentence for each limit that the metrics exceed. The result is empty if the metrics pass the gate.
 
-    A metric that is missing, or not a number, breaks its limit.
+    A metric that is missing, or is not a number, counts as exceeding its limit.
     """
     broken = []
     for name, rule in gate.rule().metrics.items():

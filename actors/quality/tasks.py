@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness over a model directory, by the native engine's forward pass.
+"""Runs tasks of lm-evaluation-harness on a model directory, by the native engine's forward pass.
 
-lm_eval is optional: without it a suite with tasks is an error that names the package.
+The package lm_eval is optional. If it is not installed, a suite with tasks raises an error that names the package.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PREFERRED = ("acc_norm", "acc", "exact_match")
 
 @dataclass(frozen=True, slots=True)
 class TaskQuality:
-    """The results of one task. `flips` is the share of samples that only one of model and parent answers correctly:
-    flips in both directions cancel out in the accuracy.
+    """The results of one task. `flips` is the share of samples that only one of the two, model or parent, answers
+    correctly. Flips in opposite directions would cancel out in the accuracy.
     """
 
     samples: int
@@ -38,7 +38,9 @@ class TaskQuality:
 def run_tasks(
     suite: TaskSuite, model: DirectoryScorer, parent: DirectoryScorer | None, window: int
 ) -> dict[str, TaskQuality]:
-    """Runs the tasks on the model and, if there is one, on its parent. Raises ConfigError without lm_eval."""
+    """Runs the tasks on the model and, if there is one, on its parent. Raises ConfigError if lm_eval is not
+    installed.
+    """
     own = _run(suite, model, window)
     before = None if parent is None else _run(suite, parent, window)
     return {name: _result(found, None if before is None else before[name]) for name, found in own.items()}

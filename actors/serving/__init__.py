@@ -1,5 +1,6 @@
-"""Serving: the OpenAI-compatible HTTP front of an engine, and its Ray Serve deployment. `docs/serving.md` is the map.
+"""Serving: the OpenAI-compatible HTTP server of an engine, and its Ray Serve deployment. `docs/serving.md` gives an
+overview.
 
-`openai_api/wire`, `http/app` and the modules that they use need neither Ray nor torch; `ray_serve/deployment` and
-`ray_serve/control` need Ray, and `ray_serve/policy` needs nothing.
+`openai_api/wire`, `http/app` and the modules that they use need neither Ray nor torch. `ray_serve/deployment` and
+`ray_serve/control` need Ray. `ray_serve/policy` needs neither.
 """

@@ -1,5 +1,7 @@
-"""An engine without a model, for router and platform tests: instant or at a fixed rate, with a queue, priorities, a
-prefix cache, pauses and KV transfers like those of the native engine. Its text comes from `fake_generator.py`.
+"""An engine without a model, for tests of the router and the platform. Its text comes from `fake_generator.py`.
+
+It answers at once or at a fixed rate. Its queue, priorities, prefix cache, pauses and KV transfers behave like those of
+the native engine.
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ class _Live:
 class FakeEngine(Engine):
     """An engine without a model, for tests: it generates canned tokens at a set speed.
 
-    With `tokens_per_s` None it generates as fast as the event loop runs. A prompt that contains `fail_on` fails with
-    EngineError; one that contains `die_on` ends the engine, as the death of a real engine's thread would.
+    If `tokens_per_s` is None, it generates as fast as the event loop runs. A prompt that contains `fail_on` fails with
+    EngineError. A prompt that contains `die_on` ends the engine, as the death of a real engine's thread would.
 
-    Without `kv_tokens` it reports its `max_running` places as its KV blocks. With `kv_tokens` it reports that many
-    blocks of one token. Each generated token takes one, so the cache fills even if no new requests arrive. A full cache
-    stops no request.
+    `kv_tokens` is the number of KV blocks that it reports, each of one token. Each generated token takes a block, so
+    the cache fills even if no new requests arrive. A full cache stops no request. If `kv_tokens` is 0, it reports
+    `max_running` blocks, and each running request takes one.
     """
 
     backend = "fake"

@@ -23,7 +23,9 @@ VOCAB_SIZE = 256
 
 
 class CannedGenerator:
-    """Generates one token at a time. Its distribution has a single token, so every log probability is 0."""
+    """Generates the tokens of a fixed reply, one at a time. The next token always has probability 1, so every log
+    probability is 0.
+    """
 
     def __init__(self, request: GenRequest, index: int, reply: bytes, room: int) -> None:
         self.tokens: list[int] = []
@@ -36,8 +38,8 @@ class CannedGenerator:
         return self._append(self._reply[len(self.tokens) % len(self._reply)])
 
     def replay(self, done: SampleProgress) -> None:
-        """Continues behind the tokens that another engine has streamed. Raises UsageError if they complete the output
-        although `done` has no finish reason.
+        """Appends the tokens that another engine has already streamed, so that generation continues after them. Raises
+        UsageError if these tokens complete the output although `done` has no finish reason.
         """
         for token in done.token_ids:
             self._append(token)
@@ -83,8 +85,8 @@ class PrioritySemaphore:
         self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
 
     async def take(self, priority: int, turn: asyncio.Future[bool]) -> bool:
-        """Waits for a place. Returns True when the semaphore grants it by setting `turn` to True; returns False when
-        another task has set `turn` to False first, to abort the request.
+        """Waits for a place. To grant a place, the semaphore sets the future `turn` to True, and `take` returns True.
+        To abort the request, another task sets `turn` to False first, and `take` returns False.
         """
         self._arrivals += 1
         heapq.heappush(self._waiting, (priority, self._arrivals, turn))
@@ -109,7 +111,7 @@ class PrioritySemaphore:
 
 
 class Prompts:
-    """The prefix cache: the latest prompts, each with its adapter and salt."""
+    """The fake engine's prefix cache: the latest prompts, each with its adapter and salt."""
 
     def __init__(self, count: int) -> None:
         self._served: deque[tuple[str | None, str, bytes]] = deque(maxlen=count)
@@ -121,8 +123,8 @@ class Prompts:
         self._served.clear()
 
     def cached(self, lora: str | None, salt: str, prompt: bytes) -> int:
-        """Returns the number of tokens in the longest prefix that a prompt shares with a cached one; the prompt's last
-        token never counts, because it is always computed.
+        """Returns the length in tokens of the longest prefix that the prompt shares with a cached prompt. The prompt's
+        last token never counts, because an engine always computes that token.
         """
         shared = [_shared(text, prompt) for *key, text in self._served if key == [lora, salt]]
         return max([0, *shared])
@@ -134,7 +136,7 @@ def _shared(one: bytes, other: bytes) -> int:
 
 
 def direction(text: bytes) -> list[float]:
-    """Returns a unit vector of eight numbers, a function of the text alone."""
+    """Returns a fake embedding: a unit vector of eight numbers that depends on the text alone."""
     raw = [byte - 127.5 for byte in hashlib.blake2b(text, digest_size=8).digest()]
     length = sum(each * each for each in raw) ** 0.5
     return [each / length for each in raw]

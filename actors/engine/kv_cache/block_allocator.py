@@ -1,8 +1,8 @@
-"""The blocks of one memory (device or host): their reference counts, the free ones, and those that still hold a
+"""The KV blocks of one memory (device or host): their reference counts, the free blocks, and the blocks that hold a
 reusable prefix.
 
-A block without references is free. A free block that was registered under a hash keeps its content until it is taken;
-the least recently used is taken first. Nothing here touches memory: a block is a number.
+A block without references is free. A free block that was registered under a hash keeps its content until the block is
+taken. The least recently used block is taken first. Nothing here touches memory, since a block is only a number.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self) -> tuple[int, bytes | None]:
-        """Returns a free block, now with one reference, and the hash of the cached content that is lost, if any. The
-        caller has checked `num_free`.
+        """Takes a free block and gives it one reference. Returns the block, and the hash of the cached content that is
+        lost, if any. The caller must check `num_free` first.
         """
         block, _ = self._free.popitem(last=False)
         stale = self._hash_of[block]
@@ -47,8 +47,9 @@ class BlockAllocator:
         self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each block. Blocks with cached content go to the end of the free list, a prefix's last
-        block first. So its last blocks are reused before its first ones, without which they would be useless.
+        """Drops one reference of each block. Blocks with cached content go to the end of the free list, the last block
+        of a prefix first. The last blocks of a prefix are therefore reused before its first blocks, without which they
+        would be useless.
         """
         for block in reversed(blocks):
             self.refs[block] -= 1
@@ -58,19 +59,23 @@ class BlockAllocator:
                     self._free.move_to_end(block, last=False)
 
     def find(self, block_hash: bytes | None) -> int | None:
-        """Returns the block registered under a hash, whether referenced or free; None if there is none."""
+        """Returns the block that is registered under a hash, whether in use or free. Returns None if there is no such
+        block.
+        """
         return None if block_hash is None else self._block_of.get(block_hash)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Registers a full block's content under a hash, for sharing. If another block has the hash already, that one
-        stays the shared one.
+        """Registers the content of a full block under a hash, so that sequences can share the block. If another block
+        already has the hash, that block stays registered.
         """
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, block: int) -> bytes | None:
-        """Stops sharing a block's content; returns the hash under which it was registered, None if it was not."""
+        """Stops sharing a block's content. Returns the hash under which the block was registered, or None if it was not
+        registered.
+        """
         stale = self._hash_of[block]
         if stale is not None:
             del self._block_of[stale]
@@ -78,8 +83,8 @@ class BlockAllocator:
         return stale
 
     def cached(self) -> list[tuple[int, bytes]]:
-        """Returns the blocks of cached prefixes with their hashes: first those in use, then free ones, the last used
-        first.
+        """Returns the blocks of cached prefixes with their hashes. Blocks in use come first, then free blocks, the most
+        recently used first.
         """
         order = [*(block for block in self._block_of.values() if self.refs[block]), *reversed(self._free)]
         return [(block, found) for block in order if (found := self._hash_of[block]) is not None]
@@ -89,7 +94,9 @@ class BlockAllocator:
             self.forget(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless the counts agree with the tables of all living sequences. For tests."""
+        """Raises AssertionError if the reference counts disagree with the block tables of all living sequences. For
+        tests.
+        """
         held = [0] * self.num_blocks
         for table in tables:
             assert len(set(table)) == len(table), "a sequence holds a block twice"

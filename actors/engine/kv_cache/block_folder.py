@@ -1,9 +1,9 @@
-"""The files of the KV cache on local disk: one for each block, named by a hash of its tokens and all tokens before
-them.
+"""The files of the KV cache on local disk, one for each block. A file's name is a hash of the block's tokens and all
+tokens before them.
 
-A file is written under another name and then renamed. Its length and checksum are verified when it is read, so that a
-file that a crash has damaged is never used. A folder belongs to one engine at a time: another engine of the same model
-gets its own.
+A file is written under a temporary name and then renamed. Its length and checksum are verified when it is read, so a
+file that a crash damaged is never used. A folder belongs to one engine at a time. Another engine of the same model gets
+its own folder.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class _Unused:
 
 
 class BlockFolder:
-    """The block files of one engine under `root`, in order of last use.
+    """The block files of one engine under the directory `root`, in order of last use.
 
-    `identity` names everything, apart from its key, on which the bytes of a block depend. This folder and those of
-    ended engines beside it hold at most `limit_bytes` together. One thread writes, another may read. Raises ConfigError
-    for a root that others could write to, OSError when the disk fails.
+    `identity` is a name for everything on which a block's bytes depend, apart from the block's key. `limit_bytes`
+    limits the size of this folder together with the folders that ended engines left under `root`. One thread may write
+    while another reads. Raises ConfigError if other users can write to `root`, OSError if the disk fails.
     """
 
     def __init__(self, root: Path, identity: str, block_bytes: int, limit_bytes: int) -> None:
@@ -109,8 +109,8 @@ class BlockFolder:
             self._blocks[key] = None
 
     def read(self, key: bytes) -> Bytes | None:
-        """Returns a block's content; None if it is not there, or if its file is damaged or holds another block. Such a
-        file is removed.
+        """Returns a block's content, or None if the block is not there. A damaged file, or a file that holds another
+        block, is removed and gives None.
         """
         if key not in self._blocks:
             return None
@@ -135,7 +135,7 @@ class BlockFolder:
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def seconds_per_byte(self) -> float:
-        """Measures and returns the seconds that reading a byte takes. The files are flushed and dropped from the
+        """Measures how many seconds it takes to read a byte. Test files are flushed and dropped from the operating
         system's cache first, as far as it allows, so that the disk itself is measured.
         """
         count = max(1, min(8, (32 << 20) // self.file_bytes))

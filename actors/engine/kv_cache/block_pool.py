@@ -1,8 +1,8 @@
 """The pool of KV blocks on the device and in host memory, and the moves between the two at the start of a step.
 
-Host memory holds evicted sequences, and prefixes that had not been used for long when their device block was needed.
-All moves of a step happen before it computes: first out to the host, then in, then copies on the device. A block that a
-pending move reads is therefore held until `take_moves`.
+Host memory holds the blocks of evicted sequences, and cached prefixes whose device blocks were needed for something
+else. All moves of a step happen before the step computes: first from device to host, then from host to device, then
+copies on the device. Blocks that a pending move will read are therefore held until `take_moves`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Place = tuple[bool, int]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns a hash of 128 bits of a block's tokens and all tokens before them. `parent` is the hash of the block
-    before it, or for the first block the sequence's salt.
+    """Returns a hash of 128 bits of a block's tokens and all tokens before them. `parent` is the hash of the previous
+    block. For the first block, `parent` is the sequence's salt.
     """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """Allocates the KV blocks of device and host memory, and shares those of cached prefixes.
+    """Allocates the KV blocks of device and host memory, and shares the blocks of cached prefixes.
 
-    When a device block with cached content is reused, the content is first moved to free host memory if `keeps_cold` is
-    True, and to the `disk` if there is one.
+    A device block with cached content may be needed for something else. Its content is then moved to free host memory
+    if `keeps_cold` is True, and to `disk` if there is a disk tier.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Returns `count` blocks with one reference each. The caller has checked `num_free`."""
+        """Returns `count` device blocks with one reference each. The caller must check `num_free` first."""
         blocks = []
         for _ in range(count):
             block, cold = self.device.take()
@@ -77,8 +77,8 @@ class BlockPool:
         return blocks
 
     def allocate_now(self, count: int) -> list[int]:
-        """Returns `count` blocks for content that is written before the next step's moves. The content that was cached
-        in them is lost, because a move could not save it in time.
+        """Returns `count` device blocks that the caller may write at once, before the next step's moves. Content that
+        was cached in these blocks is lost, because a move could not save it in time.
         """
         return [self.device.take()[0] for _ in range(count)]
 
@@ -93,8 +93,8 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of the blocks in the longest cached prefix of a chain of hashes. It adds no references
-        (see `add_reference`).
+        """Returns the blocks of the longest cached prefix. `hashes` are the chained hashes of the wanted blocks. Each
+        result says whether a block is in host memory, and its number. Adds no references (see `add_reference`).
         """
         places: list[Place] = []
         for block_hash in hashes:
@@ -105,7 +105,9 @@ class BlockPool:
         return places
 
     def saved(self, host_blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[Place]:
-        """Returns the places of an evicted sequence's blocks: on the device if still there, else in host memory."""
+        """Returns where the blocks of an evicted sequence are: on the device if they are still there, else in host
+        memory.
+        """
         places: list[Place] = []
         for kept, block_hash in zip(host_blocks, hashes, strict=True):
             block = self.device.find(block_hash)
@@ -113,18 +115,18 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """Returns how many free device blocks are needed to use the blocks at these places."""
+        """Returns how many free device blocks are needed to use these blocks, which may be in host memory."""
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
     def add_reference(self, places: Sequence[Place]) -> None:
-        """Adds one reference to the block at each of these places."""
+        """Adds one reference to each of these blocks, on the device or in host memory."""
         for on_host, block in places:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns device blocks for places that the caller references; copies blocks on the host into new device
-        blocks.
+        """Returns device blocks with the content of these blocks, to which the caller has references. Blocks in host
+        memory are copied into new device blocks.
         """
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
@@ -138,8 +140,8 @@ class BlockPool:
         return blocks
 
     def bring_in(self, blocks: Sequence[tuple[bytes, Bytes]], most: int) -> int:
-        """Lets the sequences of the next plan share blocks that were read from disk, using at most `most` free device
-        blocks. Returns how many blocks are copied to the device; the others are there already.
+        """Lets the sequences of the next plan share blocks that were read from disk. Uses at most `most` free device
+        blocks. Returns how many blocks are copied to the device, not counting those that are already there.
         """
         brought = 0
         for block_hash, content in blocks:
@@ -159,16 +161,16 @@ class BlockPool:
         return brought
 
     def can_save(self, hashes: Sequence[bytes | None]) -> bool:
-        """Returns whether the host has room for blocks with these hashes. The hash of a block that is not full or may
-        not be shared is None.
+        """Returns whether host memory has room for blocks with these hashes. The hash is None for a block that is not
+        full or may not be shared.
         """
         found = [self.host.find(block_hash) for block_hash in hashes]
         refs = self.host.refs
         return sum(block is None or refs[block] == 0 for block in found) <= self.host.num_free
 
     def save(self, blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns host blocks to which the next moves copy the present content of these device blocks. The caller has
-        checked `can_save`.
+        """Returns host blocks to which the next moves will copy the content of these device blocks. The caller must
+        check `can_save` first.
         """
         found = [self.host.find(block_hash) for block_hash in hashes]
         for kept in found:
@@ -185,7 +187,9 @@ class BlockPool:
         return saved
 
     def copy(self, block: int) -> int:
-        """Returns a new block, referenced by the caller alone, to which the next moves copy `block`."""
+        """Returns a new block into which the next moves will copy `block`. Only the caller has a reference to the new
+        block.
+        """
         self.device.add_reference(block)
         self._pending_device_reads.append(block)
         (own,) = self.allocate(1)
@@ -201,8 +205,8 @@ class BlockPool:
         self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Stops sharing those of the blocks that only the caller references, because their content cannot be trusted;
-        returns them.
+        """Stops sharing the given blocks, because their content cannot be trusted. Blocks that others reference as well
+        are left alone. Returns the blocks that it stopped sharing.
         """
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:
@@ -215,14 +219,14 @@ class BlockPool:
         return alone
 
     def reset(self) -> None:
-        """Forgets every block's content, on the host too, and drops pending moves."""
+        """Forgets the content of all blocks on the device and in host memory, and drops pending moves."""
         self.device.forget_all()
         self.host.forget_all()
         self._moves = StepPlan()
         self._release_reads()
 
     def check(self, tables: Sequence[Sequence[int]], host_tables: Sequence[Sequence[int]] = ()) -> None:
-        """Raises AssertionError unless the pool agrees with the tables of all living sequences. For tests."""
+        """Raises AssertionError if the pool disagrees with the block tables of all living sequences. For tests."""
         self.device.check(tables)
         self.host.check(host_tables)
 

@@ -1,8 +1,8 @@
-"""The KV cache's tier on local disk. Prefix blocks are written there when their memory is needed, and read back when a
-prompt contains them and reading is cheaper than computing.
+"""The KV cache's tier on local disk. Prefix blocks are written to disk when their memory is needed. They are read back
+when a prompt contains them and reading is cheaper than computing.
 
 Separate threads write and read, so that the engine's thread never waits for the disk. A failure turns the tier off with
-a warning; no request fails.
+a warning. No request fails.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _LEAST_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """A read of a prompt's blocks from disk. `blocks` has those that were read: the first ones of `hashes`, without a
-    gap.
+    """A read of a prompt's blocks from disk. `hashes` are the requested blocks. `blocks` are the blocks read so far, in
+    the same order and without a gap.
     """
 
     key: bytes
@@ -58,11 +58,11 @@ class DiskRead:
 
 
 class DiskTier:
-    """Writes and reads the blocks of one engine. All methods are for the engine's thread. `clock` is the clock of the
-    steps, in seconds.
+    """Writes and reads the blocks of one engine on disk. All methods are for the engine's thread. `clock` returns the
+    time in seconds.
 
-    A block has `block_tokens` tokens. Computing a token takes `token_s` seconds and reading a byte `byte_s` seconds, as
-    measured at the start.
+    A block has `block_tokens` tokens. As measured at the start, computing a token takes `token_s` seconds, and reading
+    a byte takes `byte_s` seconds.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DiskTier:
         )
 
     def change_folder(self, opened: Callable[[], BlockFolder]) -> None:
-        """Changes to another folder, for other weights; turns the tier off if that cannot be opened."""
+        """Changes to another folder, for other weights. If the folder cannot be opened, turns the tier off."""
         before = self._folder
         before.release()
         self._unwritten = set()
@@ -128,7 +128,9 @@ class DiskTier:
         return is_worth
 
     def write(self, hashes: Items[bytes], layers: Items[Bytes]) -> None:
-        """Queues blocks that `wants` has accepted for writing; `layers` is what `KvCache.read` returns for them."""
+        """Queues blocks for writing, after `wants` has returned True for each. `layers` is the result of `KvCache.read`
+        for these blocks.
+        """
         rows = [layer.reshape(len(hashes), -1) for layer in layers]
         folder, unwritten = self._folder, self._unwritten
         unwritten.update(hashes)
@@ -141,12 +143,12 @@ class DiskTier:
         self._writer.run(partial(self._folder.forget, block_hash))
 
     def on_its_way(self, block_hash: bytes) -> bytes | None:
-        """Returns the key of the read in progress that contains a block; None without one."""
+        """Returns the key of the read in progress that contains a block, or None if no read contains it."""
         return self._reading.get(block_hash)
 
     def num_readable(self, hashes: Items[bytes]) -> int:
-        """Returns how many of these blocks, from the first on without a gap, the disk would provide now: those in a
-        read that is in progress, and those that `read` would read. It touches no file.
+        """Returns how many of these blocks the disk would provide now, from the first on without a gap. It counts
+        blocks of reads in progress, and blocks that `read` would read. Does not touch the files.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -157,8 +159,8 @@ class DiskTier:
         return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
-        """Starts to read these blocks from the first on, up to the first that is not on the disk, if that is cheaper
-        than computing them. Returns the key of the read; None if nothing is read.
+        """Starts to read these blocks if that is cheaper than computing them. Reads from the first block up to the
+        first one that is not on disk. Returns the key of the read, or None if nothing is read.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -176,8 +178,8 @@ class DiskTier:
         return read.key
 
     def finished(self) -> list[DiskRead]:
-        """Returns the reads that have ended since the last call. A read that hangs is returned without blocks and turns
-        the tier off.
+        """Returns the reads that have ended since the last call. If a read hangs, the tier is turned off and the read
+        is returned without blocks.
         """
         now_s, ended = self._clock(), list[DiskRead]()
         self._some_done.clear()
@@ -194,7 +196,7 @@ class DiskTier:
         return ended
 
     def cancel(self) -> list[bytes]:
-        """Abandons all reads; returns their keys."""
+        """Abandons all reads and returns their keys."""
         keys = list(self._reads)
         self._reads, self._reading = {}, {}
         return keys
@@ -203,8 +205,10 @@ class DiskTier:
         self._counts.hit_tokens += num_blocks * self._block_tokens
 
     def after_step(self, plan: StepPlan, seconds: float) -> bool:
-        """Updates the time to compute a token from a step that mostly computed prompts. If a step had nothing to
-        compute while reads are in progress, waits a few milliseconds for a read and returns True, else returns False.
+        """Learns the time to compute a token from a step that took `seconds`, if the step mostly computed prompts.
+
+        If the step had nothing to compute but reads are in progress, waits a few milliseconds for a read and returns
+        True. Otherwise returns False.
         """
         tokens = sum(chunk.length for chunk in plan.chunks if chunk.length > 1 and not chunk.draft)
         if tokens >= _LEAST_TOKENS and 2 * tokens > plan.num_tokens:
@@ -300,7 +304,7 @@ def move_blocks(plan: StepPlan, cache: KvCache, disk: DiskTier | None) -> None:
 
 
 class Worker:
-    """A thread that runs its tasks one after the other. It ends when this object is garbage-collected."""
+    """A thread that runs tasks one after the other. The thread ends when this object is garbage-collected."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -1,5 +1,5 @@
-"""The KV of one request in transit between two engines: a header that describes it, and the raw blocks of each layer in
-host memory. It needs only numpy, so that a router can hold and forward it.
+"""The KV of one request in transit between two engines: a header, and the raw blocks of each layer in host memory. It
+needs only numpy, so that a router can hold and forward it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _IDENTITY = ("model", "weights_version", "lora", "dtype", "layout", "block_size"
 class KvHeader:
     """The description of an exported request's KV.
 
-    `model` is a hash of the architecture, `layout` the size in bytes of one block in each layer. The blocks hold the KV
-    of the first `num_computed` of `tokens` (prompt and output); `seed` is the seed that its sampling uses.
+    `model` is a hash of the architecture. `layout` is the size in bytes of one block in each layer. `tokens` are the
+    prompt and the output. The blocks hold the KV of the first `num_computed` tokens. `seed` is the request's sampling
+    seed.
     """
 
     model: str
@@ -48,13 +49,15 @@ class KvHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvHandle:
-    """A header, and for each layer one flat array of bytes with its blocks in the order of the tokens."""
+    """The exported KV of a request: a header and, for each layer, one flat array of bytes. The array has the layer's
+    blocks in the order of the tokens.
+    """
 
     header: KvHeader
     layers: tuple[Bytes, ...]
 
     def check_fits(self, own: KvHeader) -> None:
-        """Raises ConflictError unless an engine with this identity can use the blocks."""
+        """Raises ConflictError if an engine cannot use these blocks. `own` is a header that describes that engine."""
         for name in _IDENTITY:
             theirs, ours = getattr(self.header, name), getattr(own, name)
             if theirs != ours:
@@ -73,7 +76,7 @@ class KvHandle:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KvHandle:
-        """Parses the output of `to_bytes`. Raises DataError for anything else."""
+        """Returns the handle from the output of `to_bytes`. Raises DataError for any other input."""
         body = memoryview(data)
         at = len(_MAGIC) + 8
         if bytes(body[: len(_MAGIC)]) != _MAGIC:

@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 class KvCache:
     """The KV memory of device and host, and the moves of blocks between them.
 
-    `layers` has the device's tensors, which the model reads and writes: per layer [2, S, K, D], with S slots in
-    `num_blocks` blocks.
+    `layers` has one tensor [2, S, K, D] per layer on the device, which the model reads and writes. S is the number of
+    slots in `num_blocks` blocks.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -27,8 +27,8 @@ class KvCache:
         self._host: list[Tensor] = []  # per layer [2, num_host_blocks, a block's elements]
 
     def allocate(self, layers: list[Tensor]) -> None:
-        """Takes over zeroed layers on the device, and allocates matching host memory. For CUDA the host memory is
-        pinned, so that the device copies it directly.
+        """Takes over the zeroed tensors `layers` on the device, and allocates matching host memory. For CUDA, the host
+        memory is pinned, so that the device can copy it directly.
         """
         if self.num_host_blocks:
             self._host = [
@@ -64,7 +64,7 @@ class KvCache:
                 blocks[:, targets] = blocks[:, sources]
 
     def zero_blocks(self, blocks: Items[int]) -> None:
-        """Zeroes blocks that may hold NaN: padded attention multiplies unused values by 0, and 0 times NaN is NaN."""
+        """Zeroes blocks that may hold NaN. Attention multiplies the values of padding by 0, and 0 times NaN is NaN."""
         for kv in self.layers:
             self._blocks(kv)[:, list(blocks)] = 0.0
 
@@ -79,7 +79,7 @@ class KvCache:
         )
 
     def write(self, blocks: Items[int], layers: Items[Bytes]) -> None:
-        """Writes content that `read` has returned into these blocks."""
+        """Writes content into these blocks. `layers` is the result of an earlier `read`."""
         rows = list(blocks)
         for kv, data in zip(self.layers, layers, strict=True):
             values = torch.from_numpy(np.array(data)).view(kv.dtype).view(len(rows), 2, -1)

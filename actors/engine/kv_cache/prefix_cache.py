@@ -1,7 +1,7 @@
 """Finds the part of a sequence's prompt that is cached, and the part that other sequences are computing.
 
-A request whose prefix is being computed for another request waits for it, instead of computing the same again (as in
-SGLang).
+If another request is already computing the same prefix, a request waits for it instead of computing the prefix a second
+time (as in SGLang).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from raytide.actors.engine.sequence import Rank, Sequence
 
 
 class PrefixCache:
-    """Looks up prefixes by hashes chained over full blocks, starting from the sequence's salt."""
+    """Finds cached prefixes. The hash of each full block depends on all blocks before it, and on the sequence's
+    salt.
+    """
 
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
@@ -22,25 +24,27 @@ class PrefixCache:
         self._producers: dict[bytes, Sequence] = {}  # the sequence that computes a block not cached yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
-        """Returns the hashes of a sequence's blocks that hold computed tokens; None for a block that is not full or not
-        kept.
+        """Returns one hash for each block of a sequence that holds computed tokens. The hash is None if the block is
+        not full or is not kept in the cache.
         """
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
         hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._keeps(seq) else []
         return hashes + [None] * (count - len(hashes))
 
     def cached(self, seq: Sequence) -> list[Place]:
-        """Returns the places of the cached blocks at a sequence's start. They never include its last token, which must
-        be computed for the logits.
+        """Returns the cached blocks at the start of a sequence, on the device or in host memory. They never include the
+        sequence's last token, which must be computed for the logits.
         """
         if not self._enabled or not seq.reads_cache:
             return []
         return self._pool.match(self._hashes(seq, self._shareable(seq)))
 
     def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
-        """Returns the hash of the last block of a prefix that running sequences are computing, if it is worth waiting
-        for, else None. Waiting pays if the prefix has at least half of the tokens that are not cached; only sequences
-        of an equal or better rank are waited for.
+        """Returns the hash of a block for which a sequence should wait: the last block of its prefix that running
+        sequences are computing. Returns None if it should not wait.
+
+        Waiting pays if these sequences compute at least half of the uncached tokens. A sequence never waits for a
+        sequence of worse rank.
         """
         if not self._producers or not seq.reads_cache:
             return None
@@ -53,8 +57,8 @@ class PrefixCache:
         return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
 
     def read_from_disk(self, seq: Sequence, num_cached: int) -> bytes | None:
-        """Returns the key of a disk read that contains the blocks after the cached ones. The read may have been started
-        now or for another sequence. Returns None if the blocks are not on the disk, or if computing them is cheaper.
+        """Returns the key of a disk read that contains the blocks after the cached ones. Starts the read unless another
+        sequence has started it. Returns None if the blocks are not on disk, or if computing them is cheaper.
         """
         disk = self._pool.disk
         if disk is None or not self._enabled or not seq.reads_cache:
@@ -79,17 +83,19 @@ class PrefixCache:
         return keys
 
     def cancel_reads(self) -> list[bytes]:
-        """Abandons the reads that have not ended; returns their keys."""
+        """Abandons the disk reads that have not ended, and returns their keys."""
         return [] if self._pool.disk is None else self._pool.disk.cancel()
 
     def promise(self, seq: Sequence) -> None:
-        """Records the full blocks that a sequence will compute, when it starts to run."""
+        """Records which full blocks a sequence will compute. Call it when the sequence starts to run."""
         if self._keeps(seq):
             for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
                 self._producers.setdefault(block_hash, seq)
 
     def register(self, seq: Sequence) -> list[bytes]:
-        """Lets later sequences share a sequence's newly filled blocks; returns their hashes."""
+        """Lets later sequences share the blocks that a sequence has newly filled. Returns the hashes of these
+        blocks.
+        """
         first, end = seq.num_registered, seq.num_computed // self._size
         if not self._keeps(seq) or end <= first:
             return []
@@ -101,7 +107,9 @@ class PrefixCache:
         return hashes
 
     def withdraw(self, seq: Sequence) -> list[bytes]:
-        """Removes the blocks that a sequence has promised but not computed, when it stops; returns their hashes."""
+        """Removes the blocks that a sequence promised but did not compute. Call it when the sequence stops. Returns the
+        hashes of these blocks.
+        """
         broken = [each for each in seq.block_hashes[seq.num_registered :] if self._producers.get(each) is seq]
         for block_hash in broken:
             del self._producers[block_hash]

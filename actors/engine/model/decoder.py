@@ -1,7 +1,7 @@
-"""The decoder of all supported families over a flat batch of tokens and a paged KV cache, built from the operators of
-`raytide.kernels`. `Architecture` describes a family; there is no class for each family.
+"""The decoder of all supported model families, over a flat batch of tokens and a paged KV cache. It is built from the
+operators of `raytide.kernels`. `Architecture` describes a family, so there is no class for each family.
 
-Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+For shape suffixes see `kernels/core.py`. In addition: N hidden size, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Layers = list[LayerWeights] | StreamedLayers
 
 
 class PagedDecoder:
-    """The weights and the forward pass. It keeps no state between calls: the caller holds the KV cache."""
+    """A model's weights and forward pass. It keeps no state between calls; the caller holds the KV cache."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class PagedDecoder:
         self._in_one_call = self._pass_in_one_call()
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Returns zeroed KV tensors per layer, [2, S, K, D] or with int8 [2, S, K, D + 4]. They must be finite because
-        padding is multiplied by 0, and 0 times NaN is NaN.
+        """Returns one zeroed KV tensor per layer: [2, S, K, D], or [2, S, K, D + 4] for int8. The tensors must be
+        finite because padding is multiplied by 0, and 0 times NaN is NaN.
         """
         dtype = torch.int8 if self._rounds_kv else self._embedding.dtype
         width = self.arch.head_dim + (SCALE_BYTES if self._rounds_kv else 0)
@@ -94,7 +94,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
-        """Writes the KV of all tokens and returns float32 logits [R, V] that follow the tokens `step.rows_R`."""
+        """Writes the KV of all tokens. Returns float32 logits [R, V], one row for each token in `step.rows_R`."""
         whole = self._in_one_call
         if whole is None or not whole.has_head or step.loras is not None:
             return self.head(self.hidden(step, cache))
@@ -221,9 +221,10 @@ def _no_head(hidden_RN: Tensor) -> Tensor:
 
 
 def prompt_logits(model: PagedDecoder, tokens: list[int], block_size: int, device: torch.device) -> torch.Tensor:
-    """Returns float32 logits [T, V] of every position of a prompt, for checks: row t follows the first t + 1 tokens.
+    """Returns float32 logits [T, V] for every position of a prompt, for tests and comparisons. Row t predicts the token
+    after the first t + 1 tokens.
 
-    The prompt is computed in one pass with temporary KV, outside the schedule. Running sequences wait meanwhile.
+    The prompt is computed in one pass with temporary KV, outside the scheduler. Running sequences wait meanwhile.
     """
     blocks = -(-len(tokens) // block_size)
     positions_T = torch.arange(len(tokens), device=device)

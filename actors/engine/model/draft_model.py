@@ -1,4 +1,6 @@
-"""A small model that guesses next tokens for a large model with the same vocabulary."""
+"""A small draft model for speculative decoding. It guesses the next tokens of a large model with the same
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ _CATCH_UP_TOKENS = 256
 
 
 class DraftModel:
-    """Guesses the most likely next tokens one after the other.
+    """Guesses the most likely next tokens, one after the other.
 
-    Its KV has its own memory, laid out in the same blocks that the sequences have in the large model's cache. The KV of
-    a sequence is computed when the sequence first gets a draft. Sequences that share a block write the same values into
-    it, so nothing special is needed when blocks are shared, moved or evicted.
+    The draft model has its own KV memory, with the same block numbers as the large model's cache. The KV of a sequence
+    is computed when the sequence first gets a draft. Sequences that share a block write the same values into it.
+    Nothing special is therefore needed when blocks are shared, moved or evicted.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class DraftModel:
         self._cache = self._model.new_cache(self._num_blocks, self._block_size)
 
     def free(self, weights: bool) -> None:
-        """Frees the KV memory, and also the weights if `weights` is True."""
+        """Frees the KV memory. If `weights` is True, frees the weights as well."""
         self._cache = []
         self._known.clear()
         self._drafted.clear()
@@ -76,8 +78,11 @@ class DraftModel:
         return len(seq.tokens) - self._known.get(seq.seq_id, 0)
 
     def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:
-        """Returns a draft for each sequence. `counts` has the number of tokens to draft for each; their blocks must be
-        allocated. A sequence with tokens that have no KV in this model yet gets an empty draft.
+        """Returns a draft for each sequence. `counts` has the number of tokens to guess for each sequence. Blocks for
+        these tokens must already be allocated.
+
+        First computes missing KV of the sequences, a limited number of tokens per call. If a sequence's KV is still
+        incomplete after that, its draft is empty.
         """
         drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
         left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()
@@ -125,7 +130,7 @@ class DraftModel:
 
 
 def check_same_vocabulary(arch: Architecture, model_dir: Path, draft: Architecture, draft_dir: Path) -> None:
-    """Raises ConfigError unless token ids mean the same to both models, as far as their files tell."""
+    """Raises ConfigError if the two models' files show that token ids mean different things to them."""
     same = arch.vocab_size == draft.vocab_size
     files = [each / "tokenizer.json" for each in (model_dir, draft_dir)]
     if same and all(file.exists() for file in files):

@@ -1,7 +1,7 @@
-"""The persistent batch: each running sequence's tokens and block table are rows of arrays, so that the inputs of a step
-are gathered from them.
+"""The persistent batch. The tokens and block table of each running sequence are rows of arrays, from which the inputs
+of a step are gathered.
 
-Per step, Python visits each sequence once; all work per token or per block is numpy.
+In each step, Python visits each sequence once. All work per token or per block is done in numpy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The model's inputs.
+    """The inputs of one forward pass.
 
-    `rows_R` are the rows of the flat batch whose results are wanted: for each sequence that gets a next token, its last
-    row before the draft and the rows of its draft, in order; then rows that the caller adds.
+    `rows_R` are the rows of the flat batch whose results are wanted. For each sequence that gets a next token, they are
+    the row of its last token and the rows of its draft. After all sequences come the rows that the caller adds.
     """
 
     ids_T: torch.Tensor
@@ -51,7 +51,7 @@ class InputBatch:
         self._block_size, self._device = block_size, device
 
     def release(self, seq: Sequence) -> None:
-        """Frees a sequence's row. Does nothing if it never ran."""
+        """Frees a sequence's row. Does nothing if the sequence never ran."""
         row = self._row_of.pop(seq.seq_id, None)
         if row is not None:
             self._free.append(row)

@@ -1,7 +1,7 @@
-"""The layers of a model that is larger than the memory for its weights. The first layers stay in memory. In every pass
-each other layer is read from the files while the layer before it computes.
+"""The layers of a model whose weights are larger than the memory for them. The first layers stay in memory. In every
+pass, each other layer is read from the files while the layer before it computes.
 
-The layers are built by the code that builds those of any model, so that tokens are the same to the bit.
+The same code builds the layers as for any other model, so that tokens are identical to the bit.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class StreamedLayers:
 def load_layers(
     build: WeightLoader, count: int, limit_bytes: int, *, embedding_bytes: int
 ) -> list[LayerWeights] | StreamedLayers:
-    """Builds every layer once, so that bad files are found now, and keeps as many as fit into `limit_bytes`. The limit
-    must also hold the embedding, a head of the same size, and two layers: one in use and one that is being read. Raises
-    ConfigError if it is below that.
+    """Returns the model's layers. As many layers stay in memory as fit into `limit_bytes`. Builds every layer once, so
+    that bad files are found now.
+
+    The limit must also hold the embedding, an output head of the same size, and two more layers: one in use and one
+    that is being read. Raises ConfigError if the limit is too low for that.
     """
     _return_freed_memory()
     kept, sizes, largest = list[LayerWeights](), list[int](), 0

@@ -1,9 +1,10 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's directory format: y += (x A^T) B^T * scale for the rows of the requests that
-use the adapter.
+"""LoRA adapters (Hu et al. 2021) in PEFT's directory format. The rows of requests that use an adapter get:
 
-Several adapters serve in one batch: each has spans of the step's rows. Where the model stacks projections (q, k and v,
-say), the adapter's matrices are stacked in the same way, so that they take two products. A batch that uses no adapter
-has no work here.
+    y += (x A^T) B^T * scale
+
+One batch may use several adapters. Each adapter then has spans of the step's rows. The model stacks some projections,
+such as q, k and v. The adapter's matrices are stacked in the same way, so that the stack takes only two matrix
+products. A batch without adapters does no extra work.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _CUT_BY_INPUT = frozenset({"attention_out", "down"})
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter: for each projection, a function from its input to the tensor that is added to its output. `number`
-    identifies it among the processes of one engine.
+    """A loaded LoRA adapter. `deltas` has a function for each projection. The function gets the projection's input, and
+    its result is added to the projection's output. `number` identifies the adapter among the processes of one engine.
     """
 
     deltas: Mapping[_Place, Linear]
@@ -47,14 +48,16 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The spans of a step's flat batch that have an adapter, each with its first row and the row after its last."""
+    """The spans of a step's flat batch that use an adapter. Each span has its adapter, its first row and the row after
+    its last.
+    """
 
     spans: list[tuple[Adapter, int, int]]
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[Adapter | None, int]]) -> LoraRows | None:
-        """Builds the spans from each sequence's adapter and number of rows, in order; returns None if no sequence has
-        one. Neighbouring sequences with the same adapter share a span.
+        """Returns the spans of a batch, or None if no sequence has an adapter. `lengths` has the adapter and the number
+        of rows of each sequence, in order. Neighbouring sequences with the same adapter share a span.
         """
         spans: list[tuple[Adapter, int, int]] = []
         start = 0
@@ -67,7 +70,7 @@ class LoraRows:
         return cls(spans) if spans else None
 
     def add(self, layer: int, projection: str, x_TN: Tensor, y_TM: Tensor) -> None:
-        """Adds the adapters' products to a projection's output."""
+        """Adds the adapters' results to a projection's output `y_TM`, in place."""
         for adapter, start, end in self.spans:
             delta = adapter.deltas.get((layer, projection))
             if delta is not None:
@@ -85,7 +88,7 @@ class _Target:
 
 
 class AdapterPart(Protocol):
-    """One process's part of the adapters of a model that several processes share: see `AdapterShard`."""
+    """One process's part of an adapter, for a model that several processes share (see `AdapterShard`)."""
 
     arch: Architecture
     layers: range
@@ -104,8 +107,8 @@ def read_adapter(
     part: AdapterPart | None = None,
     number: int = 0,
 ) -> Adapter:
-    """Reads an adapter, or one process's `part` of it. Raises DataError if it is of another model, ConfigError for an
-    unsupported kind.
+    """Reads an adapter, or only one process's `part` of it. Raises DataError if the adapter is for another model,
+    ConfigError for an unsupported type of adapter.
     """
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
@@ -141,7 +144,7 @@ def read_adapter(
 
 
 def adapter_digest(path: Path) -> str:
-    """Returns a hash of the whole content of an adapter's files. Raises DataError if one cannot be read."""
+    """Returns a hash of the whole content of an adapter's files. Raises DataError if a file cannot be read."""
     digest = blake2b(digest_size=16)
     for file in (path / "adapter_config.json", *sorted(path.glob("*.safetensors"))):
         try:
@@ -240,8 +243,8 @@ def _refuse_other_kinds(config: Fields) -> None:
 
 
 class LoraManager:
-    """The loaded adapters by name. They change only between two steps, and sequences of other adapters are not
-    affected.
+    """The loaded adapters by name. They change only between two steps. A change does not affect sequences that use
+    other adapters.
     """
 
     def __init__(self, limit: int) -> None:
@@ -250,7 +253,7 @@ class LoraManager:
         self._limit = limit
 
     def check_free(self, name: str) -> None:
-        """Raises ConflictError when `name` is taken, CapacityError when no further adapter may be loaded."""
+        """Raises ConflictError if `name` is taken, CapacityError if the maximum number of adapters is loaded."""
         if name in self._by_name:
             raise ConflictError(f"adapter {name} is already loaded.", hint="Unload it first, or choose another name.")
         if len(self._by_name) >= self._limit:
@@ -259,7 +262,7 @@ class LoraManager:
             )
 
     def add(self, name: str, adapter: Adapter, digest: str) -> None:
-        """Adds an adapter; `digest` is the hash of its files."""
+        """Adds an adapter. `digest` is the hash of the adapter's files."""
         self.check_free(name)
         self._by_name[name], self._ids[name] = adapter, f"{name}/{digest}"
 
@@ -270,21 +273,21 @@ class LoraManager:
         return self._by_name.pop(name)
 
     def id_of(self, name: str) -> str:
-        """Returns the adapter's name and content hash. Sequences share KV by this id, so it differs between adapters
-        that were loaded under one name, and is the same in later processes.
+        """Returns the adapter's id: its name and content hash. Only sequences with the same id share KV. Two adapters
+        with the same name but different content have different ids. An id stays the same after a restart.
         """
         self.adapter(name)
         return self._ids[name]
 
     def group(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Returns the chunks sorted by adapter, so that each adapter is computed in one go."""
+        """Returns the chunks sorted by adapter, so that rows with the same adapter are neighbours."""
         if not self._by_name:
             return chunks
         return sorted(chunks, key=lambda chunk: chunk.seq.lora or "")
 
     def rows(self, chunks: list[ScheduledChunk]) -> LoraRows | None:
-        """Returns the spans of rows that have an adapter; None if no chunk has one. Raises NotFoundError for an adapter
-        that is not loaded.
+        """Returns the spans of rows that use an adapter, or None if no chunk uses one. Raises NotFoundError for an
+        adapter that is not loaded.
         """
         if all(chunk.seq.lora is None for chunk in chunks):
             return None
@@ -294,7 +297,7 @@ class LoraManager:
         return LoraRows.of(adapters)
 
     def adapter(self, name: str) -> Adapter:
-        """Returns an adapter. Raises NotFoundError for one that is not loaded."""
+        """Returns the adapter of this name. Raises NotFoundError if it is not loaded."""
         if name not in self._by_name:
             raise NotFoundError(f"adapter {name} is not loaded.", hint="Load it first.")
         return self._by_name[name]

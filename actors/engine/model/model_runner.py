@@ -54,7 +54,7 @@ _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 class ModelRunner:
     """Runs the model's steps.
 
-    It owns the weights, the KV cache and all device memory; the scheduler knows nothing of these.
+    It owns the weights, the KV cache and all device memory, of which the scheduler knows nothing.
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture, launcher: LocalMembers | None = None) -> None:
@@ -151,7 +151,7 @@ class ModelRunner:
         )
 
     def load(self, model_dir: Path) -> PagedDecoder:
-        """Reads other weights and returns them; the present ones stay loaded and in use."""
+        """Reads other weights and returns them. The present weights stay loaded and in use."""
         if self._leader is not None:
             return self._leader.load(model_dir)
         limit = self._weights_bytes
@@ -159,18 +159,18 @@ class ModelRunner:
         return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized, limit)
 
     def use(self, model: PagedDecoder) -> None:
-        """Computes with these weights from now on. KV of the former weights is then invalid."""
+        """Computes with these weights from now on. KV of the former weights becomes invalid."""
         if self._leader is not None:
             self._leader.use(model)
         self._model = model
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error with which this engine ended because another member ended; None while it lives."""
+        """The error with which the engine ended because another member process ended. None while it lives."""
         return None if self._leader is None else self._leader.death
 
     def close(self) -> None:
-        """Ends the other members. Idempotent."""
+        """Ends the other member processes of the model. Idempotent."""
         if self._leader is not None:
             self._leader.close()
 
@@ -184,7 +184,7 @@ class ModelRunner:
 
     @property
     def quantization(self) -> str:
-        """The formats of the quantized weights and the operators that compute with them; empty for a plain model."""
+        """The formats of the quantized weights and of their inputs. Empty for a model without quantized weights."""
         return self._loaded.quantization
 
     @property
@@ -194,8 +194,8 @@ class ModelRunner:
 
     @property
     def row_cost(self) -> float:
-        """A first guess, by the kind of device, of the time that one more row adds to a step, relative to a step with
-        one row.
+        """A first guess of the time that one more row adds to a step, relative to a step with one row. It depends on
+        the device type.
         """
         return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
 
@@ -204,13 +204,13 @@ class ModelRunner:
         return self._model is not None
 
     def allocate(self) -> None:
-        """Allocates the KV memory, of the draft model too."""
+        """Allocates the KV memory of the model, and of the draft model if there is one."""
         self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
         if self.draft_model is not None:
             self.draft_model.allocate()
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """Frees the KV memory, at level 2 also the weights."""
+        """Frees the KV memory. At level 2, frees the weights as well."""
         self.cache.free()
         if self.draft_model is not None:
             self.draft_model.free(weights=level == 2)
@@ -222,7 +222,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def swap_cost(self) -> SwapCost | None:
-        """Measures and returns the cost of swapping a block; None without host memory. Call it while nothing runs."""
+        """Measures the cost of swapping a block, while no step runs. Returns None if there is no host memory."""
         if not self.cache.num_host_blocks:
             return None
         count = min(_MEASURED_TOKENS // self.block_size + 1, self.cache.num_host_blocks, self.cache.num_blocks)
@@ -232,7 +232,7 @@ class ModelRunner:
 
     @cached_property
     def prefill_token_s(self) -> float:
-        """The seconds that computing one prompt token takes, measured at first use, while nothing runs."""
+        """The time in seconds to compute one prompt token, measured at first use, while no step runs."""
         length = min(_MEASURED_TOKENS, self.max_len - 1)
         prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
         prompt.block_ids += range(-(-length // self.block_size))
@@ -249,10 +249,10 @@ class ModelRunner:
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
     ) -> tuple[dict[str, list[Sampled]], dict[str, Exception]]:
-        """Computes the chunks. After a failure it splits them into halves, until a batch fits in memory or the sequence
-        at fault is found; that sequence is tried once more without its draft.
+        """Computes the chunks and returns the results and the errors, both by sequence id. After a failure it splits
+        the chunks into halves, until a batch fits in memory or the sequence at fault is found.
 
-        Returns the results and the errors, both by sequence id.
+        That sequence is tried once more without its draft.
         """
         if not chunks:
             return {}, {}
@@ -274,10 +274,10 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. Returns, by sequence id, the next tokens of each sequence that is then up to date: one,
-        and more if tokens of its draft are right.
+        """Computes the chunks. Returns, by sequence id, the next tokens of each sequence whose tokens are then all
+        computed: one token, and more if its draft is right.
 
-        Records prompt log probabilities and pooled states in the sequences. Executing a chunk again writes the same KV
+        Records prompt log probabilities and pooled states in the sequences. Executing a chunk twice writes the same KV
         and draws the same token, so a failed step can be retried in parts.
         """
         chunks = self._adapters.group(chunks)
@@ -292,8 +292,8 @@ class ModelRunner:
         return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """Runs only the forward pass. Returns float32 logits. Each sequence that is then up to date has one row, and
-        one more for each token of its draft; the rows `more_rows` of the flat batch follow. Records pooled states.
+        """Runs the forward pass and returns float32 logits. A sequence that gets a next token has one row, and one more
+        row for each draft token. Then come the rows `more_rows` of the flat batch. Records pooled states.
         """
         step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
         if more_rows or pooled.rows:
@@ -312,8 +312,8 @@ class ModelRunner:
         return prompt_logits(self._loaded, tokens, self.block_size, self._device.torch_device)
 
     def load_lora(self, name: str, path: Path) -> None:
-        """Loads a PEFT adapter for sequences whose `lora` is `name`. If it raises ConflictError, CapacityError,
-        ConfigError or DataError, nothing has changed.
+        """Loads a PEFT adapter, which sequences use if their `lora` is `name`. Raises ConflictError, CapacityError,
+        ConfigError or DataError. After an error nothing has changed.
         """
         self._adapters.check_free(name)
         if self._leader is not None:
@@ -323,17 +323,17 @@ class ModelRunner:
         self._adapters.add(name, adapter, adapter_digest(path))
 
     def unload_lora(self, name: str) -> None:
-        """Removes an adapter that no sequence uses any more. Raises NotFoundError."""
+        """Removes an adapter that no sequence uses any more. Raises NotFoundError for an unknown adapter."""
         adapter = self._adapters.remove(name)
         if self._leader is not None:
             self._leader.drop_adapter(adapter)
 
     def lora_id(self, name: str) -> str:
-        """Returns the adapter's id for `Sequence.salt`. Raises NotFoundError."""
+        """Returns the adapter's id for `Sequence.salt`. Raises NotFoundError for an unknown adapter."""
         return self._adapters.id_of(name)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows; all of them without a grammar."""
+        """Returns how many of a draft's first tokens the sequence's grammar allows: all if there is no grammar."""
         return len(draft) if seq.grammar is None else self._sampler.allowed(seq, draft)
 
     def release(self, seq: Sequence) -> None:

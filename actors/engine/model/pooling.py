@@ -1,6 +1,7 @@
-"""Prompts whose output is one vector: hidden states pooled into an embedding, or the logits of a classification head.
+"""Pooled prompts, whose output is one vector: an embedding from the hidden states, or the logits of a classification
+head.
 
-They share the schedule with sequences that generate, so that one step computes both.
+They share the schedule with sequences that generate, so one step computes both.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Tensor = torch.Tensor
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """Returns the pooling that sentence-transformers recorded in the directory; without a record the last token's
-    state, since only the last token has seen the whole prompt.
+    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded, it
+    is "last", since only the last token has seen the whole prompt.
     """
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
@@ -42,7 +43,7 @@ def pooling_of(model_dir: Path) -> Pooling:
 
 
 def pooled_vector(seq: Sequence) -> list[float]:
-    """Returns the vector of a fully computed prompt. Raises EngineError if it is not finite."""
+    """Returns the output vector of a fully computed prompt. Raises EngineError if the vector is not finite."""
     prompt = seq.pooled
     assert prompt is not None
     total = torch.stack(list(prompt.sums.values())).sum(0)
@@ -74,9 +75,11 @@ class PooledRows:
         return cls(pooled, rows)
 
     def record(self, states_RN: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Adds the last hidden states of the rows to their prompts' sums, or the logits that `head` computes from them
-        if the prompt is to be classified. Recording a chunk again replaces its sum and all later ones, so that a repeat
-        changes nothing and a prompt can restart after an eviction.
+        """Adds the rows' hidden states to the sums of their prompts. If a prompt is to be classified, adds the logits
+        that `head` computes from the hidden states instead.
+
+        Recording a chunk a second time replaces the chunk's sum and drops all later sums. A repetition therefore
+        changes nothing, and a prompt can restart after an eviction.
         """
         at = 0
         for prompt, start, count in self.chunks:

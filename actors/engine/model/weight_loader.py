@@ -1,7 +1,7 @@
-"""Builds a decoder's layers from a model directory's weights, by the weight names of its family.
+"""Builds a decoder's layers from the weights of a model directory, by the weight names of the model's family.
 
-Projections that read the same input are stacked (qkv, gate and up), so that each stack is one product. Quantized parts
-of different formats stay apart, each with its own product.
+Projections that read the same input are stacked (q, k and v; gate and up), so that each stack is one matrix product.
+Quantized projections of different formats are not stacked.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _UNPACKED_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantizedOptions:
-    """The options of quantized models: the number format of linears' inputs, and whether the output head and the keys
-    and values are rounded to int8 as well.
+    """The options of quantized models. `input` is the number format of the inputs of linear layers. `rounds_head` and
+    `rounds_kv` say whether the output head and the KV cache are rounded to int8 as well.
     """
 
     input: LinearInput = "float"
@@ -78,8 +78,9 @@ class WeightLoader:
         return self._norm(self._root + self._names.norm)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Returns the head, from its own weight or the embedding's. Call it after the layers are built. A head that
-        llm-compressor quantized has its own weight even if the config ties it to the embedding.
+        """Returns the output head, built from its own weight or from the embedding's weight. Call it after the layers
+        are built. A head that llm-compressor quantized has its own weight, even if the config ties the head to the
+        embedding.
         """
         if self._arch.num_labels:
             return self._plain(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
@@ -98,8 +99,8 @@ class WeightLoader:
 
     @property
     def quantization(self) -> str:
-        """The formats of the quantized layers built so far, and the inputs that they are computed with; empty for a
-        plain model.
+        """The formats of the quantized layers built so far, and the format of the inputs that they are computed with.
+        Empty for a model without quantized layers.
         """
         found = self._weights.quantization
         if not found:

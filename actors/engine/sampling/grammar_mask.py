@@ -1,4 +1,6 @@
-"""Masks rows of logits by their sequences' grammars. A grammar that fails ends only its own request."""
+"""Masks logits by grammars: only tokens that the grammar of a row's sequence allows keep their logits. A grammar that
+fails ends only its own request.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ class GrammarMask:
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
         """Returns how many of a draft's first tokens the sequence's grammar allows. Returns 0 if the grammar fails; the
-        error is then reported when the sequence's next token is drawn.
+        error is reported when the sequence's next token is drawn.
         """
         try:
             state = self._state(seq)
@@ -101,8 +103,8 @@ class GrammarMask:
 def apply_mask(
     logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 ) -> None:
-    """Sets the logits of `rows` to minus infinity where the mask's bit for the token is 0. The lowest bit of a word is
-    its first token.
+    """Forbids tokens in the given rows: sets the logits to minus infinity where a token's bit in the row's mask is 0.
+    The bits are packed into words, the lowest bit first.
     """
     vocab = logits_RV.shape[1]
     bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)

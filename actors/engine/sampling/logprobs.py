@@ -1,4 +1,4 @@
-"""Log probabilities, under the model's own distribution, of chosen tokens and of a prompt's tokens.
+"""Log probabilities of chosen tokens and of a prompt's tokens, from the model's unmodified logits.
 
 A row's result does not depend on the other rows. Shape suffixes: R rows, V vocabulary, K most likely tokens.
 """
@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer
 def token_logprobs(
     logits_RV: torch.Tensor, rows: Items[int], tokens: Items[int], counts: Items[int]
 ) -> list[TokenLogprobs]:
-    """Returns for each of `rows` the log probability and rank of its token, and the row's most likely tokens, whose
-    number is in `counts`.
+    """Returns, for each of `rows`, the log probability and rank of a given token, and the most likely tokens. `tokens`
+    has the given token of each row. `counts` has the number of most likely tokens of each row.
     """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), _ROWS_AT_ONCE):
@@ -95,7 +95,9 @@ class PromptRows:
         return cls(wanted, rows)
 
     def record(self, logits_RV: torch.Tensor) -> None:
-        """Records each row's log probabilities in its sequence. Recording a chunk again changes nothing."""
+        """Records each row's log probabilities in the row's sequence. Recording a chunk a second time changes
+        nothing.
+        """
         at = 0
         for chunk, count in self.chunks:
             seq, start = chunk.seq, chunk.start

@@ -1,8 +1,8 @@
-"""Chooses tokens from logits. Each row's token depends only on its logits, parameters, seed and position, never on the
-batch.
+"""Chooses tokens from logits. Each row's token depends only on the row's logits, parameters, seed and position, never
+on the batch.
 
-Order: logit bias, penalties, the grammar's mask, bans, then the choice. Log probabilities are of the model's own
-logits.
+The order is: logit bias, penalties, grammar mask, banned tokens, choice of the token. Log probabilities are those of
+the model's unmodified logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 
 
 class Sampler:
-    """Chooses tokens. It caches token counts and grammar states until `forget`; these can be rebuilt from the tokens at
-    any time.
+    """Chooses tokens. For each sequence it caches token counts and the grammar state until `forget`. Both can be
+    rebuilt from the tokens at any time.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
-        """Returns the next tokens of each chunk's sequence: one, and one more after each draft token that equals the
-        token drawn at its place. Every token is the one that would be drawn without a draft. If drawing fails (-1) at a
-        later place than the first, the run ends before that place; the next step draws there again.
+        """Returns the next tokens of each chunk's sequence: one token, and one more after each draft token that equals
+        the drawn token. The draft never changes which tokens are drawn. If drawing fails at a later place than the
+        first, the sequence's tokens end before that place, and the next step draws there again.
 
-        Drafts are followed in rounds of one token for each sequence. Until the end, the tokens of earlier rounds are
-        appended to the sequences, so that penalties, grammars and bans apply at the right position.
+        Drafts are checked in rounds of one token for each sequence. Tokens of earlier rounds are appended to the
+        sequences until the end of the call. Penalties, grammars and bans therefore apply at the right position.
         """
         seqs = [chunk.seq for chunk in chunks]
         if not any(chunk.draft for chunk in chunks):
@@ -85,8 +85,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """Returns the next token of each row. It is -1 for a row with an `error`, and for a row without a finite
-        maximum, which means that the model failed on it. Changes the logits.
+        """Returns the next token of each row. Changes the logits. The token is -1 for a row with an `error`, and for a
+        row whose logits have no finite maximum because the model failed.
         """
         self._set_batch(seqs, logits_RV.device)
         batch = self._batch
@@ -191,8 +191,8 @@ def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def banned_tokens(seq: Sequence) -> list[int]:
-    """Returns the tokens that may not come next: end tokens before `min_tokens`, and tokens that would complete a bad
-    word.
+    """Returns the tokens that may not come next: stop tokens before `min_tokens` is reached, and tokens that would
+    complete a bad word.
     """
     banned = list(seq.stop_token_ids) if seq.output_len < seq.params.min_tokens else []
     return banned + seq.bad_words.next_banned(seq.tokens, seq.output_len) if seq.bad_words else banned
@@ -252,7 +252,7 @@ def _argmax(logits_RV: Tensor) -> Tensor:
 
 
 class Occurrences:
-    """The distinct tokens of one sequence and their counts in its output, updated incrementally."""
+    """Counts how often each token occurs in the output of one sequence, updated incrementally."""
 
     def __init__(self, seq: Sequence) -> None:
         # Tokens of the prompt count for the repetition penalty alone.
@@ -264,7 +264,7 @@ class Occurrences:
         self._known = seq.prompt_len
 
     def update(self, seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Counts the sequence's new tokens. Returns its distinct tokens and their present counts in its output."""
+        """Counts the sequence's new tokens. Returns its distinct tokens and how often each occurs in the output."""
         for token in seq.tokens[self._known :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
@@ -278,10 +278,10 @@ class Occurrences:
 
 
 def penalize(logits_RV: torch.Tensor, rows: Items[int], seqs: Items[Sequence], seen: Items[Occurrences]) -> None:
-    """Applies each row's penalties in place: OpenAI's presence and frequency (over the output) and CTRL's repetition
-    (over prompt and output, arXiv 1909.05858).
+    """Applies each row's penalties in place: OpenAI's presence and frequency penalties over the output, and CTRL's
+    repetition penalty over prompt and output (arXiv 1909.05858).
 
-    Only the logits of tokens that occurred are touched, so the cost grows with the text and not with the vocabulary.
+    It touches only the logits of tokens that occurred, so the cost grows with the text and not with the vocabulary.
     """
     ids, outputs = zip(*(each.update(seq) for each, seq in zip(seen, seqs, strict=True)), strict=True)
     sizes = [len(each) for each in ids]

@@ -1,8 +1,10 @@
 """Draws a random token for each row of logits, filtered by top-k, top-p and min-p.
 
-A token is drawn with one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
-distribution. There is no random state, a recomputed sequence draws the same token again, and a row's token does not
-depend on the other rows. Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
+One uniform number, hashed from (seed, position), selects the token through the inverse of the row's cumulative
+distribution. There is no random state. A sequence that is computed again draws the same tokens, and a row's token does
+not depend on the other rows.
+
+Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _SORTED = 4096
 
 
 class RandomSampler:
-    """Draws tokens for a fixed set of rows, whose parameters it keeps as tensors."""
+    """Draws tokens for a fixed set of rows. It keeps their sampling parameters as tensors."""
 
     def __init__(self, params: Items[SamplingParams], seeds: Items[int], device: torch.device) -> None:
         self._seeds = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64)
@@ -42,8 +44,8 @@ class RandomSampler:
         self._params = list(params)
 
     def draw(self, logits_RV: Tensor, positions: Items[int], rows: Items[int] | None = None) -> Tensor:
-        """Returns a token for each row of logits, or for each of `rows`. `positions` are the present lengths of their
-        sequences.
+        """Returns one token for each row of logits, or for each of `rows` if they are given. `positions` are the
+        present lengths of the rows' sequences.
         """
         points_R1 = torch.from_numpy(uniforms(self._seeds, positions)).to(self._device)[:, None]
         size = len(self._params)
@@ -87,9 +89,10 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Sets to zero, in place, the probabilities that top_k, then top_p and min_p exclude, and returns the tensor.
+    """Sets to zero, in place, the probabilities that top_k, top_p or min_p exclude, and returns the tensor. top_k
+    applies before the other two.
 
-    Tokens as likely as the least likely kept one are kept too.
+    A token that is as likely as the least likely kept token is kept as well.
     """
     filtered = [row for row, each in enumerate(params) if each.has_filters]
     if not filtered:
@@ -105,8 +108,8 @@ def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
 
 
 def rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Returns the smallest probability in each row that is kept by top_k, and by top_p applied to the result of top_k.
-    It sorts the row.
+    """Returns, for each row, the smallest probability that top_k and top_p keep. top_p applies to the result of top_k.
+    The row is sorted for this.
     """
     device, vocab = probs_RV.device, probs_RV.shape[-1]
     top_k_R1 = torch.tensor([min(each.top_k or vocab, vocab) for each in params], device=device)[:, None]

@@ -1,1 +1,3 @@
-"""The pure scheduler of the native engine: it decides what runs in the next step, what waits and what is preempted."""
+"""The scheduler of the native engine. It decides which sequences run in the next step, which wait and which are
+preempted.
+"""

@@ -1,7 +1,9 @@
-"""The order in which sequences are served: lower levels first; within a level, the earlier deadline or arrival first.
+"""The order in which sequences are served. Lower levels go first. Within a level, the earlier deadline or arrival goes
+first.
 
-A request's level is its priority, less one for each `ageing_s` seconds that it has waited. The level is fixed while the
-sequence runs, so that a request that started through ageing is not evicted by the next request of its original level.
+The level of a waiting request is its priority, less one for each `ageing_s` seconds that it has waited. The level stays
+fixed while the sequence runs. A request that started because it had waited long is therefore not evicted by the next
+request of the same priority.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ MOST_EVICTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class SchedulingPolicy:
-    """A scheduling policy. `fcfs` ignores priorities and deadlines. A request without a deadline counts as due
-    `ageing_s` seconds after its arrival, so that requests with a deadline cannot starve it.
+    """A scheduling policy. `fcfs` ignores priorities and deadlines. With `deadline`, a request without a deadline
+    counts as due `ageing_s` seconds after its arrival. Requests with deadlines therefore cannot starve it.
     """
 
     kind: Literal["fcfs", "priority", "deadline"] = "priority"
@@ -42,14 +44,14 @@ class SchedulingPolicy:
         return self.priority(seq) - int(waited_s / self.ageing_s)
 
     def rank(self, seq: Sequence) -> Rank:
-        """Returns a running sequence's rank. A sequence may take blocks of sequences with a later rank; protected
-        sequences have the first ranks.
+        """Returns a running sequence's rank. A sequence may take blocks from sequences with a later rank. Sequences
+        that were evicted three times are protected and have the first ranks.
         """
         return (-math.inf if is_protected(seq) else seq.level), self.due_s(seq), seq.arrival
 
     def may_evict(self, waiting: Sequence, level: int, running: Sequence) -> bool:
-        """Returns whether a waiting sequence may evict a running one. It needs the better priority; ageing alone is not
-        enough.
+        """Returns whether a waiting sequence may evict a running sequence. The waiting sequence must have the better
+        priority. A level that improved only by waiting is not enough.
         """
         return self.priority(waiting) < self.priority(running) and level < running.rank[0]
 

@@ -1,4 +1,6 @@
-"""Chooses which sequences to evict by what their eviction costs, in tokens that would have to be computed again."""
+"""Chooses which sequences to evict. The cost of an eviction is measured in tokens that would have to be computed
+again.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,17 @@ from raytide.actors.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """The cost of moving one block to the host and back, as the number of prompt tokens computed in that time."""
+    """The cost of moving one block to host memory and back, as the number of prompt tokens that could be computed in
+    that time.
+    """
 
     tokens_per_block: float
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """The cost of an eviction in tokens of computation. `swap` is True if saving the blocks on the host is cheaper than
-    computing them again.
+    """The cost of an eviction, in tokens of computation. `swap` is True if saving the blocks in host memory is cheaper
+    than computing them again.
     """
 
     tokens: float
@@ -29,10 +33,11 @@ class PreemptionCost:
 
 
 def preemption_cost(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
-    """Returns the cost of evicting a sequence in the cheaper way, recomputing or swapping.
+    """Returns the cost of evicting a sequence, by recomputation or by swapping, whichever is cheaper.
 
-    `hashes` are those of the blocks that hold computed tokens. Blocks that other sequences or the host hold need not be
-    recomputed. All other cached blocks on the device count as lost, since an eviction means that blocks are needed.
+    `hashes` are the hashes of the blocks that hold computed tokens. A block that another sequence uses, or that is in
+    host memory, need not be computed again. All other cached blocks on the device count as lost, since an eviction
+    happens only when blocks are needed.
     """
     one_way, size = cost.tokens_per_block / 2, pool.block_size
     kept, recompute, swap = seq.reads_cache, float(seq.num_computed), 0.0
@@ -54,8 +59,8 @@ def choose_victims(
     wanted: Collection[int],
     tokens_lost: Callable[[Sequence], float],
 ) -> list[Sequence]:
-    """Returns at least one sequence to evict, so that `missing` blocks become free in addition to the `wanted` ones; an
-    empty list if that is impossible.
+    """Returns the sequences to evict, at least one, so that `missing` blocks become free. Blocks in `wanted` do not
+    count as free. Returns an empty list if the candidates do not have enough blocks.
 
     Sequences of higher levels are evicted first, then those with the lowest cost, then the latest arrivals.
     """

@@ -1,8 +1,8 @@
 """Plans each step, that is which tokens of which sequences are computed, and records the step's result.
 
-One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which the
-first `num_computed` have KV, and each step brings some sequences closer to having KV for all (as in vLLM v1). Pure
-Python, no clock, no randomness, no torch: the same calls give the same plans.
+One rule covers prefill, chunked prefill, decode, prefix hits and resumption (as in vLLM v1). A sequence has `tokens`,
+of which the first `num_computed` have KV; each step computes KV of more tokens. Pure Python, no clock, no randomness,
+no torch: the same calls give the same plans.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ from raytide.core.errors import UsageError
 
 
 class Drafter(Protocol):
-    """Guesses next tokens, which a step verifies while it computes them."""
+    """Guesses the next tokens of sequences. A step verifies the guesses while it computes them."""
 
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts of at most `budget` tokens to decodes of a step that has `num_tokens` without them. `reserve(seq,
-        count)` returns how many of `count` draft tokens a sequence has room for.
+        """Adds drafts, at most `budget` tokens in all, to the decodes of a step that has `num_tokens` tokens without
+        drafts. `reserve(seq, count)` returns for how many of `count` draft tokens a sequence has room.
         """
 
 
 class Scheduler:
     """Plans each step: which sequences compute how many tokens, and which are preempted.
 
-    It advances running sequences in the order of their ranks; each may evict later ones when it needs a block. A
-    waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
+    It advances running sequences in the order of their ranks. When a sequence needs a block, it may evict sequences of
+    later rank. A waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
 
-    Every sequence ends: the first in rank can take the blocks of all others, and `add` refuses a sequence that does not
-    fit into the whole pool. So each step advances the first, and every sequence becomes first. Without a `swap_cost`,
-    host memory is not used.
+    Every sequence ends: each step advances the first in rank, which can take all blocks, and every sequence becomes the
+    first. `add` refuses a sequence that exceeds the whole pool. Host memory is used only with a `swap_cost`.
 
-    With a `team_slowdown`, sequences of light teams start first, and those of the other teams skip some steps in which
-    light ones are computed (see TeamShare). They skip in turn, so that the first in rank gets its turn too.
+    With a `team_slowdown`, sequences of light teams start first. Those of other teams skip some steps in which light
+    ones are computed (see TeamShare). They skip in turn, so that the first in rank gets its turn as well.
     `step_seconds(tokens)` returns the time of a step.
     """
 
@@ -88,13 +87,13 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises UsageError if it could never run to its `max_len`."""
+        """Queues a sequence. Raises UsageError if the KV pool is too small for its `max_len`."""
         self._register(seq)
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queues another sample of the parent's prompt. It starts once the prompt is computed, shares the prompt's full
-        blocks and gets a copy of its last one, since both samples continue in that block.
+        """Queues another sample of the parent's prompt, which starts once the prompt is computed. It shares the
+        prompt's full blocks, and gets a copy of the last block, in which both samples continue.
         """
         assert child.tokens == parent.tokens[: parent.prompt_len]
         self.add(child)
@@ -103,8 +102,8 @@ class Scheduler:
             self.waiting.park(child, parent.seq_id)
 
     def adopt(self, seq: Sequence, num_computed: int) -> bool:
-        """Starts a sequence whose first `num_computed` tokens have KV from elsewhere; the caller writes it to
-        `seq.block_ids` before the next step. Returns False, without any effect, when there is no room now.
+        """Starts a sequence whose first `num_computed` tokens have KV from elsewhere. The caller writes this KV to
+        `seq.block_ids` before the next step. If there is no room now, returns False and changes nothing.
         """
         assert 0 <= num_computed < len(seq.tokens)
         needed = self.pool.blocks_for(len(seq.tokens))
@@ -117,7 +116,7 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all computed KV, cached prefixes included, and queues the running sequences to compute it again."""
+        """Discards all KV, including cached prefixes. Queues the running sequences to compute their KV again."""
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:
@@ -132,7 +131,7 @@ class Scheduler:
         self.pool.reset()
 
     def plan(self, now_s: float = 0.0) -> StepPlan:
-        """Returns the plan of the next step. Blocks for its tokens are allocated; its tokens count as computed only
+        """Returns the plan of the next step, with blocks allocated for its tokens. These tokens count as computed only
         after `commit`.
         """
         self._now_s = now_s
@@ -197,9 +196,9 @@ class Scheduler:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
-        """Records a step's result: the KV of every chunk is written, and `sampled` has the next tokens of sequences
-        that are up to date: one, or more if draft tokens were right. KV of wrong draft tokens does not count as
-        computed, so that it is never shared and is overwritten.
+        """Records a step's result. The KV of every chunk is written. `sampled` has the next tokens of sequences whose
+        tokens are all computed: one, or more if draft tokens were right. KV of wrong draft tokens does not count as
+        computed, so it is never shared and is overwritten.
 
         Sequences that finished since `plan` are skipped. Sequences that end with their new token are finished here.
         """

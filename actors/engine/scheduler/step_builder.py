@@ -14,8 +14,9 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens: whole blocks at `places`, and the rest in
-    `tail`, a block of the parent sequence. `load` copies the tail.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the whole blocks, on the device
+    or in host memory. If a partial block remains, `tail` is the parent sequence's block with these tokens, which `load`
+    copies.
     """
 
     num_tokens: int
@@ -29,7 +30,9 @@ class KvSource:
         return tuple(block for on_host, block in self.places if not on_host)
 
     def load(self, seq: Sequence, pool: BlockPool) -> None:
-        """Makes the KV the first blocks of a sequence. The caller has added references to the places."""
+        """Makes the reusable KV the first blocks of a sequence. The caller must first add references to the blocks in
+        `places`.
+        """
         seq.block_ids = pool.load(self.places, self.hashes)
         if self.tail is not None:
             seq.block_ids.append(pool.copy(self.tail))
@@ -38,8 +41,8 @@ class KvSource:
 
 
 def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSource:
-    """Returns the KV that a sequence can start from: its own swapped-out blocks, else those of its running parent, else
-    its cached prefix.
+    """Returns the KV that a sequence can start from: its own swapped-out blocks, or the blocks of its running parent,
+    or its cached prefix. The first of these that exists is used.
     """
     if seq.host_ids:
         hashes = prefixes.computed(seq)
@@ -55,8 +58,8 @@ def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSour
 
 
 class StepBuilder:
-    """The chunks of a step under construction. One token of the budget is reserved for each decode of `running`; `left`
-    is the rest. `logprob_rows` is the most prompt positions whose log probabilities are computed.
+    """Collects the chunks of a step. One token of the budget is reserved for each decoding sequence in `running`, and
+    `left` is the remaining budget. At most `logprob_rows` prompt positions get log probabilities.
     """
 
     def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
@@ -76,7 +79,7 @@ class StepBuilder:
         return not (self.decodes or self.prompts)
 
     def room(self, seq: Sequence) -> int:
-        """Returns how many tokens of the budget, after those reserved for decodes, a sequence may take."""
+        """Returns how many tokens a sequence may take of the budget that is not reserved for decodes."""
         return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:
@@ -88,8 +91,8 @@ class StepBuilder:
         return [chunk for chunk in self.prompts if chunk.seq.seq_id in self._started]
 
     def may_evict(self, seq: Sequence) -> bool:
-        """Returns whether a running sequence may be evicted for one of a better rank. It may not if it starts in this
-        step or is protected.
+        """Returns whether a running sequence may be evicted for a sequence of better rank. A sequence that starts in
+        this step, or that is protected, may not be evicted.
         """
         return seq.seq_id not in self._started and not is_protected(seq)
 
@@ -101,8 +104,8 @@ class StepBuilder:
         self.fill(seq)
 
     def fill(self, seq: Sequence) -> None:
-        """Adds as many tokens of a sequence as the budget allows, perhaps none. Prompt positions that need log
-        probabilities are limited further, since the logits of each take memory for the whole vocabulary.
+        """Adds as many tokens of a sequence as the budget allows, which may be none. Prompt positions that need log
+        probabilities are also limited by `logprob_rows`, since the logits of each position cover the whole vocabulary.
         """
         length = min(seq.num_pending, self.room(seq))
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
@@ -114,17 +117,17 @@ class StepBuilder:
         self.left -= length
 
     def stall(self, seq: Sequence) -> None:
-        """Leaves a running sequence that lacks a block out of this step."""
+        """Leaves a running sequence out of this step because it lacks a block."""
         self.left += seq.num_pending == 1
         self.stalled.add(seq.seq_id)
 
     def hold(self, seq: Sequence) -> None:
-        """Leaves a running sequence out of this step to keep it short for a light team."""
+        """Leaves a running sequence out of this step, so that the step is short for a light team (see TeamShare)."""
         self.left += seq.num_pending == 1
         self.held.append(seq)
 
     def release_held(self) -> list[Sequence]:
-        """Removes the limit, and returns the running sequences that it has kept out of this step."""
+        """Removes the step's limit. Returns the running sequences that the limit has kept out of this step."""
         held = [seq for seq in self.held if seq.seq_id not in self.evicted]
         self.left -= sum(seq.num_pending == 1 for seq in held)
         self.held, self.limit = [], None

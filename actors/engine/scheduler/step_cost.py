@@ -1,4 +1,4 @@
-"""Estimates the seconds that a step takes from its number of rows, learned from the engine's own steps."""
+"""Estimates the time of a step from its number of rows. The estimate is learned from the engine's own steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ and tried again.
 
 
 class StepCost:
-    """Estimates a step's seconds from its rows. The estimate is proportional to 1 + `row_cost` x (rows - 1), times a
-    factor for each number of rows, learned from measured steps. A first guess that is too low is corrected within a few
-    steps.
+    """Estimates the time of a step in seconds from its number of rows: `factor * (1 + row_cost * (rows - 1))`. The
+    factor is learned from measured steps, for each number of rows. A first guess that is too low is corrected within a
+    few steps.
 
-    Only steps of decodes are measured, with or without drafts: a prompt's attention costs more than its rows.
+    Only decode steps are measured, with or without drafts, because a prompt's attention costs more than its rows
+    suggest.
     """
 
     def __init__(self, row_cost: float = 0.25) -> None:

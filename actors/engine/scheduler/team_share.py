@@ -1,9 +1,9 @@
-"""Bounds how much other teams lengthen a step while it computes requests of a team with few requests.
+"""Limits how much other teams lengthen a step that computes requests of a light team.
 
-A team is light when its load is less than half of its share by weight. In a step that computes something of a light
-team, the other teams' sequences take turns. Together they get the number of tokens that lengthens the step by a bounded
-factor, but at least the number that the light teams decode, times the ratio of the weights. With one team, or without a
-light one, nothing is bounded.
+A team is light if its load is less than half of its share by weight. In a step that computes tokens of a light team,
+the sequences of the other teams take turns. Together they get so many tokens that the step takes at most a fixed factor
+longer. They always get at least `decodes of the light teams * weight of the others / weight of the light teams` tokens.
+If there is only one team, or no light team, nothing is limited.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _TOKENS_OF_A_TURN = 8
 
 @dataclass(slots=True)
 class StepLimit:
-    """The tokens that a step may compute for limited sequences: `grants` for each running one, by its id, and
-    `admission` for one that starts. Sequences of `light` teams, and those more urgent than `priority`, are not limited.
+    """Limits the tokens that a step may compute for teams that are not light (see TeamShare).
+
+    `grants` has the number of tokens for each running sequence, by sequence id. `admission` is the number of tokens for
+    a sequence that starts. Sequences of `light` teams are not limited, nor are sequences that are more urgent than
+    `priority`.
     """
 
     policy: SchedulingPolicy
@@ -46,17 +49,17 @@ class StepLimit:
         return self.admission > 0 or not self.limits(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Gives a limited sequence that starts the tokens of `admission`."""
+        """Gives the tokens of `admission` to a sequence that starts, if it is limited."""
         if self.limits(seq):
             self.grants[seq.seq_id], self.admission = self.admission, 0
 
 
 class TeamShare:
-    """The teams with unfinished sequences, and the tokens that sequences of teams that are not light may still take.
+    """Divides steps between light teams, whose load is less than half of their share, and the other teams. It knows the
+    teams with unfinished sequences, and how many tokens the other teams may still take.
 
     `seconds(rows)` returns the time of a step of `rows` tokens, in any unit. In a step that serves light teams, the
-    others may lengthen the step to `slowdown` times its time, or further for the tokens that their weight guarantees
-    them.
+    others may lengthen the step to `slowdown` times its time, or more if their weight guarantees them more tokens.
     """
 
     def __init__(self, policy: SchedulingPolicy, slowdown: float, seconds: Callable[[int], float]) -> None:
@@ -83,8 +86,8 @@ class TeamShare:
             del self._sequences[seq.team], self._weights[seq.team]
 
     def light_teams(self, running: Items[Sequence], head: Sequence | None) -> frozenset[str]:
-        """Returns the teams with less than half of their share of the load. `head` is the waiting sequence that is
-        served next.
+        """Returns the teams whose load is less than half of their share. `head` is the waiting sequence that is served
+        next.
         """
         load = {team: float(count) for team, count in self._sequences.items()}
         for seq in running if head is None else (*running, head):
@@ -101,9 +104,10 @@ class TeamShare:
         left: int,
         may_admit: bool,
     ) -> StepLimit | None:
-        """Returns the limit of a step; None if it computes nothing of light teams. `started` are the prompts of light
-        teams in it, `left` is its budget after the decodes of `running`. `may_admit` is True if a sequence waits and a
-        place is free.
+        """Returns the limit of a step, or None if the step computes nothing of light teams.
+
+        `started` are the prompts of light teams in the step. `left` is the budget that remains after the decodes of
+        `running`. `may_admit` is True if a sequence waits and there is a free place to run it.
         """
         working = [seq for seq in running if seq.team in light and seq.seq_id not in self._stalled]
         decodes = sum(seq.num_pending == 1 for seq in working)
@@ -126,7 +130,9 @@ class TeamShare:
         return limit
 
     def observe(self, limit: StepLimit | None, stalled: set[str], started: Items[ScheduledChunk]) -> None:
-        """Records which sequences of a step lacked a block, and whether the tokens of `admission` stayed unused."""
+        """Records which sequences of a step lacked a block, and whether the tokens of `limit.admission` remained
+        unused.
+        """
         self._stalled = stalled
         tokens = sum(chunk.length for chunk in started if limit is not None and limit.limits(chunk.seq))
         self._due -= tokens

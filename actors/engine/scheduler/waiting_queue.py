@@ -15,8 +15,8 @@ number; the sequence. The first three order the sequences of a priority, and sta
 
 
 class WaitingQueue:
-    """Waiting sequences. There is one heap for each priority and team; finding the next sequence looks at the head of
-    each.
+    """The waiting sequences. There is one heap for each pair of priority and team. To find the next sequence, only the
+    head of each heap is inspected.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -60,7 +60,9 @@ class WaitingQueue:
             self._sweep()
 
     def head(self, now_s: float, teams: Container[str] | None = None) -> Sequence | None:
-        """Returns the sequence that is served next, None if there is none. With `teams`, only their sequences count."""
+        """Returns the sequence that is served next, or None if there is none. If `teams` is given, only sequences of
+        these teams count.
+        """
         best = None
         for key, heap in list(self._heaps.items()):
             if teams is not None and key[1] not in teams:

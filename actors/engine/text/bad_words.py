@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 
 
 class BadWords:
-    """Bad words as token sequences, indexed by the second-last token, so that a step looks only at words that its token
-    could complete. All samples of a request share one object.
+    """Bad words as token sequences. They are indexed by their second-last token, so that a step checks only words that
+    the next token could complete. All samples of a request share one object.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:
@@ -29,8 +29,8 @@ class BadWords:
         return len(self._words)
 
     def next_banned(self, tokens: list[int], output_len: int) -> list[int]:
-        """Returns the tokens that would complete a word that starts within the output, which is the last `output_len`
-        of `tokens`.
+        """Returns the tokens that would complete a bad word that starts in the output. The output is the last
+        `output_len` tokens of `tokens`.
         """
         banned = list(self._always)
         if output_len and (by_length := self._after.get(tokens[-1])):
@@ -46,11 +46,12 @@ def bad_word_tokens(
     spell: Callable[[str], list[int] | None],
     token_of: Callable[[str], int | None],
 ) -> BadWords:
-    """Returns the token sequences of each word as the tokenizer writes it: alone and after a space. `encode` takes all
-    texts at once. The name of a special token bans that token. Since an output can also spell the name, it bans the
-    tokens that `spell` returns too (None for texts without such a name).
+    """Returns the token sequences of bad words as the tokenizer writes them: alone and after a space. Spellings that
+    the tokenizer never writes stay possible.
 
-    Spellings that the tokenizer never writes stay possible.
+    `encode` tokenizes a list of texts. A word that is the name of a special token bans that token. An output could also
+    spell the name with ordinary tokens, so the tokens that `spell` returns are banned as well. `spell` returns None for
+    a text without such a name.
     """
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())

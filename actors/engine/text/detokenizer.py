@@ -14,20 +14,20 @@ from raytide.actors.engine.text.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text, one by one."""
+    """Turns the tokens of one sequence into text, one token at a time."""
 
     def push(self, token: int) -> str:
-        """Returns the text that this token completes, perhaps none."""
+        """Returns the text that a new token completes. It may be empty."""
 
     def flush(self) -> str:
-        """Returns the text that remains at the end: an incomplete character becomes U+FFFD, as when all tokens are
-        decoded at once.
+        """Returns the remaining text at the end of the sequence. An incomplete character becomes U+FFFD, as in a
+        decoding of all tokens at once.
         """
 
 
 class Vocabulary:
-    """A model's vocabulary, which creates text streams. The kind of its decoder decides the kind of stream: bytes for
-    byte-level decoders (GPT-2, Llama 3, Qwen), pieces for all others (SentencePiece, WordPiece).
+    """A model's vocabulary, which creates detokenizers. Byte-level decoders (GPT-2, Llama 3, Qwen) get a detokenizer of
+    bytes. All others (SentencePiece, WordPiece) get a detokenizer of pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,14 +47,14 @@ class Vocabulary:
         return self._tokenizer.decode(ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns the bytes of a byte-level token; b"" for a special or unknown one."""
+        """Returns the bytes of a byte-level token. Returns b"" for a special or unknown token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = _unmap(self._piece(token) or "")
         return known
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes that a token has in the middle of a text; for a special token, its name."""
+        """Returns the bytes that a token has in the middle of a text. For a special token, returns its name."""
         piece = self._tokenizer.rust.id_to_token(token) or ""
         if token in self._special:
             return piece.encode()
@@ -71,14 +71,14 @@ class Vocabulary:
         return [next(token for token, text in texts if text.strip().isalpha())]
 
     def has_text(self, token: int) -> bool:
-        """Returns False for special and unknown tokens, which the decoder ignores."""
+        """Returns whether the decoder writes text for a token. Special and unknown tokens have no text."""
         return self._piece(token) is not None
 
     def is_open(self, token: int, text: str) -> bool:
-        """Returns whether the next token can change how the end of `text` is decoded; `token` is the last one of
+        """Returns whether the next token can change how the end of `text` is decoded. `token` is the last token of
         `text`.
 
-        A run of byte tokens is decoded as text or, if it is not valid as a whole, as one U+FFFD for each byte.
+        A run of byte tokens is decoded as text if it is valid UTF-8 as a whole. Otherwise each byte becomes one U+FFFD.
         """
         if self._has_bytes:
             return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None

@@ -1,4 +1,6 @@
-"""Cuts a stream of text at the first stop string, even if it spans several chunks, and never emits part of one."""
+"""Cuts a stream of text at the first stop string, even if the stop string spans several chunks. No part of a stop
+string is ever emitted.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from raytide.actors.engine.sampling_params import SamplingParams
 
 
 class StopScanner:
-    """Emits text, but holds back the longest end of it that could begin a stop string.
+    """Emits a stream of text, but holds back the end of the text while it could be the start of a stop string.
 
-    The first stop string to be complete ends the stream, however the text is divided into chunks. The first `skip`
-    chunks are not scanned. With `include` the stop string itself is emitted. The work for a character does not depend
-    on the number or length of the stop strings. `stopped_by` is the stop string that ended the stream, "" before.
+    The stop string that is complete first ends the stream, however the text is divided into chunks. The first `skip`
+    chunks are not scanned. If `include` is true, the stop string itself is emitted. The work per character does not
+    depend on the number or length of the stop strings. `stopped_by` is the stop string that ended the stream; until
+    then it is "".
     """
 
     def __init__(self, stop: Sequence[str], *, skip: int = 0, include: bool = False) -> None:
@@ -35,7 +38,9 @@ class StopScanner:
         return cls(params.stop, skip=params.min_tokens, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:
-        """Returns the text that is safe to emit. After a stop string `stopped` is True and nothing more is emitted."""
+        """Adds a chunk and returns the text that can be emitted. After a stop string, `stopped` is True and nothing
+        more is emitted.
+        """
         if self.stopped:
             return ""
         automaton = self._automaton
@@ -56,13 +61,13 @@ class StopScanner:
         return held[:cut]
 
     def flush(self) -> str:
-        """Returns the text that was held back, at the end of the stream."""
+        """Returns the text that was held back. Call it at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def prepare_stops(params: SamplingParams) -> None:
-    """Builds and caches the automaton of a request's stop strings; the request's scanners then share it."""
+    """Builds and caches the automaton of a request's stop strings, which the scanners of the request share."""
     if params.stop:
         _automaton(tuple(params.stop))
 

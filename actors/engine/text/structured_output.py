@@ -1,5 +1,5 @@
-"""Compiles constraints on outputs (a JSON schema, a regular expression, a grammar, choices) with llguidance: in
-separate threads, with limits on time and size, and with a cache.
+"""Compiles constraints on outputs (a JSON schema, a regular expression, a grammar or choices) with llguidance. It
+compiles in other threads, limits time and size, and caches the results.
 
 `grammar_mask.py` advances a compiled grammar token by token.
 """
@@ -62,8 +62,8 @@ class GrammarState:
         self._taken: list[int] = []
 
     def follow(self, output: list[int]) -> None:
-        """Moves the state to the end of exactly these output tokens. Raises UsageError when the grammar does not allow
-        them.
+        """Moves the state to the position after these output tokens. Raises UsageError if the grammar does not allow
+        the tokens.
         """
         known = len(self._taken)
         if output[:known] != self._taken:  # a failed step is retried
@@ -77,14 +77,16 @@ class GrammarState:
         self._taken += new
 
     def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """Sets the mask's bits to 1 for tokens that may come next, else to 0. Raises UsageError if llguidance fails."""
+        """Fills a bit mask: 1 for tokens that may come next, 0 for all others. Raises UsageError if llguidance
+        fails.
+        """
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self._matcher.is_error():
             raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
     def allowed(self, tokens: list[int]) -> int:
-        """Returns how many of these tokens, from the first on, the grammar allows one after the other. The state does
-        not change.
+        """Returns how many of these tokens the grammar allows in sequence, from the first one on. The state does not
+        change.
         """
         return int(self._matcher.validate_tokens(tokens))
 
@@ -95,7 +97,7 @@ class GrammarState:
 
 
 class Grammar:
-    """A compiled grammar. Every sequence advances it with its own GrammarState."""
+    """A compiled grammar. Every sequence follows the grammar with a GrammarState of its own."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -150,8 +152,8 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Waits for the compiled grammar and returns it. Raises UsageError if it is invalid or compiles too slowly,
-        OverloadedError when too many grammars wait.
+        """Returns the compiled grammar, and blocks until it is compiled. Raises UsageError if the grammar is invalid or
+        takes too long to compile, OverloadedError if too many grammars wait.
         """
         job = self._submit(structured)
         began_s = time.monotonic()

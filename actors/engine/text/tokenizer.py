@@ -50,11 +50,11 @@ class Tokenizer:
         self._vision = vision
 
     def encode(self, text: str, *, enough: int | None = None, special: bool = True) -> list[int]:
-        """Returns a text's token ids, with the special tokens that the tokenizer's post-processor adds (a BOS, if it
-        has one) unless `special` is False.
+        """Returns the token ids of a text. If `special` is True, the tokenizer's post-processor adds special tokens,
+        such as a BOS.
 
-        Raises UsageError for a text with half a surrogate pair. A long text with more than `enough` tokens is cut
-        somewhere after that many.
+        Raises UsageError for a text with half a surrogate pair. A long text is cut somewhere after its first `enough`
+        tokens.
         """
         return self.encode_all([self._cut(_checked(text), enough)], plain=not special)[0]
 
@@ -68,14 +68,16 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
-        """Returns the token ids of each text, with special tokens unless `plain`. It always encodes a batch, because
-        the library releases Python's lock only for batches.
+        """Returns the token ids of each text, without special tokens if `plain` is True. It always encodes a batch,
+        because the library releases Python's lock only for batches.
         """
         batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Returns ordinary token ids that spell a text in which special tokens' names occur; None if none occurs."""
+        """Returns ordinary token ids that spell a text in which names of special tokens occur. Returns None if no such
+        name occurs.
+        """
         if not any(name in text for name in self._special_names):
             return None
         normalizer, splitter = self.rust.normalizer, self.rust.pre_tokenizer
@@ -90,8 +92,8 @@ class Tokenizer:
     async def encode_off_loop(
         self, text: str, pair: str | None = None, *, enough: int | None = None, special: bool = True
     ) -> list[int]:
-        """Returns the token ids of a text or of a pair without blocking the event loop: long texts are encoded in a
-        thread. With `special` False, a text gets none of the post-processor's special tokens.
+        """Returns the token ids of a text, or of a pair of texts, without blocking the event loop. Long texts are
+        encoded in a thread. If `special` is False, the post-processor adds no special tokens to a text.
         """
 
         def encode() -> list[int]:
@@ -122,7 +124,7 @@ class Tokenizer:
         return text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the tokens' names in the vocabulary; "" for an unknown token."""
+        """Returns the names of tokens in the vocabulary. The name of an unknown token is ""."""
         return [self.rust.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -130,7 +132,7 @@ class Tokenizer:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """The format of the model's outputs, as far as its chat template reveals it."""
+        """The format of the model's outputs, as far as the chat template reveals it."""
         return format_of(self._chat) if self._template else ChatFormat()
 
     def chat_prompt(
@@ -141,11 +143,11 @@ class Tokenizer:
         *,
         enough: int | None = None,
     ) -> list[int]:
-        """Returns a conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets
-        plain `role: content` lines.
+        """Returns the token ids of a conversation. A long conversation is cut in the same way as by `encode`. For a
+        model without a chat template (a base model), the conversation becomes plain `role: content` lines.
 
-        A special token's name in a message is text: only the template writes special tokens, so that no message can
-        forge a turn.
+        If a message contains the name of a special token, the name is encoded as text. Only the template writes special
+        tokens, so that no message can forge a turn.
         """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")

@@ -1,4 +1,6 @@
-"""Builds a chat's turns for templates with and without support for tools, and handles a prompt's other options."""
+"""Builds the turns of a chat for its template, whether the template supports tools or not, and handles a prompt's other
+options.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def format_of(template: ChatTemplate) -> ChatFormat:
 def turns_of(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
 ) -> list[dict[str, object]]:
-    """Returns the turns for a template. For one that does not know tools, the tools, calls and results become text."""
+    """Returns the turns of a chat for a template. If the template does not support tools, the tools, tool calls and
+    results become text.
+    """
     if knows_tools:
         return [_turn(message) for message in messages]
     turns: list[dict[str, object]] = [_plain(message) for message in messages]
@@ -69,7 +73,9 @@ def turns_of(
 
 
 def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the template variables that a request sets. Raises UsageError for those that a request may not set."""
+    """Returns the template variables that a request sets. Raises UsageError for a variable that a request may not
+    set.
+    """
     if taken := sorted(_RESERVED & kwargs.keys()):
         raise UsageError(
             f"chat_template_kwargs cannot set {taken[0]}.", hint="Set only variables that the model's template defines."
@@ -78,8 +84,8 @@ def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_open(text: str, last: Message, content: object) -> str:
-    """Returns a rendered conversation, cut after the text `content` of its last message. Raises UsageError if the last
-    message is not an assistant's text, or the template does not show its text unchanged.
+    """Returns a rendered conversation, cut after `content`, the text of the last message. Raises UsageError if the last
+    message is not an assistant's text, or if the template changes the text.
     """
     if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
         raise UsageError(

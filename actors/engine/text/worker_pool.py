@@ -25,8 +25,8 @@ class TextPool:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread and returns its result. Raises OverloadedError when too many texts wait, EngineError
-        when `work` panics.
+        """Runs `work` in a thread and returns its result. Raises OverloadedError if too many texts wait, EngineError if
+        a Rust library panics in `work`.
         """
         if self._jobs >= self._max_jobs:
             raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")

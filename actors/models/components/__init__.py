@@ -1,1 +1,1 @@
-"""Parts of an architecture that have their own configs: rotary embeddings, vision towers."""
+"""Parts of an architecture that have their own configs: rotary embeddings and vision encoders."""

@@ -1,4 +1,4 @@
-"""Configs of LLaVA-1.5: a vision tower, a projector of two layers, and a decoder of another family."""
+"""Reads configs of LLaVA-1.5: a vision encoder, a projector of two layers, and a decoder of another family."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ _MOST_LAYERS, _MOST_IMAGE_SIZE = 1024, 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """A CLIP or SigLIP tower with LLaVA's projector of two layers. `num_layers` counts only the layers up to the one
-    whose output is read, so the file may have more. With `drops_first` the first position's vector is left out.
+    """A CLIP or SigLIP vision encoder with LLaVA's projector of two layers.
+
+    `num_layers` counts only the layers up to the one whose output is used, so the file may have more layers. If
+    `drops_first` is true, the vector of the first position is left out.
     """
 
     kind: Literal["clip", "siglip"]
@@ -64,7 +66,9 @@ class VisionSpec:
 
 
 def decoder_config(fields: Fields) -> Fields:
-    """Returns the decoder's config, completed by fields that only the whole model's config has, and by defaults."""
+    """Returns the config of the decoder. Fields that only the whole model's config has are copied into it. Missing
+    fields get default values.
+    """
     text = fields.section("text_config")
     kind = text.text("model_type", "llama")
     if kind not in _DECODERS:
@@ -79,7 +83,7 @@ def decoder_config(fields: Fields) -> Fields:
 
 
 def vision_spec(fields: Fields) -> VisionSpec:
-    """Returns the description of the tower and the projector in a config."""
+    """Returns the description of the vision encoder and the projector in a model's config."""
     vision = fields.section("vision_config")
     kind = vision.text("model_type", "clip_vision_model").removesuffix("_vision_model")
     if kind not in ("clip", "siglip"):

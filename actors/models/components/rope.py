@@ -1,7 +1,7 @@
 """Rotary position embeddings, with every scaling that the supported families use.
 
-The formulas are those of transformers' `modeling_rope_utils`, also in float32: linear (Kaiokendev), llama3 (Llama 3.1),
-yarn (Peng et al. 2023), longrope (Ding et al. 2024).
+The formulas and their float32 precision are those of transformers' `modeling_rope_utils`: linear (Kaiokendev), llama3
+(Llama 3.1), yarn (Peng et al. 2023) and longrope (Ding et al. 2024).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """A rotation of `dim` elements of each head. Fields that a kind does not use keep their defaults."""
+    """A rotary embedding that rotates `dim` elements of each head. `kind` is the type of scaling. Fields that this type
+    does not use keep their defaults.
+    """
 
     dim: int
     theta: float
@@ -40,8 +42,8 @@ class RopeSpec:
 
 
 def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float, config: Fields) -> RopeSpec:
-    """Reads a rotation from `rope_parameters` (transformers 5) or `rope_scaling` (4). `theta` and `partial` are used
-    where the parameters have none.
+    """Reads a rotary embedding from `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4). `theta` and
+    `partial` are the defaults for missing parameters.
     """
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     kind = "longrope" if kind == "su" else kind

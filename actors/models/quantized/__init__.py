@@ -1,2 +1,3 @@
-"""Quantized weights of every supported file format, read into the one form that the engine computes with
-(`raytide.kernels.core.QuantizedWeight`)."""
+"""Reads quantized weights of every supported file format into the one form with which the engine computes
+(`raytide.kernels.core.QuantizedWeight`).
+"""

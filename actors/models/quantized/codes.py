@@ -1,4 +1,4 @@
-"""Rounds weights to integers and scales, and packs them, as compressed-tensors defines it.
+"""Rounds weights to integer codes with scales, and packs the codes, as compressed-tensors defines it.
 
 Shape suffixes: N outputs, K inputs, G groups of a row.
 """
@@ -17,7 +17,7 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A rounded weight: w = (codes - zero) * scale, with one zero and scale for each group."""
+    """A rounded weight: `weight = (codes - zero) * scale`, with one zero point and one scale for each group."""
 
     codes_NK: Tensor
     """Signed codes: int8, or float8_e4m3fn."""
@@ -28,10 +28,10 @@ class RoundedWeight:
 def round_integers(
     weight_NK: Tensor, bits: int, group: int | None, scale_dtype: torch.dtype, *, symmetric: bool = True
 ) -> RoundedWeight:
-    """Rounds float32 weights to the nearest codes from -2^(bits-1) to 2^(bits-1) - 1. `group` is the inputs of a group;
-    None makes each row one group.
+    """Rounds float32 weights to the nearest integer codes from -2^(bits-1) to 2^(bits-1) - 1. `group` is the number of
+    inputs in a group. If it is None, each row is one group.
 
-    The scale is that of the format's own writers: the range / (2^bits - 1), so that the smallest code occurs. It is
+    The scale is `range / (2^bits - 1)`, as in the format's own writers, so that the smallest code occurs. The scale is
     rounded to `scale_dtype` before the weights are divided by it.
     """
     least, most = code_range(bits)
@@ -49,12 +49,14 @@ def round_integers(
 
 
 def code_range(bits: int) -> tuple[int, int]:
-    """Returns the smallest and the largest code."""
+    """Returns the smallest and the largest integer code of this many bits."""
     return -(1 << bits - 1), (1 << bits - 1) - 1
 
 
 def nearest_integers(weight_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
-    """Returns the nearest integers as float32. Clamped to the code range, they are the codes."""
+    """Returns the nearest integers to `weight / scale + zero`, as float32. Clamped to the code range, they are the
+    codes.
+    """
     codes_NGg = weight_NK.reshape(*scale_NG.shape, -1) / scale_NG.float()[..., None]
     if zero_NG is not None:
         codes_NGg = codes_NGg + zero_NG.float()[..., None]
@@ -78,8 +80,8 @@ def dequantized(rounded: RoundedWeight) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs signed codes [R, C] into int32 [R, ceil(C * bits / 32)]: with an offset that makes them unsigned, lowest
-    bits first.
+    """Packs signed codes [R, C] into int32 words [R, ceil(C * bits / 32)]. An offset makes the codes unsigned. The
+    first code is in the lowest bits of a word.
     """
     per_word = _WORD_BITS // bits
     rows, columns = codes.shape

@@ -13,14 +13,14 @@ Range = tuple[int, int]
 
 
 class SplitsGroupError(Exception):
-    """Raised if a part of a weight's inputs would split a quantization group, or if the inputs of a group are not
-    adjacent.
+    """A part of a weight's inputs cannot be cut out. It would split a quantization group, or the inputs of a group are
+    not adjacent.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The ranges of a weight's outputs and inputs that are read."""
+    """A block of a weight: a range of its outputs and a range of its inputs."""
 
     outputs: Range
     inputs: Range
@@ -38,8 +38,8 @@ class Block:
         return self.outputs[1] - self.outputs[0]
 
     def groups(self, columns: int, groups: int) -> slice:
-        """Returns the groups that the block's inputs cover, if all `columns` are divided into `groups` groups. Raises
-        SplitsGroupError if the block would split a group.
+        """Returns the range of quantization groups that the block's inputs cover. The weight's `columns` inputs are
+        divided into `groups` groups. Raises SplitsGroupError if the block would split a group.
         """
         if groups == 1:
             return slice(0, 1)
@@ -57,8 +57,8 @@ def words_of(part: Range, bits: int) -> tuple[slice, slice]:
 
 
 def cut_inputs(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight | None:
-    """Returns the weight with the inputs from `first` to before `end` only. Returns None if that would split a
-    quantization group, or if the inputs of a group are not adjacent.
+    """Returns the weight with only the inputs from `first` up to, but not including, `end`. Returns None if that would
+    split a quantization group, or if the inputs of a group are not adjacent.
     """
     groups, size, codes_NK = weight.scales_NG.shape[1], weight.group_size, weight.codes_NK
     if groups > 1 and (weight.columns_K is not None or first % size or end % size):

@@ -1,8 +1,8 @@
-"""Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ or AWQ.
+"""Reads the weight of one linear module in a format of compressed-tensors (int-quantized, pack-quantized), GPTQ or AWQ.
 
-Each function gets the numbers of the module's outputs N and inputs K, and the block of them to read. It returns the
-block, and the number of groups of all inputs, so that the caller can check the config's scheme. It may raise
-SplitsGroupError. Layouts: docs/models.md.
+Each function gets the module's number of outputs N and of inputs K, and the block to read. It returns the block and the
+number of groups of the whole module, which the caller checks against the config's scheme. It may raise
+SplitsGroupError. The layouts are described in docs/models.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Read = tuple[QuantizedWeight, int]
 
 
 def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """Reads int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional `weight_zero_point`."""
+    """Reads the format int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional
+    `weight_zero_point`.
+    """
     tensors.check_only(("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias", *_INPUTS))
     codes_NK = tensors.integers("weight", rows, columns, dtype="I8", where=(block.rows, block.columns))
     scales_NG, groups = _scales(tensors, rows, columns, block)
@@ -42,7 +44,9 @@ def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> 
 
 
 def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """Reads pack-quantized: `weight_packed` int32 [N, K b / 32], lowest bits first, of codes plus 2^(b-1)."""
+    """Reads the format pack-quantized: `weight_packed` int32 [N, K * b / 32]. It holds codes of b bits plus 2^(b-1),
+    with the first code in the lowest bits.
+    """
     if tensors.dtype("weight_packed") == "U8":
         kind = "nvfp4" if "weight_global_scale" in tensors else "mxfp4"
         raise ConfigError(f"{tensors.where}: {kind} is not supported.", hint="Use the model's int4 or int8 version.")
@@ -71,8 +75,8 @@ def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -
 
 
 def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, is_zero_less_one: bool) -> Read:
-    """Reads GPTQ: `qweight` int32 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N], optional `g_idx` [K]; b
-    is the bits of a code.
+    """Reads the format of GPTQ: `qweight` int32 [K * b / 32, N], `qzeros` int32 [G, N * b / 32], `scales` [G, N],
+    optional `g_idx` [K]. Each code has b bits.
     """
     tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
     words = (tensors.shape("qweight") or (0,))[0]
@@ -91,8 +95,8 @@ def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, 
 
 
 def read_awq(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """Reads AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]. The nibbles of a word
-    are in AWQ's own order.
+    """Reads the format of AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]. The order
+    of the nibbles in a word is AWQ's own.
     """
     tensors.check_only(("qweight", "qzeros", "scales", "bias"))
     if rows % 8:
@@ -175,9 +179,9 @@ def _order(tensors: ModuleTensors, suffix: str, columns: int, groups: int, block
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Returns the unsigned codes in int32 words as uint8; the last dimension becomes 32 / bits times as long.
+    """Returns the unsigned codes in int32 words, as uint8. The last dimension becomes 32 / bits times as long.
 
-    The lowest bits of a word are its first code.
+    The first code is in the lowest bits of a word.
     """
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -191,8 +195,8 @@ def signed(codes: Tensor, bits: int) -> Tensor:
 
 
 def checked_group(columns: int, groups: int, name: str) -> int:
-    """Returns the group size of a module with `groups` scales for each output. Raises DataError if they do not divide
-    its inputs.
+    """Returns the group size of a module that has `columns` inputs and `groups` scales for each output. Raises
+    DataError if `groups` does not divide `columns`.
     """
     if groups < 1 or columns % groups:
         raise DataError(
@@ -203,7 +207,9 @@ def checked_group(columns: int, groups: int, name: str) -> int:
 
 
 def column_order(groups_K: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Returns the columns sorted by the groups that `g_idx` [K] gives them; None if they are in that order already."""
+    """Returns the order of the columns sorted by their groups, or None if they are already sorted. `groups_K` has each
+    column's group (`g_idx` in the file).
+    """
     columns = groups_K.numel()
     in_order = torch.arange(columns, device=groups_K.device) // group_size
     groups_K = groups_K.long()

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class ModelWeights(Protocol):
-    """Weights by the names of Hugging Face directories, in one dtype and on one device."""
+    """The weights of a model in one dtype and on one device. Their names are those of Hugging Face directories."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -30,32 +30,37 @@ class ModelWeights(Protocol):
         """Returns tensors stacked along the first dimension."""
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns the quantized weight [rows, columns] of a linear module; None if it is not stored as integers."""
+        """Returns the quantized weight [rows, columns] of a linear module, or None if the weight is not stored as
+        integers.
+        """
 
     def check_all_read(self) -> None:
         """Raises DataError if tensors of quantized modules were not read."""
 
     @property
     def quantization(self) -> str:
-        """The method and formats of the quantized modules that were read; empty without any."""
+        """The method and formats of the quantized modules that were read. Empty if none was quantized."""
 
 
 class WholeWeights(ModelWeights, Protocol):
     """The weights of a whole model, of which blocks can be read."""
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns the block `where` of a tensor whose whole shape is `shape`; slices have explicit ends."""
+        """Returns the block `where` of a tensor whose whole shape is `shape`. The slices in `where` have explicit
+        starts and ends.
+        """
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns a block of the weight that `quantized` returns for `rows` and `columns`; None if that is None. Reads
-        only the block if the format permits. Raises SplitsGroupError if the block's inputs split a quantization group.
+        """Returns a block of a module's quantized weight [rows, columns], or None if the weight is not stored as
+        integers. Reads only the block if the format permits. Raises SplitsGroupError if the block's inputs would split
+        a quantization group.
         """
 
 
 def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> WholeWeights:
-    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for an unsupported format.
+    """Opens a model's files. Raises DataError if the files are unreadable, ConfigError for an unsupported format.
 
-    With `maps=False` files are not mapped, so that only the returned tensors stay in memory.
+    If `maps` is False, files are not memory-mapped, and only the returned tensors stay in memory.
     """
     if is_gguf(model):
         return GgufWeights(GgufFile(model), dtype, device)

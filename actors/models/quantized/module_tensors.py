@@ -18,7 +18,7 @@ _SCALE_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
-    """One module's tensors. Errors name the directory, the tensor, and what is wrong with it."""
+    """The tensors of one quantized module. Errors name the directory, the tensor, and what is wrong with the tensor."""
 
     weights: Weights
     module: str
@@ -41,7 +41,9 @@ class ModuleTensors:
         return self.weights.dtype_of(self.name(suffix))
 
     def integers(self, suffix: str, *shape: int, dtype: str = "I32", where: Where = None) -> Tensor:
-        """Returns a tensor of integers as stored, or only its block `where`, whose slices have explicit ends."""
+        """Returns a tensor of integers as stored, or only its block `where`. The slices in `where` have explicit starts
+        and ends.
+        """
         return self._stored(suffix, (dtype,), shape, where)
 
     def scales(self, suffix: str, *shape: int, where: Where = None) -> Tensor:
@@ -55,7 +57,7 @@ class ModuleTensors:
         return scales
 
     def check_only(self, known: Iterable[str]) -> None:
-        """Raises DataError if the module has tensors that its format does not have."""
+        """Raises DataError if the module has a tensor whose suffix is not in `known`, the suffixes of its format."""
         if stray := sorted(self.suffixes.difference(known)):
             raise DataError(
                 f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",

@@ -1,7 +1,7 @@
 """Reads the `quantization_config` of a `config.json`: compressed-tensors, GPTQ, AWQ and FP8.
 
-The tensors of a module decide how it is read. The config supplies only what they do not show (GPTQ's zero points), and
-is checked against them. Options that would change results and are not implemented are refused by name.
+A module's tensors decide how the module is read. The config is checked against the tensors, and supplies only what they
+do not show (GPTQ's zero points). Options that would change results and are not implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _READ = "Supported: compressed-tensors (int, packed int, float), gptq, awq (GEMM
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """The number format of modules' weights. `group_size` None means one scale for each output, tensor or block."""
+    """The number format of quantized weights. If `group_size` is None, there is one scale for each output, tensor or
+    block.
+    """
 
     kind: Literal["int", "float"]
     bits: int
@@ -43,7 +45,9 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A model's quantization as its config states it: the method, and the schemes, one of which each module has."""
+    """A model's quantization as its config states it: the method and the schemes. Each quantized module has one of the
+    schemes.
+    """
 
     method: QuantizationMethod
     schemes: tuple[WeightScheme, ...]
@@ -55,8 +59,8 @@ class Quantization:
         return next((each.block for each in self.schemes if each.block is not None), FP8_BLOCK)
 
     def check(self, module: str, found: WeightScheme, columns: int, where: str) -> None:
-        """Raises DataError unless a scheme of the config agrees with `found`, the scheme of a module's tensors with
-        `columns` inputs.
+        """Raises DataError if no scheme of the config agrees with `found`, the scheme of a module's tensors. The module
+        has `columns` inputs.
         """
         if not any(_agree(found, each, columns) for each in self.schemes):
             expected = ", ".join(dict.fromkeys(map(str, self.schemes)))
@@ -74,8 +78,8 @@ def _agree(found: WeightScheme, stated: WeightScheme, columns: int) -> bool:
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """Returns the quantization that a `config.json` states; None without one. Raises ConfigError if it is not
-    supported.
+    """Returns the quantization that a `config.json` states, or None if it states none. Raises ConfigError if the
+    quantization is not supported.
     """
     body = config.get("quantization_config")
     if body is None:

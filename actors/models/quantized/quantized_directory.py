@@ -41,7 +41,9 @@ def is_quantized(weights: Weights) -> bool:
 
 
 class QuantizedDirectory(Weights):
-    """Tensors by name, as in `Weights`; those of quantized modules are dequantized unless asked for by `quantized`."""
+    """The tensors of a directory by name, as in `Weights`. `get` returns the weights of quantized modules dequantized;
+    `quantized` returns them in quantized form.
+    """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
         super().__init__(model_dir, dtype, device, maps=maps)
@@ -159,10 +161,10 @@ class QuantizedDirectory(Weights):
 
 
 def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int, int], part: Block) -> Tensor:
-    """Returns, in float32, a block of a weight [N, K] that is stored in FP8 (e4m3): the codes times their scale. There
+    """Returns a block of a weight [N, K] that is stored in FP8 (e4m3), in float32: the codes times their scale. There
     is one scale for the tensor, for each output, or for each block of outputs and inputs.
 
-    The weight is computed in the model's dtype, because integer codes cannot represent these values.
+    The engine computes this weight in the model's dtype, because integer codes cannot represent the values.
     """
     tensors.check_only(("weight", *_SCALES, "bias", "input_scale", "input_zero_point"))
     suffixes = [each for each in _SCALES if each in tensors]

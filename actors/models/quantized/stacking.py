@@ -1,4 +1,4 @@
-"""Stacks quantized weights that read the same input, so that one product computes them."""
+"""Stacks quantized weights that read the same input, so that one matrix product computes them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Tensor = torch.Tensor
 
 
 def can_stack(first: QuantizedWeight, second: QuantizedWeight) -> bool:
-    """Returns whether two weights have the same bits, the same order of columns, and group sizes of which one divides
-    the other.
+    """Returns whether two weights can be stacked. They need the same bits and the same order of columns, and the larger
+    group size must be a multiple of the smaller one.
     """
     sizes = sorted((first.group_size, second.group_size))
     return first.bits == second.bits and sizes[1] % sizes[0] == 0 and _equal(first.columns_K, second.columns_K)
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Returns one weight with the outputs of all parts, in groups of the smallest size among them."""
+    """Returns one weight with the outputs of all parts. Its group size is the smallest group size of the parts."""
     if len(parts) == 1:
         return parts[0]
     groups = max(part.scales_NG.shape[1] for part in parts)

@@ -1,4 +1,4 @@
-"""The linear modules that are quantised, by their names in files, and the groups that fit them."""
+"""Selects the linear modules to quantise, by their names in the files, and checks the group size for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ QAT_RECORD = "raytide_qat.json"
 
 
 def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> set[str]:
-    """Returns the names of the modules to quantise: the layers' projections. Head, embeddings, routers and experts
-    stay.
+    """Returns the names of the modules to quantise, which are the projections of the layers. The output head,
+    embeddings, routers and experts are not quantised.
 
-    Raises ConfigError for a family whose weights no quantised format can hold.
+    Raises ConfigError for a family whose weights have no quantised format.
     """
     names = NAMES[arch.names]
     if names.transposed:
@@ -37,7 +37,9 @@ def expert_patterns(arch: Architecture) -> list[str]:
 
 
 def check_groups(group: int | None, shape: Callable[[str], tuple[int, ...]], linears: set[str]) -> None:
-    """Raises ConfigError if nothing is left to quantise, or if the group does not divide a layer's inputs."""
+    """Raises ConfigError if no module is left to quantise, or if the group size does not divide the number of a
+    module's inputs.
+    """
     if not linears:
         raise ConfigError("skip leaves no layer to quantise.", hint="Skip fewer layers.")
     if group is None:

@@ -1,1 +1,1 @@
-"""Batches of requests: how the rows of a file are checked, run, recorded and returned in order."""
+"""Batches of requests from a file: its rows are checked, run and recorded, and the results are returned in order."""

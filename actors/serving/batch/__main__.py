@@ -1,8 +1,8 @@
-"""The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`; SPEC is a ServeSpec as JSON.
+"""The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`. SPEC is a ServeSpec as JSON.
 
-The job runs the rows on an engine of its own. It records progress in the folder `OUT.progress`; after a preemption or a
-crash the job continues from there, on any node that reads the same storage. On a SIGTERM, which comes before the end of
-a preempted job, it takes no more rows, and records those in flight.
+The job runs the rows on an engine of its own and records progress in the folder `OUT.progress`. After a preemption or a
+crash, the job continues from there, on any node that reads the same storage. A job that is about to be preempted gets a
+SIGTERM first. It then starts no more rows, and records those in flight.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ _TERMINATED = 128 + signal.SIGTERM
 def run_batch_job(
     source: Path, out: Path, spec: ServeSpec, *, holder: str = "", say: Callable[[str], object] = print
 ) -> None:
-    """Answers the rows of `source`, in their order: answers go to `out`, failed rows to `out.errors`.
+    """Runs the rows of the file `source`. Writes the answers to `out` and failed rows to `out.errors`, both in the
+    order of the input.
 
-    The model is that of `spec`, whatever the rows name. `holder` is the job's id. Raises DataError if a line of the
-    input is wrong or the progress is another batch's, and ConflictError while another process runs this batch.
+    The model is the one in `spec`, whatever the rows name. `holder` is the job's id. Raises DataError if a line of the
+    input is wrong or the recorded progress belongs to another batch. Raises ConflictError while another process runs
+    this batch.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")

@@ -1,4 +1,4 @@
-"""The input of a batch: a JSON line for each request, checked as a whole before any of it runs."""
+"""The input file of a batch, with one JSON line for each request. The whole file is checked before any request runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class InputRow:
 
 @dataclass(slots=True)
 class BatchInput:
-    """The rows of a file by their offsets (bytes) in it, or the errors for which the file is refused."""
+    """The rows of an input file, by their byte offsets in it. If the file is refused, `errors` has the reasons."""
 
     path: Path
     offsets: array[int] = field(default_factory=lambda: array("Q"))
@@ -54,7 +54,7 @@ class BatchInput:
         return len(self.offsets)
 
     def row(self, place: int) -> InputRow:
-        """Returns the row number `place`, counted from 0, of an input without errors."""
+        """Returns row number `place`, counted from 0. The input must have no errors."""
         with self.path.open("rb") as file:
             file.seek(self.offsets[place])
             found = _parsed(file.readline())
@@ -62,13 +62,13 @@ class BatchInput:
 
     @property
     def model(self) -> str | None:
-        """The model of all rows; None if they name several models or none."""
+        """The model that all rows name. None if the rows name several models or no model."""
         return next(iter(self.models)) if len(self.models) == 1 else None
 
 
 def check_input(path: Path, url: str | None) -> BatchInput:
-    """Reads the whole file and returns its rows, or its errors. `url` is the only URL that rows may name; None allows
-    all of `URLS`.
+    """Reads the whole file and returns its rows, or its errors. `url` is the only URL that rows may name. If it is
+    None, rows may name any of `URLS`.
     """
     found, digest, known = BatchInput(path), hashlib.sha256(), set[bytes]()
     with path.open("rb") as file:

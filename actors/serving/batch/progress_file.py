@@ -1,7 +1,8 @@
-"""The record of what a batch has computed: a line for each row that has ended, appended in groups with an fsync each.
+"""The record of what a batch has computed. It has one line for each row that has ended. Lines are appended in groups,
+with one fsync for each group.
 
-A killed process leaves whole lines and at most one torn one, which the next reader cuts off. A row in this file never
-runs again.
+If the process is killed, the file has only whole lines, except perhaps the last. The next reader cuts off an incomplete
+last line. A row in this file never runs again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class RowUsage:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The result of a row: its line for the output file or, if `is_ok` is false, for the error file."""
+    """The result of a row. `line` is the row's line for the output file if `is_ok` is true, otherwise for the error
+    file.
+    """
 
     place: int
     is_ok: bool
@@ -41,7 +44,7 @@ class RowResult:
 
 
 class ProgressFile:
-    """One batch's results so far. Only one process at a time may open it; the caller holds a lock."""
+    """The results of one batch so far. Only one process at a time may open the file, so the caller must hold a lock."""
 
     def __init__(self, path: Path, header: Mapping[str, object]) -> None:
         """Opens or creates the file. Raises DataError if it has another header, and so belongs to another batch."""
@@ -65,7 +68,7 @@ class ProgressFile:
         return len(self._offsets)
 
     def append(self, results: Sequence[RowResult]) -> None:
-        """Writes the results to the disk before it returns. After an OSError the file is as it was before."""
+        """Appends the results and returns once they are on disk. If it raises OSError, the file is unchanged."""
         lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
         offset = self._size
         self._append(b"".join(lines))

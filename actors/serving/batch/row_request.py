@@ -1,4 +1,6 @@
-"""Runs one row as the HTTP request that it describes, through the same app, without a socket."""
+"""Runs one row of a batch as the HTTP request that the row describes, through the same app as the server, but without a
+socket.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ _BACKOFF_S = (0.1, 15.0)
 
 
 async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[], Mapping[str, Any]]) -> RowResult:
-    """Returns the row's result. The request is repeated while there is no room for it, and if the server fails it is
-    tried three times in all. `scope()` is called for each attempt and returns entries of the ASGI scope, such as the
-    caller; an ApiError that it raises becomes the row's answer.
+    """Runs a row and returns its result. If the server has no room, the request is sent again until it has. If the
+    server fails, the request is tried three times in all.
+
+    `scope()` is called for each attempt and returns entries of the ASGI scope, such as the caller. If `scope()` raises
+    an ApiError, that error becomes the row's result.
     """
     pause_s, errors = _BACKOFF_S[0], 0
     while True:

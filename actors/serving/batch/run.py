@@ -27,11 +27,11 @@ async def run_rows(
     at_once: int,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Begins the rows in order, and returns when every row has a result. Once `is_stopping()` is true, no further row
-    begins, and it returns when the rows in flight have results. If cancelled, it drops the rows in flight.
+    """Runs the rows in order and returns when every row has a result. Once `is_stopping()` returns True, it starts no
+    more rows, and returns when the rows in flight have results. If cancelled, it drops the rows in flight.
 
-    Each of the `at_once` workers takes its next row only after its last one is recorded, so a crash loses at most
-    `at_once` results.
+    Each of the `at_once` workers takes its next row only after its last result is recorded. A crash therefore loses at
+    most `at_once` results.
     """
     pending = iter([place for place in range(len(rows)) if place not in progress])
     recorder = _Recorder(progress)

@@ -1,4 +1,6 @@
-"""Opens an engine's KV cache folder on local disk, and writes the engine's cached blocks there when it ends."""
+"""Opens an engine's KV cache folder on local disk, and writes the engine's cached blocks to the folder when the engine
+ends.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _FLUSHED_AT_ONCE = 16
 
 
 def open_disk_tier(config: EngineConfig, runner: ModelRunner, weights: WeightsSource) -> DiskTier | None:
-    """Returns the disk tier that the options request, after measuring the speeds of the disk and the model. Returns
-    None if they request none, or when the disk fails. Raises ConfigError for a folder that cannot be used.
+    """Returns the disk tier of the KV cache, after measuring the speeds of the disk and the model. Returns None if the
+    options name no `local_disk`, or if the disk fails. Raises ConfigError for a folder that cannot be used.
     """
     if config.local_disk is None:
         return None
@@ -60,8 +62,8 @@ def open_folder(config: EngineConfig, runner: ModelRunner, weights: WeightsSourc
 
 
 def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
-    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use come first, then the most
-    recently used; within a prefix, earlier blocks come first.
+    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use are written first, then the
+    most recently used ones. Within a prefix, earlier blocks are written first.
     """
     if disk is None or not cache.layers:
         return

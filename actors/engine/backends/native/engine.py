@@ -41,9 +41,9 @@ _ABORT_S = 10.0
 
 
 class NativeEngine(Engine):
-    """One model in this process. Use it from the event loop that called `start`.
+    """raytide's engine with one model in this process. Use it from the event loop that called `start`.
 
-    `launcher` starts the other processes that `tensor_parallel` needs; None starts them on this machine.
+    `launcher` starts the other processes that `tensor_parallel` needs. None means that they start on this machine.
     """
 
     backend = "native"

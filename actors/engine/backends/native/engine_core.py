@@ -1,7 +1,7 @@
 """The engine without threads: it takes requests, advances them one `step` at a time and returns text. `engine.py` runs
-it in a thread, `llm.py` in the caller's; `operations.py` has its other commands.
+it in a thread of its own, `llm.py` in the caller's. `operations.py` has the other commands.
 
-A step is plan, move, execute, commit, detokenize. A failure ends only the request that it belongs to.
+A step is plan, move, execute, commit, detokenize. A failure ends only the request that caused it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ _FAILURES_ALONE = 3
 
 
 class EngineCore:
-    """The native engine without threads: queues, steps and aborts requests, and survives failed steps.
-
-    It is not thread-safe. `state` shows whether it serves, is paused, sleeps or is dead."""
+    """The native engine without threads, not thread-safe. `state` says whether it serves, is paused or sleeps."""
 
     def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
@@ -138,7 +136,7 @@ class EngineCore:
         return list(self._requests)
 
     def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
-        """Queues a request whose prompt is token ids already. Raises UsageError, ConflictError or OverloadedError."""
+        """Queues a request whose prompt is already tokenized. Raises UsageError, ConflictError or OverloadedError."""
         now_s = time.monotonic()
         if self.info.num_labels:
             raise UsageError(f"{self.info.model} classifies: it generates no text.", hint="Use another model for that.")
@@ -159,7 +157,7 @@ class EngineCore:
         self.track_outputs(answer)
 
     def add_pooled(self, request: GenRequest, prompt: Items[int], pooled: PooledPrompt) -> None:
-        """Queues a prompt whose output is a vector. Raises the errors of `add`."""
+        """Queues a prompt whose output is a vector. Raises the same errors as `add`."""
         now_s = time.monotonic()
         salt = self.salt(request.lora, request.cache_salt)
         seq = self.input_processor.pooled_sequence(request, prompt, salt, now_s, pooled)
@@ -178,7 +176,7 @@ class EngineCore:
             sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
 
     def check_room(self, seqs: Items[Sequence]) -> None:
-        """Raises ConflictError or OverloadedError unless these sequences may queue."""
+        """Raises ConflictError if a request id is in use, OverloadedError if the queue is full."""
         for seq in seqs:
             if seq.seq_id in self._samples:
                 raise ConflictError(
@@ -188,8 +186,8 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Returns the state of a request's output after the tokens that its sequences already have. Raises UsageError
-        when these already contain a stop string.
+        """Returns a new output state for a request. In a resumed request, the existing tokens count as sent already.
+        Raises UsageError if these tokens contain a stop string.
         """
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         for index, sample in enumerate(samples):
@@ -244,7 +242,7 @@ class EngineCore:
         return self.drain_outputs()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request's samples now. Returns False if there is no such request."""
+        """Ends all samples of a request now. Returns False if there is no such request."""
         answer = self._requests.get(request_id)
         if answer is None:
             return False
@@ -262,17 +260,17 @@ class EngineCore:
         self.scheduler.invalidate()  # what was computed cannot be trusted
 
     def close(self) -> None:
-        """Ends the other processes and threads. Idempotent; no call may follow."""
+        """Ends the engine's other processes and threads. Idempotent. No method may be called after it."""
         if self.disk is not None:
             self.disk.close()
         self.runner.close()
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
-        """Returns float32 logits [T, V] after each token of a prompt. Raises UsageError as `add` does."""
+        """Returns float32 logits [T, V]: one row for each token of a prompt. Raises UsageError for a bad prompt."""
         return self.runner.prompt_logits(self.input_processor.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
-        """Returns the present counts of requests, tokens and blocks."""
+        """Returns the engine's counters, and the present numbers of requests and free blocks."""
         return replace(
             self._counters,
             state=self.state,
@@ -287,14 +285,14 @@ class EngineCore:
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
-        """Returns a sequence's adapter as `name@content-hash`, the same in all engines; None without one."""
+        """Returns a sequence's adapter as `name@content-hash`, equal in all engines. None means the base model."""
         return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
 
     def uses_lora(self, name: str) -> bool:
         return any(sample.seq.lora == name for _, sample in self._samples.values())
 
     def request_state(self, request_id: str) -> RequestState:
-        """Returns the state of a request. Raises NotFoundError if there is none."""
+        """Returns the output state of a request. Raises NotFoundError for an unknown request."""
         if request_id not in self._requests:
             raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
         return self._requests[request_id]

@@ -34,7 +34,7 @@ class Prepared:
 class InputProcessor:
     """Checks requests and turns them into sequences.
 
-    Holds the model's limits, and gives numbered seeds to requests without a seed.
+    It holds the model's limits. Requests without a seed get consecutive seeds.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class InputProcessor:
         self._seed = secrets.randbits(62) if seed is None else seed
 
     def checked(self, who: str, prompt: Items[int]) -> list[int]:
-        """Returns the prompt as a list. Raises UsageError for a bad length or an unknown token."""
+        """Returns the prompt as a list. Raises UsageError for an empty or too long prompt, or for an unknown token."""
         check_prompt(who, prompt, max_len=self._max_len, vocab_size=self._vocab_size)
         return list(prompt)
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """Returns the tokenized bad words, None if there are none, and prepares the stop strings. Thread-safe."""
+        """Returns the tokenized bad words of a request, or None if it has none. It prepares the request's stop strings
+        as well. Thread-safe.
+        """
         prepare_stops(params)
         if not params.bad_words:
             return None
@@ -69,8 +71,8 @@ class InputProcessor:
         return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
 
     def images(self, request: GenRequest) -> tuple[PreparedImage, ...]:
-        """Decodes the images of a request for a model that reads images. Raises UsageError for an unreadable image.
-        Thread-safe.
+        """Decodes the images of a request. Returns no images if the model cannot read images. Raises UsageError for an
+        unreadable image. Thread-safe.
         """
         processor = self._images
         if processor is None:
@@ -91,11 +93,11 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """Returns one sequence for each sample. Sample i of a request with a seed equals the only sample of the same
-        request with seed + i. Samples of a resumed request have their tokens so far, and a finish reason if they have
-        ended.
+        """Returns one sequence for each sample of a request. If the request has a seed, sample i equals the only sample
+        of the same request with seed + i. In a resumed request, each sequence has the tokens so far, and a finish
+        reason if its sample has ended.
 
-        Without `prepared`, the grammar and images are prepared in this call.
+        If `prepared` is None, this call prepares the grammar and images itself.
         """
         params, limit = request.sampling, self._max_len
         tokens = self.checked(f"request {request.request_id}", prompt)
@@ -156,8 +158,8 @@ class InputProcessor:
     def pooled_sequence(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, pooled: PooledPrompt
     ) -> Sequence:
-        """Returns the sequence of a prompt whose output is a vector. It does not read the prefix cache, which holds no
-        hidden states.
+        """Returns the sequence of a prompt whose output is a vector. The sequence does not read the prefix cache,
+        because the cache holds no hidden states.
         """
         tokens = self.checked(f"request {request.request_id}", prompt)
         self._spans(request.request_id, tokens, ())  # an image token has no meaning of its own

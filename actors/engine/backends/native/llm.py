@@ -38,7 +38,7 @@ Sampling = SamplingParams | Items[SamplingParams] | None
 
 
 class LLM:
-    """A model of a Hugging Face directory. `engine_options` are the fields of `EngineConfig`."""
+    """A language model, loaded from a Hugging Face directory. `engine_options` are fields of `EngineConfig`."""
 
     def __init__(
         self, model_dir: str | Path, dtype: str = "float32", device: str = "auto", **engine_options: object
@@ -63,12 +63,12 @@ class LLM:
         lora: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Returns the answers in the order of the prompts. Prompts are texts or lists of token ids, and run all
-        together.
+        """Returns the answers in the order of the prompts. Each prompt is a text or a list of token ids. All prompts
+        run together.
 
-        `sampling` is one SamplingParams for all prompts, or a list with one for each. A prompt that is empty or too
-        long raises UsageError before anything runs; a request that fails while running has finish reason "error".
-        `lora` names a loaded adapter. `progress` shows a bar on stderr.
+        `sampling` is one SamplingParams for all prompts, or a list with one SamplingParams for each prompt. A prompt
+        that is empty or too long raises UsageError before anything runs. A request that fails while it runs has finish
+        reason "error". `lora` names a loaded adapter. `progress` shows a bar on stderr.
         """
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._tokens(text) for text in texts]
@@ -91,22 +91,24 @@ class LLM:
         images: Items[bytes] = (),
         options: PromptOptions = PLAIN_PROMPT,
     ) -> RequestOutput:
-        """Returns the model's next turn in a conversation, by its chat template. `images` are the files that stand for
-        None in the messages' `parts`, in order. `options` hold the template's variables, such as `enable_thinking`.
+        """Renders a conversation with the model's chat template, and returns the model's next turn.
+
+        Each None in the messages' `parts` stands for an image. `images` are the image files in the same order.
+        `options` hold the template's variables, such as `enable_thinking`.
         """
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
         prompt = self._core.tokenizer.chat_prompt(turns, options=options)
         return self._run([prompt], [sampling or SamplingParams()], images=tuple(images))[0]
 
     def logits(self, token_ids: Items[int]) -> Tensor:
-        """Returns float32 logits [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For
-        checks.
+        """Returns float32 logits [T, V] for a prompt, for tests and comparisons. Row t is the model's prediction after
+        the first t + 1 tokens.
         """
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns a vector of length 1 for each prompt, pooled as the model directory states, by default from the last
-        token.
+        """Returns an embedding of length 1 for each prompt. By default, the embedding is the hidden state of the last
+        token. The model directory may state another way to pool the hidden states.
         """
         pooling = pooling_of(self._core.weights.model_dir)
         return self._pool(prompts, lambda: PooledPrompt(pooling))
@@ -125,7 +127,7 @@ class LLM:
         operations.unload_lora(self._core, name)
 
     def load_weights(self, source: str | Path, version: str | None = None) -> str:
-        """Loads the weights of another directory of the same architecture; returns their version."""
+        """Loads the weights of another directory with the same architecture, and returns their version."""
         model, weights = operations.read_weights(self._core, str(source), version)
         operations.use_weights(self._core, model, weights)
         self.info = self._core.info
@@ -136,8 +138,8 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Writes cached prefixes to `local_disk`, and ends the other processes of `tensor_parallel`; without `close`
-        these end with this process. Do not use the object afterwards.
+        """Writes cached prefixes to `local_disk`, and ends the other processes of `tensor_parallel`. Do not use the
+        object afterwards. Without a call to `close`, those processes end when this process ends.
         """
         operations.flush_to_disk(self._core)
         self._core.close()
@@ -232,8 +234,8 @@ _EVERY_S = 0.2
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Update]:
-    """Shows progress on stderr, with rich if it is installed, else in one line. Yields the function that reports
-    progress.
+    """Shows progress on stderr: as a bar if rich is installed, else as one line of text. Yields the function that
+    reports progress.
     """
     if not shown:
         yield lambda done, tokens: None

@@ -1,6 +1,6 @@
-"""Commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup.
+"""The engine's commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup.
 
-No command loses a request: KV that a command discards is computed again from the tokens.
+No command loses a request. If a command discards KV, the engine computes the KV again from the tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def resume(core: EngineCore) -> None:
 
 
 def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
-    """Frees the KV, at level 2 also the weights. An engine that sleeps at level 1 can change to level 2."""
+    """Frees memory: level 1 frees the KV cache, level 2 frees the weights as well. An engine that sleeps at level 1 can
+    change to level 2.
+    """
     flush_to_disk(core)
     core.scheduler.invalidate()
     core.state = "asleep"
@@ -52,7 +54,9 @@ def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
 
 
 def wake(core: EngineCore) -> None:
-    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be repeated."""
+    """Allocates the memory that `sleep` freed, and resumes. If that fails, the engine stays asleep and `wake` can be
+    called again.
+    """
     if core.state != "asleep":
         return
     if not core.runner.has_weights:
@@ -63,8 +67,8 @@ def wake(core: EngineCore) -> None:
 
 
 def flush_to_disk(core: EngineCore) -> None:
-    """Writes cached prefixes to the disk tier before their memory is freed, as many as a few seconds allow. A failure
-    is logged; it costs only the prefixes not yet written.
+    """Writes cached prefixes to the disk tier, as many as a few seconds allow. A failure is only logged, and the
+    prefixes that are not yet written are lost.
     """
     try:
         flush(core.disk, core.pool, core.runner.cache)
@@ -73,8 +77,8 @@ def flush_to_disk(core: EngineCore) -> None:
 
 
 def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[PagedDecoder, WeightsSource]:
-    """Loads other weights while the engine runs; thread-safe. Raises ConflictError for another architecture, or when
-    the files change meanwhile.
+    """Loads other weights while the engine runs. Thread-safe. Raises ConflictError for another architecture, or if the
+    files change while they are read.
     """
     model_dir = Path(packaged_path(source) or source)
     theirs, ours = read_architecture(model_dir, serves=True), core.runner.arch
@@ -90,7 +94,9 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
 
 
 def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -> None:
-    """Makes the model compute with these weights from the next step on, for running requests too."""
+    """Makes the model compute with these weights from the next step on. Running requests continue with the new
+    weights.
+    """
     core.runner.use(model)
     core.weights = weights
     core.info = replace(
@@ -121,8 +127,8 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """Returns how many of a prompt's first tokens would not be computed. It counts the tokens in the prefix cache and,
-    if reading is cheaper than computing, the tokens after them that are on disk. The last token is always computed.
+    """Returns how many of a prompt's first tokens need no computation. These are the tokens in the prefix cache and, if
+    reading is cheaper than computing, the next tokens on disk. The prompt's last token is always computed.
     """
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
@@ -134,8 +140,8 @@ def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_
 
 
 def export_kv(core: EngineCore, request_id: str) -> KvHandle:
-    """Ends a request in this engine and returns the KV with which another engine can continue it. Raises NotFoundError
-    or ConflictError.
+    """Ends a request in this engine and returns its KV, with which another engine can continue the request. Raises
+    NotFoundError for an unknown request, ConflictError for a request of several samples.
     """
     answer = core.request_state(request_id)
     if len(answer.samples) > 1:
@@ -152,8 +158,8 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Continues an exported request. If there is no room for its KV now, it waits in the queue and its KV is computed
-    again.
+    """Continues a request that another engine exported. If there is no room for the request's KV now, the request waits
+    in the queue and this engine computes the KV again.
     """
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)

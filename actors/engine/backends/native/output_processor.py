@@ -1,4 +1,4 @@
-"""Turns sampled tokens into the chunks that a client gets: text, usage, ranked samples, or one failure."""
+"""Turns sampled tokens into the outputs that a client gets: chunks of text, usage, ranked samples, or an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """The vector that is the whole output of a pooled request."""
+    """The whole output of a pooled request: one vector, which is an embedding or the logits of labels."""
 
     request_id: str
     vector: list[float]
@@ -41,7 +41,7 @@ Output = GenChunk | PooledOutput | RequestFailure
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """One of a request's sequences, with the state of its text."""
+    """One sample of a request: its sequence, detokenizer and stop strings."""
 
     seq: Sequence
     text: Detokenizer
@@ -50,8 +50,8 @@ class SampleState:
     held: list[GenChunk] = field(default_factory=list)  # until best_of has chosen
 
     def push_run(self, run: Items[Sampled]) -> tuple[int, str]:
-        """Returns how many of a step's tokens count, and the text that they make safe to emit. Tokens after one that
-        completes a stop string do not count; `stops.stopped` is then True.
+        """Adds the tokens of a step. Returns how many of them count, and the text that can now be sent to the client.
+        If a token completes a stop string, the tokens after it do not count, and `stops.stopped` is True.
         """
         text = ""
         for count, sampled in enumerate(run, 1):
@@ -62,8 +62,8 @@ class SampleState:
         return len(run), text
 
     def push(self, token: int, ends: bool, reason: FinishReason | None = None) -> str:
-        """Returns the text that a new token makes safe to emit. `stops.stopped` is True after the token that completes
-        a stop string. With a `reason`, the output ends with this token.
+        """Adds a new token and returns the text that can now be sent to the client. If the token completes a stop
+        string, `stops.stopped` becomes True. `reason` is the finish reason if the output ends with this token.
         """
         stops = self.stops
         text = "" if reason == "stop" else stops.push(self.text.push(token))
@@ -72,8 +72,8 @@ class SampleState:
         return text
 
     def replay(self) -> None:
-        """Processes the tokens that another engine has streamed. Their text was sent by that engine; text that it held
-        back is held back here too.
+        """Processes the tokens that another engine has already streamed, without sending their text again. Text that
+        the other engine held back is held back here as well.
         """
         for token in self.seq.tokens[self.seq.prompt_len :]:
             self.push(token, ends=False)
@@ -84,7 +84,7 @@ class SampleState:
 
 
 class RequestState:
-    """The samples of one request and its times."""
+    """The samples of one request, and the times at which the request was queued, started and got its first token."""
 
     def __init__(self, request: GenRequest, samples: list[SampleState], added_s: float) -> None:
         self.request, self.samples = request, samples

@@ -1,5 +1,5 @@
-"""The thread of an engine core. Commands reach it through one queue and run between two steps. The outputs of a step
-reach the event loop in one call. Neither side waits for the other.
+"""The thread in which an engine core runs. Commands wait in one queue and run between two steps. The outputs of a step
+reach the event loop in one call. Neither the thread nor the event loop waits for the other.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Call:
 class EngineThread:
     """Runs an EngineCore in its own thread and exchanges commands and outputs with an event loop.
 
-    Use it from the event loop that calls `start`; it calls `deliver` and `ended` there. `ended` gets the error with
-    which requests in flight end.
+    Use it from the event loop that calls `start`. On that loop, the callback `deliver` gets the outputs of each step.
+    When the thread ends, the callback `ended` gets the error for the requests that were still running.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EngineThread:
 
     @property
     def death(self) -> EngineError | None:
-        """The error with which the thread died; None while it lives and after `stop`."""
+        """The error with which the thread died. None while the thread lives, and after `stop`."""
         if self._is_stopping or self._thread is None:
             return None
         if self._end_error is None and not self._thread.is_alive():
@@ -92,8 +92,8 @@ class EngineThread:
         return await asyncio.wrap_future(loaded)
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Runs a command between two steps, and delivers the outputs that it causes before its result. The future has
-        an EngineError when the thread has ended.
+        """Runs a command between two steps and returns a future for its result. Outputs that the command causes are
+        delivered before the result. If the thread has ended, the future raises EngineError.
         """
         done: asyncio.Future[T] = self._events.create_future()
         ended = self._end_error or self.death
@@ -105,7 +105,7 @@ class EngineThread:
         return done
 
     async def stop(self) -> None:
-        """Aborts all requests and ends the thread. Idempotent. It gives up on a thread that hangs for 30 s."""
+        """Aborts all requests and ends the thread. Idempotent. If the thread hangs, `stop` gives up after 30 s."""
         if self._thread is not None and self._thread.is_alive():
             self._is_stopping = True
             self._calls.put(None)

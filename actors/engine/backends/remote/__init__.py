@@ -1,1 +1,3 @@
-"""An engine in another process: its protocol over a socket, for routers and for a replica's own supervisor."""
+"""An engine in another process, and its protocol over a socket. Routers and a replica's supervisor use the engine this
+way.
+"""

@@ -1,4 +1,4 @@
-"""One request in the fair admission: its parameters, its progress, and whether it runs."""
+"""A request in the fair admission queue: its parameters, its progress, and whether it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.actors.engine.types import GenRequest
 
 @dataclass(eq=False, slots=True)
 class AdmissionEntry:
-    """A request from its arrival until its end, with its progress."""
+    """A request that waits for admission or runs in the engine, with its progress."""
 
     request: GenRequest
     progress: StreamProgress
@@ -48,8 +48,9 @@ class AdmissionEntry:
 
     @property
     def is_preemptible(self) -> bool:
-        """False for a request that does not run, or whose results so far would have to be computed or sent again after
-        an interruption.
+        """True for a running request that an interruption costs nothing. False for a request with prompt log
+        probabilities, or with more samples than the client gets, because these results would have to be computed or
+        sent again.
         """
         params = self.request.sampling
         return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in another process, used like one in this process."""
+"""A client of an engine in another process. It is used like an engine in this process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ Item = GenChunk | RaytideError
 
 
 class RemoteEngine(Engine):
-    """The engine at the other end of one connection. When the connection is lost or silent, every open request ends
-    with EngineDeadError and `on_lost` is called once. Connections to the same model may share `token_texts`.
+    """A client of an engine in another process, over one connection. If the connection is lost or silent, every open
+    request ends with EngineDeadError and `on_lost` is called once. Connections to the same model may share the map
+    `token_texts`.
     """
 
     backend = "remote"
@@ -83,7 +84,7 @@ class RemoteEngine(Engine):
 
     @property
     def status(self) -> Status:
-        """The latest status that the process has sent."""
+        """The latest status that the engine's process has sent."""
         return self._connected().status
 
     def generate(
@@ -95,16 +96,18 @@ class RemoteEngine(Engine):
         prefill_at: Sequence[object] | None = None,
         new_tokens: int = 0,
     ) -> AsyncIterator[GenChunk]:
-        """Streams a request. The process passes `prefix` to the `on_prefix` callbacks of its other clients.
-        `prefill_at` has the host, port, secret and name of the process from which the prompt's KV is fetched.
-        `new_tokens` is the number of prompt tokens that are probably not cached; the process's statuses report their
-        sum over its requests.
+        """Streams the output of a request.
+
+        The engine's process passes `prefix` to the `on_prefix` callbacks of its other clients. `prefill_at` has the
+        host, port, secret and name of another process, from which the engine fetches the prompt's KV. `new_tokens` is
+        the number of prompt tokens that are probably not cached. The engine's status reports the sum of `new_tokens`
+        over its requests.
         """
         return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 
     async def prefill(self, request: GenRequest) -> tuple[list[GenChunk], bytes]:
-        """Computes a request up to its first token in that process, and ends it there. Returns its chunks so far and
-        its KV (see `KvHandle.to_bytes`), which is empty if the request is already complete.
+        """Computes a request in the engine's process up to the first token, and ends the request there. Returns the
+        chunks so far and the packed KV (see `KvHandle.to_bytes`). The KV is empty if the request is already complete.
         """
         parts = bytearray()
         packed = await self._connected().call("prefill", [wire.pack_request(request)], parts)
@@ -130,21 +133,25 @@ class RemoteEngine(Engine):
         return list(await self._call("chat_prompt", turns, wire.pack_tools(tools), *others))
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the text of a token for which log probabilities were received."""
+        """Returns the text of a token. Only tokens for which log probabilities were received are known; others give
+        b"".
+        """
         return self._token_texts.get(token, b"")
 
     async def abort(self, request_id: str) -> bool:
         return bool(await self._call("abort", request_id))
 
     async def stats(self) -> EngineStats:
-        """Asks the process for its present statistics and returns them; `status` has the last pushed ones."""
+        """Asks the engine's process for its present statistics. In contrast, `status` has the last statistics that the
+        process sent by itself.
+        """
         return wire.unpack_stats(await self._call("stats"))
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
 
     async def holds(self, rejoin_key: str) -> bool:
-        """Returns whether the process computes or keeps the answer of a request with this key."""
+        """Returns whether the engine's process is computing, or still keeps, the answer of a request with this key."""
         return bool(await self._call("holds", rejoin_key))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
@@ -178,7 +185,7 @@ class RemoteEngine(Engine):
         return bool(await self._call("drain", timeout_s))
 
     async def shutdown(self) -> None:
-        """Closes the connection. This client's requests end; the engine keeps running."""
+        """Closes the connection. The requests of this client end, but the engine keeps running."""
         if self._connection is not None:
             self._connection.close()
 
@@ -200,7 +207,7 @@ class RemoteEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class Status:
-    """The latest report of an engine's process. `load` has the counters for the controller."""
+    """The latest report of an engine's process. `load` has the engine's load and totals for the controller."""
 
     stats: EngineStats | None
     load: dict[str, float]

@@ -1,10 +1,11 @@
 """Orders waiting requests so that as many first tokens as possible are in time.
 
 Requests that can still be in time go first, the earliest due time first. Late requests go after them, because serving
-them first would only make more requests late; a small share of the starts is reserved for late requests, so that none
-waits for ever. With one server and an equal time allowance for every request, each request that is in time under first
-come, first served is also in time here, since only requests that are due earlier go before it. Requests without a due
-time keep the order of their arrival.
+late requests first would only make more requests late. Every twentieth start is reserved for a late request, so that no
+request waits for ever. Requests without a due time keep the order of their arrival.
+
+Assume one server and an equal time allowance for every request. Then every request that would be in time under first
+come, first served is in time here, since only requests that are due earlier go before it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LATE_EVERY = 20
 
 
 class DeadlineQueue(Generic[T]):
-    """Waiting requests. All times are in seconds on one clock of the caller's choice."""
+    """A queue of requests, ordered so that as many first tokens as possible are in time. All times are in seconds on
+    one clock of the caller's choice.
+    """
 
     __slots__ = ("_late", "_passed_over", "_pushed", "_waiting")
 
@@ -38,8 +41,8 @@ class DeadlineQueue(Generic[T]):
         return len(self._waiting) + len(self._late)
 
     def push(self, request: T, *, due_s: float = math.inf, needs_s: float = 0.0, first: bool = False) -> None:
-        """Queues a request whose first token is due at `due_s` and follows its start after `needs_s` seconds. With
-        `first` the request goes before all others and never counts as late.
+        """Queues a request. Its first token is due at `due_s`, and comes `needs_s` seconds after the request starts. If
+        `first` is true, the request goes before all others and never counts as late.
         """
         self._pushed += 1
         if first:
@@ -66,7 +69,7 @@ class DeadlineQueue(Generic[T]):
         return heappop(self._waiting)[3]
 
     def remove(self, is_wanted: Callable[[T], bool]) -> bool:
-        """Removes the first request found for which `is_wanted` is true; returns whether one was found."""
+        """Removes one request for which `is_wanted` is true. Returns whether there was such a request."""
         for at, entry in enumerate(self._waiting):
             if is_wanted(entry[3]):
                 self._waiting[at] = self._waiting[-1]

@@ -1,8 +1,8 @@
-"""Sends the chunks of a step from the engine's own thread, so that a step wakes no event loop.
+"""Sends the chunks of a step from the engine's own thread, so that a step does not wake the event loop.
 
-An event loop in the engine's interpreter takes a quarter of a millisecond for each step, during which the engine's
-thread waits for the interpreter. Some output still goes through the loop: the first and the last chunk of a request,
-log probabilities, errors, and everything for a client that reads slowly.
+If the event loop in the engine's process sent them, it would take a quarter of a millisecond for each step. Meanwhile
+the engine's thread would wait for the Python interpreter. Some output still goes through the event loop: the first and
+the last chunk of a request, log probabilities, errors, and everything for a client that reads slowly.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from raytide.actors.engine.types import GenChunk
 
 
 class DirectSender(Protocol):
-    """A connection on which threads other than the event loop's may send."""
+    """A connection on which any thread may send, not only the event loop's thread."""
 
     def send_now(self, packed: bytes) -> bool:
-        """Sends a message, or returns False when it would have to wait. Safe to call from any thread."""
+        """Sends a message and returns True. Returns False, without sending, if the message would have to wait.
+        Thread-safe.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class DirectStream:
-    """One request's output. A chunk is sent directly only when all chunks before it were written, so that none
-    overtakes another.
+    """The output of one request. The engine's thread sends a chunk directly only if all earlier chunks are written, so
+    that no chunk overtakes another.
     """
 
     connection: DirectSender
@@ -47,7 +49,7 @@ class DirectStream:
 
 
 class DirectOutput:
-    """The streams of all connections, by request id. The event loop opens and closes them."""
+    """The output streams of all connections, by request id. The event loop opens and closes the streams."""
 
     def __init__(self) -> None:
         self._streams: dict[str, DirectStream] = {}
@@ -60,15 +62,15 @@ class DirectOutput:
             del self._streams[request_id]
 
     def begin(self, request_id: str) -> None:
-        """Makes the next chunk of a request go through the event loop. Call it while the engine holds no output of the
-        request.
+        """Makes the next chunk of a request go through the event loop. Call it only when no output of the request is
+        pending in the engine.
         """
         if (stream := self._streams.get(request_id)) is not None:
             stream.is_begin = True
 
     def give(self, request_id: str) -> None:
-        """Counts a chunk that the event loop will write and that the engine's thread has never seen. Call it while the
-        engine holds no output of the request.
+        """Counts a chunk that the event loop will write, but that never passed through the engine's thread. Call it
+        only when no output of the request is pending in the engine.
         """
         if (stream := self._streams.get(request_id)) is not None:
             stream.given += 1
@@ -85,8 +87,8 @@ class DirectOutput:
                 yield stream.sent.popleft()
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Sends the chunks that may be sent directly, in one message for each connection, and returns the other
-        outputs. Runs on the engine's thread.
+        """Sends the outputs of a step that may be sent directly, in one message for each connection. Returns the other
+        outputs, which go to the event loop. Runs on the engine's thread.
         """
         rest: list[Any] = []
         direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)

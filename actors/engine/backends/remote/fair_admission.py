@@ -1,10 +1,12 @@
-"""Admits requests of many teams to an engine, so that none waits behind the backlog of another.
+"""Admits requests of many teams to an engine, so that no team waits behind the backlog of another team.
 
-The requests of all gateway processes come together in the engine's process. As many of them run as the engine has
-places for; the others wait in a fair queue here, not in the engine's own queue. When no place is free, a team with less
-than half of its share may preempt a request of a team that holds more for its weight. The engine stops that request and
-later continues it from its tokens; its client sees a pause. If there is a promised time to the first token, requests of
-a team that can still keep it go before those that cannot (deadline_queue.py).
+The requests of all gateway processes come together in the engine's process. As many requests run as the engine has
+places, that is slots for running sequences. The others wait in a fair queue here, not in the engine's own queue.
+
+When no place is free, a team with less than half of its share may preempt a request of another team. The other team
+must hold more places relative to its weight. The engine stops the preempted request and later continues it from its
+tokens, so the client sees only a pause. If a time to the first token is promised, a team's requests that can still meet
+the promise go before the team's late requests (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ class Generator(Protocol):
 
 
 class FairAdmission:
-    """Admits requests to one engine. Use it from one event loop. An engine that does not report its number of places
-    gets all requests at once.
+    """Admits requests to one engine. Use it from one event loop. If the engine does not report how many sequences it
+    runs at once, it gets all requests at once.
 
-    `direct` has the chunks that were sent past this object; they are counted before each decision. `slo_ttft_s` is the
-    promised time to a first token in seconds, None without a promise: then a team's requests start in the order of
-    their arrival.
+    `direct` has the chunks that the engine's thread sent past this object. They are counted before each decision.
+    `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's requests start in the order
+    of their arrival.
     """
 
     def __init__(
@@ -83,13 +85,14 @@ class FairAdmission:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait here."""
+        """The number of requests that wait in the fair queue."""
         return len(self._queue)
 
     async def generate(self, request: GenRequest, waited_s: float = 0.0) -> AsyncGenerator[GenChunk]:
-        """Streams a request from the engine, once it is the request's turn. Raises OverloadedError if too many wait.
+        """Waits for the request's turn, then streams its output from the engine. Raises OverloadedError if too many
+        requests wait.
 
-        `waited_s` is the time in seconds for which it has already waited elsewhere.
+        `waited_s` is the time in seconds for which the request has already waited elsewhere.
         """
         if not self._info.max_running:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
@@ -115,7 +118,9 @@ class FairAdmission:
             self._exit(entry)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whether it runs in the engine or waits here. Returns False for an unknown one."""
+        """Ends a request, whether it runs in the engine or waits in the fair queue. Returns False for an unknown
+        request.
+        """
         entry = self._entries.get(request_id)
         if entry is None or entry.is_running:
             return await self._engine.abort(request_id)
@@ -126,8 +131,8 @@ class FairAdmission:
         return True
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests and waits until all others have ended. Those that still wait after `timeout_s` are
-        refused.
+        """Refuses new requests and waits until all others have ended. After `timeout_s` seconds, the requests that
+        still wait in the queue are refused.
         """
         self._is_draining = True
         with suppress(TimeoutError):
@@ -227,11 +232,11 @@ class FairAdmission:
         return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
 
     def dispatch(self) -> None:
-        """Starts the requests whose turn it is, as far as the engine has places for them. Turns change as teams are
-        served, even while no request arrives or ends.
+        """Starts the next requests of the queue, as long as the engine can run more sequences. Call it regularly: the
+        order changes as teams are served, even while no request arrives or ends.
 
-        A request of several samples starts when one place is free; its other samples wait inside the engine. If it
-        waited for enough free places at once, it would hold up the queue.
+        A request of several samples starts as soon as the engine can run one of them. Its other samples wait inside the
+        engine. If the request waited until all could run at once, it would hold up the queue.
         """
         if not self._queue:
             return

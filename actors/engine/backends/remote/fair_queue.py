@@ -1,10 +1,11 @@
 """A queue that shares an engine fairly among teams.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over tokens: each team has its own queue, and the team
-whose next request has the earliest virtual start goes first. Tokens are charged as they are served, as in the virtual
-token counter (Sheng et al., OSDI 2024), because nobody knows the length of an answer before its end. A team that asks
-for little starts at the present virtual time, and so waits for at most one request of each other team, however many
-requests the other teams have queued. Within a team the order is that of a DeadlineQueue.
+It uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over tokens. Each team has its own queue, and the
+team whose next request has the earliest virtual start goes first. Tokens are charged as they are served, as in the
+virtual token counter (Sheng et al., OSDI 2024), because nobody knows the length of an answer before its end.
+
+A team that asks for little starts at the present virtual time. It therefore waits for at most one request of each other
+team, however many requests the other teams have queued. Each team's own requests are in the order of a DeadlineQueue.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class _Team(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The waiting requests of many teams. The lowest priority value goes first; at each priority the teams share the
-    served tokens by weight.
+    """The waiting requests of many teams. Requests with the lowest priority value go first. At each priority, the teams
+    share the served tokens by weight.
 
-    `now_s` is the present time on the clock of `due_s`; without it no request counts as late.
+    `now_s` is the present time, on the same clock as `due_s`. If `now_s` is not given, no request counts as late.
     """
 
     def __init__(self) -> None:
@@ -62,17 +63,18 @@ class FairQueue(Generic[T]):
         due_s: float = math.inf,
         needs_s: float = 0.0,
     ) -> None:
-        """Queues a request whose start costs its team `tokens`. A team of twice the weight gets twice as many tokens.
+        """Queues a request. Its start costs the team `tokens` tokens. A team of twice the weight gets twice as many
+        tokens.
 
-        With `again` (the request was preempted) it goes before the others of its team. `due_s` and `needs_s` order a
-        team's requests (see DeadlineQueue).
+        `again` is true for a preempted request, which goes before the other requests of its team. `due_s` and `needs_s`
+        order the requests of a team (see DeadlineQueue).
         """
         self._pushed += 1
         queue = self._levels.setdefault(priority, _Level()).enter(team)
         queue.waiting.push(_Entry(self._pushed, tokens / weight, request), due_s=due_s, needs_s=needs_s, first=again)
 
     def head(self, now_s: float = -math.inf) -> T | None:
-        """Returns the request that goes next, None if there is none."""
+        """Returns the request that goes next, or None if the queue is empty."""
         return self._levels[min(self._levels)].head(now_s) if self._levels else None
 
     def pop(self, now_s: float = -math.inf) -> T:
@@ -85,7 +87,7 @@ class FairQueue(Generic[T]):
         return request
 
     def remove(self, request: T) -> bool:
-        """Removes a request that nobody waits for any more; returns whether it was there."""
+        """Removes a request whose client no longer waits. Returns whether the request was in the queue."""
         for priority, level in self._levels.items():
             if level.remove(request):
                 self._forget_empty(priority)
@@ -93,7 +95,7 @@ class FairQueue(Generic[T]):
         return False
 
     def charge(self, team: str, tokens: int, *, weight: float = 1.0, priority: int = 0) -> None:
-        """Charges a team for further tokens of its served requests."""
+        """Charges a team for tokens that its running requests have generated."""
         if (level := self._levels.get(priority)) is not None:
             level.charge(team, tokens / weight)
 

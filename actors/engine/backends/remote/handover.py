@@ -1,9 +1,9 @@
-"""Prefill in one engine process and decode in another: the decoding process asks the other one for the prompt's KV and
-continues from there.
+"""Prefill in one engine process and decode in another. The decoding process asks the prefilling process for the
+prompt's KV and continues from there.
 
-The KV goes directly from process to process; the gateway only names the process to ask. After a failure of the handover
-(a lost process, other weights, lack of memory) the decoding process computes the prompt itself, so that a failure costs
-only time.
+The KV goes directly from process to process. The gateway only names the process to ask. If the handover fails (a lost
+process, other weights, lack of memory), the decoding process computes the prompt itself. A failure therefore costs only
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class PrefillPeer:
-    """The engine process that computes a prompt for another one."""
+    """The address of an engine process that computes prompts for this one."""
 
     host: str
     port: int
@@ -41,8 +41,8 @@ class PrefillPeer:
 async def prefill(
     engine: Engine, admission: FairAdmission, request: GenRequest
 ) -> tuple[list[GenChunk], KvHandle | None]:
-    """Computes a request up to its first token, and takes it out of the engine. Returns the chunks so far and the KV.
-    The KV is None when the request has ended here.
+    """Computes a request up to its first token and takes the request out of the engine. Returns the chunks so far and
+    the KV. If the request ended here, the KV is None.
     """
     chunks: list[GenChunk] = []
     handle = None
@@ -65,7 +65,9 @@ async def _exported(engine: Engine, request_id: str) -> KvHandle | None:
 
 
 class HandoverEngine:
-    """Continues requests that peers have begun, and passes all others to its own engine."""
+    """Continues requests whose prompts were computed by other engine processes (peers). Passes all other requests to
+    its own engine unchanged.
+    """
 
     def __init__(self, engine: Engine, direct: DirectOutput) -> None:
         self._engine, self._direct = engine, direct
@@ -76,7 +78,7 @@ class HandoverEngine:
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
     def assign(self, request_id: str, peer: PrefillPeer) -> None:
-        """Makes the request with this id begin at a peer when it comes to `generate`."""
+        """Assigns a request to a peer. When the request comes to `generate`, the peer computes its prompt."""
         self._assigned[request_id] = peer
 
     def forget(self, request_id: str) -> None:

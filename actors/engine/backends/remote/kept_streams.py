@@ -1,7 +1,8 @@
-"""Keeps the streams of requests with a `rejoin_key`, so that what a lost client has begun is not computed again.
+"""Keeps the streams of requests with a `rejoin_key`. A client that lost its connection can get the same answer again,
+and the engine need not compute it twice.
 
-Such a request runs on when its connection is lost, and its answer stays here for a while. A request with the same key
-gets the same stream from its beginning, whether the engine still computes it or has finished.
+Such a request runs on when its connection is lost, and its answer is kept here for a while. A later request with the
+same key gets the same stream from its beginning, whether the engine still computes the answer or has finished.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class KeptStreams:
     async def generate(
         self, request: GenRequest, waited_s: float, is_lost: Callable[[], bool]
     ) -> AsyncGenerator[GenChunk]:
-        """Streams a request, from the beginning of the stream with its key if there is one.
+        """Streams a request. If a stream with the request's key exists, yields that stream from its beginning.
 
-        When a reader leaves, the request is aborted, unless others read it, or the reader left because its connection
-        was lost (`is_lost()`).
+        When the last reader leaves on purpose, the request is aborted. When the last reader's connection was lost
+        (`is_lost()`), the request continues.
         """
         stream = self._stream(request.rejoin_key)
         if stream is not None and not _can_be_joined(stream, request):

@@ -8,7 +8,9 @@ from raytide.actors.engine.types import EngineStats
 
 
 class LoadCounters:
-    """Totals since the start. Refused requests, and those without a first token within `slo_ttft_s`, count as late."""
+    """Totals of requests and first tokens since the start. A request counts as late if it was refused, or if its first
+    token took longer than `slo_ttft_s` seconds.
+    """
 
     def __init__(self, slo_ttft_s: float | None) -> None:
         self._slo_ttft_s = slo_ttft_s or float("inf")
@@ -24,8 +26,8 @@ class LoadCounters:
         return sum(request.new_tokens for request in self._unanswered if not request.is_late)
 
     def track(self, waited_s: float, new_tokens: int = 0) -> TrackedRequest:
-        """Counts a request that has waited elsewhere for `waited_s` and has `new_tokens` prompt tokens that are not
-        cached.
+        """Counts a request and returns its timer. The request has already waited `waited_s` seconds elsewhere.
+        `new_tokens` is the number of its prompt tokens that are not cached.
         """
         self._requests += 1
         request = TrackedRequest(self, time.perf_counter() - waited_s, new_tokens)
@@ -39,7 +41,7 @@ class LoadCounters:
         self._count_if_late(request, is_refused=False)
 
     def unanswered(self, request: TrackedRequest, *, is_refused: bool) -> None:
-        """Counts a request that ended without a token."""
+        """Counts a request that ended without a first token."""
         self._unanswered.discard(request)
         self._count_if_late(request, is_refused=is_refused)
 
@@ -49,7 +51,7 @@ class LoadCounters:
             self._late += 1
 
     def load(self, stats: EngineStats) -> dict[str, float]:
-        """Returns the engine's load and the totals, under the names of `ReplicaLoad` and `Counters` in
+        """Returns the engine's load and the totals. The keys are the field names of `ReplicaLoad` and `Counters` in
         `raytide.core.objects.endpoint_load`.
         """
         for request in self._unanswered:
@@ -69,7 +71,7 @@ class LoadCounters:
 
 
 class TrackedRequest:
-    """The time to the first chunk of one request."""
+    """Measures one request's time to the first chunk, and reports it to the counters."""
 
     def __init__(self, counters: LoadCounters, began_s: float, new_tokens: int) -> None:
         self._counters, self._began_s, self.new_tokens = counters, began_s, new_tokens
@@ -88,7 +90,7 @@ class TrackedRequest:
             self._counters.first_token(self)
 
     def end(self, *, is_refused: bool) -> None:
-        """Counts a request that ended without any chunk. Does nothing if a chunk was counted."""
+        """Counts the request as ended without any chunk. Does nothing if a chunk was counted."""
         if not self._is_counted:
             self._is_counted = True
             self._counters.unanswered(self, is_refused=is_refused)

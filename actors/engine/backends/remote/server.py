@@ -56,7 +56,9 @@ _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 class EngineServer:
-    """Serves a started engine. Clients must know `secret`. `problem` returns why the engine is broken, or None."""
+    """Serves a started engine to clients that know `secret`. The function `problem` returns why the engine is broken,
+    or None if it works.
+    """
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class EngineServer:
         return port
 
     async def drain(self, timeout_s: float) -> bool:
-        """Tells clients to send no more requests and waits for those that run; returns whether all of them ended in
-        time.
+        """Tells clients to send no more requests, and waits for the running requests. Returns whether all of them ended
+        in time.
         """
         self.is_draining = True
         await self._report_once()
@@ -119,14 +121,12 @@ class EngineServer:
         self._connections.discard(connection)
 
     def add_news(self) -> None:
-        """Sends the other clients a status soon after a new request, so that they do not all choose this replica."""
+        """Sends the clients a status soon after a new request, so that they do not all choose this replica."""
         if len(self._connections) > 1:
             self._has_news.set()
 
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
-        """Adds a prefix to the next status of all clients but the sender, since their requests will find it in the
-        cache.
-        """
+        """Tells all clients except the sender, with the next status, that the cache has this prefix."""
         for connection in self._connections:
             if connection.is_open and connection is not sender:
                 connection.prefixes.append(prefix)
@@ -141,7 +141,7 @@ class EngineServer:
         return [Kind.STATUS, wire.pack_stats(stats), load, problem, self.is_draining, self.counters.pending_tokens]
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's statistics, including the requests that wait for admission in front of it."""
+        """Returns the engine's statistics. Requests that wait for admission count as waiting."""
         stats = await self.engine.stats()
         return replace(stats, waiting=stats.waiting + self.admission.waiting)
 

@@ -1,4 +1,4 @@
-"""A stream of chunks with any number of readers, each of which gets it from the beginning."""
+"""A stream of chunks with any number of readers. Every reader gets the stream from its beginning."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TURN_CHUNKS = 256
 
 @dataclass(slots=True)
 class SharedStream:
-    """A stream that several readers share. `chunks` begins with chunk number `first`; earlier ones were dropped. Use it
-    from one event loop.
+    """A stream of chunks that several readers share. `chunks` begins with chunk number `first`; earlier chunks were
+    dropped. Use it from one event loop.
     """
 
     chunks: list[GenChunk] = field(default_factory=list)
@@ -30,7 +30,9 @@ class SharedStream:
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def fill(self, source: AsyncIterator[GenChunk]) -> None:
-        """Adds the chunks of `source` until it ends. A failure goes to the readers, after the chunks before it."""
+        """Adds the chunks of `source` until `source` ends. If `source` fails, readers get the chunks before the
+        failure, then the error.
+        """
         try:
             async for chunk in source:
                 self._add(chunk)
@@ -46,8 +48,8 @@ class SharedStream:
             self._wake()
 
     async def read(self) -> AsyncIterator[GenChunk]:
-        """Yields the chunks from the first one on. Raises the stream's failure; raises EngineError if chunks that this
-        reader has not yet read were dropped.
+        """Yields all chunks of the stream, then raises the stream's failure, if any. Raises EngineError if chunks were
+        dropped before this reader read them.
         """
         at = 0
         while True:
@@ -85,7 +87,7 @@ class SharedStream:
 
 
 def joined(chunks: Sequence[GenChunk]) -> list[GenChunk]:
-    """Returns one chunk for each sample of a complete answer; the last one has the usage."""
+    """Joins the chunks of a complete answer into one chunk for each sample. The last of these chunks has the usage."""
     samples: dict[int, list[GenChunk]] = {}
     for chunk in chunks:
         samples.setdefault(chunk.index, []).append(chunk)

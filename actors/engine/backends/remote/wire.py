@@ -1,7 +1,7 @@
-"""The messages between an engine's process and its clients, as msgpack arrays whose first item is the kind.
+"""The messages between an engine's process and its clients: msgpack arrays whose first item is the message kind.
 
-One connection carries many requests. The output of one engine step for all of them is one message, so that neither
-side's interpreter has work for each single token. Nothing is pickled: neither side has to trust code from the other.
+One connection carries many requests. The outputs of one engine step for all requests are one message, so that neither
+side does work in Python for every single token. Nothing is pickled, so neither side has to trust code from the other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEWS_PERIOD_S = 0.02
 
 
 class Kind(IntEnum):
-    """The first item of a message; the comment of each kind lists the other items."""
+    """The kind of a message, which is the first item of the message. The comment of each kind lists the other items."""
 
     OPEN = 0  # version, secret: the client's first message
     HELLO = 1  # the engine's description: the answer
@@ -79,7 +79,9 @@ def pack_request(request: GenRequest) -> dict[str, Any]:
 
 
 def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
-    """Returns the request. Raises UsageError for parameters out of range, TypeError for unknown ones."""
+    """Returns the request from its packed form. Raises UsageError for parameters out of range, TypeError for unknown
+    parameters.
+    """
     sampling = dict(packed["sampling"])
     if structured := sampling.pop("structured", None):
         kind, spec = structured
@@ -90,7 +92,9 @@ def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
 
 
 def read_request(packed: Mapping[str, Any]) -> GenRequest:
-    """Returns the request as `unpack_request` does. Raises EngineError for one that is not of this release."""
+    """Returns the request from its packed form, as `unpack_request` does. Raises EngineError if the request is from
+    another release of raytide.
+    """
     try:
         return unpack_request(packed)
     except RaytideError:
@@ -100,7 +104,7 @@ def read_request(packed: Mapping[str, Any]) -> GenRequest:
 
 
 def pack_chunk(chunk: GenChunk) -> list[Any]:
-    """Returns the chunk's fields in order, without unset fields at the end."""
+    """Returns the fields of a chunk in order. A plain chunk of text has only the first three fields."""
     usage, timing, marks, prompt = chunk.usage, chunk.timing, chunk.logprobs, chunk.prompt_logprobs
     packed: list[Any] = [chunk.index, chunk.token_ids, chunk.text]
     if chunk.finish_reason or marks is not None or prompt is not None:
@@ -134,8 +138,8 @@ def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
 
 
 def pack_info(info: EngineInfo) -> dict[str, Any]:
-    """Returns an engine's description for its clients. The feature "kv_transfer" becomes "handover": KV goes directly
-    between engine processes and never through a client.
+    """Returns an engine's description for its clients. The feature "kv_transfer" is renamed "handover", because KV goes
+    directly between engine processes and never through a client.
     """
     handover = {"handover"} if "kv_transfer" in info.features else set[str]()
     return {**asdict(info), "features": sorted(info.features - {"kv_transfer"} | handover)}
@@ -183,7 +187,7 @@ def unpack_tools(packed: str) -> list[dict[str, Any]]:
 
 
 def pack_options(options: PromptOptions) -> str:
-    """Returns a prompt's options as JSON text: like tools, they may have numbers beyond 64 bits."""
+    """Returns a prompt's options as JSON text. The options may have numbers beyond 64 bits, which msgpack lacks."""
     return json.dumps({"template_kwargs": options.template_kwargs, "ending": options.ending})
 
 

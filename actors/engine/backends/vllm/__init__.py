@@ -1,1 +1,3 @@
-"""vLLM behind raytide's engine interface. Its abilities are detected from signatures, never from its version."""
+"""vLLM behind raytide's engine interface. The features of the installed vLLM are detected from its function signatures,
+never from its version.
+"""

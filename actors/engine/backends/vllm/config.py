@@ -1,4 +1,4 @@
-"""The vLLM backend's options, translated into vLLM's engine arguments and environment. Imports no vLLM."""
+"""Translates the options of the vLLM backend into vLLM's engine arguments and environment. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "wor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One of the `size` nodes that compute an engine together: node `rank`, at address `own_host`. Node 0 listens at
-    `host` and `port`. All nodes draw random numbers from `seed`, if the engine's options have none.
+    """One of the `size` nodes that compute an engine together. This node has the number `rank` and the address
+    `own_host`. Node 0 listens at `host` and `port`. All nodes use `seed` if the engine's options have no seed.
     """
 
     size: int
@@ -49,7 +49,9 @@ class Span:
 
 
 class VllmConfig(EngineConfig):
-    """The options of `EngineConfig` that vLLM has, with the same meaning, and any of its own arguments under `vllm`."""
+    """The options of an engine that uses vLLM: the fields of `EngineConfig` that vLLM supports, and vLLM's own
+    arguments under `vllm`.
+    """
 
     max_loras: int = Field(default=0, ge=0, description="adapters loaded at once; any makes vLLM's layers slower")
     max_lora_rank: int = Field(default=16, ge=1)
@@ -69,8 +71,8 @@ class VllmConfig(EngineConfig):
 def engine_arguments(
     config: VllmConfig, known: Collection[str], is_cpu: bool, span: Span | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments for AsyncEngineArgs; `known` are the parameters of the installed one. `span` is set if
-    several nodes compute the model.
+    """Returns the arguments for vLLM's AsyncEngineArgs. `known` are the parameters of the installed AsyncEngineArgs.
+    `span` describes this node if several nodes compute the model.
     """
     unknown = sorted(config.vllm.keys() - set(known))
     if unknown:
@@ -118,9 +120,10 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
 
 @contextmanager
 def environment(config: VllmConfig, threads: int, host: str = "127.0.0.1") -> Iterator[None]:
-    """Sets the environment variables that vLLM reads at its start, except those that the user has set. Other nodes
-    reach vLLM at `host`. Restores the environment afterwards: vLLM itself sets LD_PRELOAD, which no other child process
-    may inherit.
+    """Sets the environment variables that vLLM reads when it starts, except those that the user has set. Other nodes
+    reach vLLM at `host`.
+
+    Restores the environment afterwards. vLLM itself sets LD_PRELOAD, which no other child process may inherit.
     """
     wanted = {
         "DO_NOT_TRACK": "1",

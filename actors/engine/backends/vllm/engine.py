@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` protocol: token ids in and out, with raytide's own tokenizer and stop strings.
 
-vLLM's core runs in a separate process, as its AsyncLLM requires; this module admits, counts and streams requests. The
-core's process ends at `shutdown`, or when this process ends.
+vLLM's core runs in a separate process, as vLLM's AsyncLLM requires. This module admits, counts and streams requests.
+The core's process ends at `shutdown`, or when this process ends.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class _Live:
 
 
 class VllmEngine(Engine):
-    """vLLM behind the `Engine` protocol.
+    """An engine that runs vLLM, behind the `Engine` protocol.
 
-    Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests give one that
-    shares a running vLLM. With `launcher`, `members` nodes compute the model.
+    Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests pass a function
+    that returns a running vLLM. If `launcher` is set, `members` nodes compute the model.
     """
 
     backend = "vllm"
@@ -353,8 +353,8 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yields the items of all streams in order of arrival. It ends when all have ended, or with the first error.
-    Closing it closes the streams.
+    """Yields the items of all streams in order of arrival. Ends when all streams have ended, or with the first error.
+    Closing this generator closes the streams.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

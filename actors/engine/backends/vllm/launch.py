@@ -1,5 +1,5 @@
-"""Starts vLLM's AsyncLLM. Features are detected from signatures, not from the version, and every failure has a message
-that says what to do.
+"""Starts vLLM's AsyncLLM. Features are detected from function signatures, not from vLLM's version. Every error message
+says what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
 
 
 class StepRecorder:
-    """A vLLM stat logger that keeps the latest values. vLLM's core sends new ones with every step."""
+    """A vLLM stat logger that keeps the latest statistics. vLLM's core sends new statistics with every step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -61,18 +61,18 @@ class StepRecorder:
         self._last_s = now
 
     def log_engine_initialized(self) -> None:
-        """Required of every stat logger; does nothing."""
+        """Does nothing; vLLM requires this method of every stat logger."""
 
     def log(self) -> None:
-        """Required of every stat logger; does nothing."""
+        """Does nothing; vLLM requires this method of every stat logger."""
 
     def record_sleep_state(self, *_: object) -> None:
-        """Required of every stat logger; does nothing."""
+        """Does nothing; vLLM requires this method of every stat logger."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCore:
-    """A running vLLM with its Python modules and detected features."""
+    """A running vLLM, with its features, its limits and the Python modules of vLLM."""
 
     llm: Any
     recorder: StepRecorder
@@ -88,7 +88,9 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Stops vLLM's process; blocks. It skips vLLM's own cleanup, which would take many seconds."""
+        """Stops vLLM's process and blocks until it has ended. Skips vLLM's own cleanup, which would take many
+        seconds.
+        """
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)
         else:
@@ -96,10 +98,10 @@ class VllmCore:
 
 
 def launch(config: VllmConfig, launcher: LocalMembers | None = None, size: int = 1) -> VllmCore:
-    """Starts vLLM and returns it; blocks while the model loads. With `launcher`, `size` nodes compute the model, and
-    the launcher sends the other nodes the address at which this one waits for them.
+    """Starts vLLM and returns it. Blocks while the model loads.
 
-    Raises ConfigError for problems that the user can fix, else EngineError.
+    If `launcher` is set, `size` nodes compute the model. This node waits for the others at an address that the launcher
+    sends them. Raises ConfigError for problems that the user can fix, else EngineError.
     """
     import torch
 
@@ -127,8 +129,8 @@ def launch(config: VllmConfig, launcher: LocalMembers | None = None, size: int =
 
 
 def engine_args(config: VllmConfig, modules: Mapping[str, Any], span: Span | None = None) -> Any:
-    """Returns vLLM's AsyncEngineArgs. `span` is this node's place among the nodes that compute one engine. All these
-    nodes need the same arguments, except for their own rank and address.
+    """Returns vLLM's AsyncEngineArgs. `span` describes this node if several nodes compute the engine. All nodes need
+    the same arguments, except for rank and address.
     """
     platform = modules["platforms"].current_platform
     _check_device(config.device, str(platform.device_type))
@@ -188,7 +190,9 @@ def _parameters(target: object, method: str) -> Mapping[str, object]:
 
 
 def import_vllm() -> dict[str, Any]:
-    """Returns vLLM's modules by short names. Raises ConfigError, which says what to do, if one cannot be imported."""
+    """Imports vLLM and returns its modules by short names. If a module cannot be imported, raises a ConfigError that
+    says what to do.
+    """
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed.",

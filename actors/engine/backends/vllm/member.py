@@ -1,7 +1,7 @@
-"""The part of a vLLM engine on a node other than the first: `python -m raytide.actors.engine.backends.vllm.member`.
+"""Runs a vLLM engine's workers on a node other than the first: `python -m raytide.actors.engine.backends.vllm.member`.
 
-It reads its order as a line of JSON from stdin, and starts vLLM's workers of this node, which join those of the other
-nodes. It ends, and the workers with it, when the process that started it has gone or when a worker ends.
+It reads its instructions as a line of JSON from stdin. It then starts this node's vLLM workers, which connect to the
+workers of the other nodes. It ends, with its workers, when a worker ends or when the process that started it has gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One sample of a request in vLLM: its token ids become text here, with raytide's detokenizer and stop strings."""
+"""The output of one sample that vLLM computes. Its token ids become text here, with raytide's detokenizer and stop
+strings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Translates requests and sampling parameters into vLLM's, and vLLM's log probabilities and errors into raytide's."""
+"""Translates requests and sampling parameters from raytide's form to vLLM's. Translates log probabilities and errors
+from vLLM's form to raytide's.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from raytide.core.errors import EngineDeadError, EngineError, RaytideError, Usag
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """Returns the id of a sample. Each sample is a vLLM request of its own, because vLLM cannot end one of several
-    samples.
+    """Returns vLLM's request id for a sample. Each sample is a separate vLLM request, because vLLM cannot end a single
+    sample of a request.
     """
     return f"{request_id}#{index}"
 
@@ -53,8 +55,8 @@ def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
 
 
 def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request with penalties, a seed or a similar option: vLLM builds their state only
-    from tokens that it generated itself.
+    """Raises UsageError for a resumed request with penalties, a seed, bad words or structured output. vLLM keeps state
+    for these options, which it builds only from tokens that it generated itself.
     """
     params = request.sampling
     asked = {
@@ -84,7 +86,7 @@ def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
 
 
 def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideError:
-    """Returns the raytide error for an error that vLLM raised for a request."""
+    """Returns raytide's error for an exception that vLLM raised for a request."""
     if isinstance(error, RaytideError):
         return error
     if core.is_dead:
@@ -96,7 +98,7 @@ def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideErro
 
 
 def died(consequence: str) -> EngineDeadError:
-    """Returns the error for a dead core, which cannot be restarted inside a running engine."""
+    """Returns the error for a vLLM core that has died. The core cannot be restarted inside a running engine."""
     return EngineDeadError(
         f"the vLLM process has died: {consequence}.", hint="Retry on another replica; this one is to be replaced."
     )
@@ -108,8 +110,8 @@ def sampling_fields(
     """Returns the fields of vLLM's SamplingParams for one sample of a request. `room` is the number of tokens left in
     the context.
 
-    The model's end tokens are passed as stop tokens, so that vLLM needs no tokenizer to know them. raytide makes the
-    text and applies the stop strings.
+    The model's end-of-sequence tokens are passed as stop tokens, so that vLLM needs no tokenizer. Text and stop strings
+    are raytide's own work, so vLLM gets neither.
     """
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
     fields: dict[str, Any] = {
@@ -146,7 +148,9 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:
-    """Translates vLLM's log probabilities at one position: a map with the chosen token and the most likely ones."""
+    """Translates vLLM's log probabilities at one position. `entry` is vLLM's map of token ids, with the chosen token
+    and the most likely ones.
+    """
     best = sorted((each.rank, token_id, each.logprob) for token_id, each in entry.items() if each.rank <= count)
     chosen = entry[token]
     return TokenLogprobs(

@@ -1,4 +1,4 @@
-"""Checks torchvision, torchaudio and torchcodec, which vLLM requires: CUDA builds of these packages beside a CPU build
+"""Checks torchvision, torchaudio and torchcodec, which vLLM requires. CUDA builds of these packages next to a CPU build
 of torch break vLLM and transformers.
 """
 
@@ -26,7 +26,7 @@ IMPORT_S = 600.0
 
 
 def imports(module: str) -> bool:
-    """Tests whether a fresh interpreter can import the module, within IMPORT_S."""
+    """Returns whether a new interpreter can import the module within IMPORT_S seconds."""
     if find_spec(module.partition(".")[0]) is None:
         return False
     command = [sys.executable, "-c", f"import {module}"]

@@ -1,5 +1,5 @@
-"""Exchanges the weights of a running vLLM in place: its workers read a directory, and the KV of running requests is
-computed again.
+"""Replaces the weights of a running vLLM in place. Its workers read another directory, and vLLM computes the KV of
+running requests again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.core.errors import ConfigError, ConflictError, DataError, EngineErr
 
 
 class ServedWeights:
-    """The present weights of a vLLM core. Use it from the event loop of the engine."""
+    """The weights that a vLLM core currently serves. Use it from the engine's event loop."""
 
     def __init__(self, core: VllmCore, model_dir: Path) -> None:
         self._core, self._model_dir = core, model_dir
@@ -26,11 +26,11 @@ class ServedWeights:
         self._swapping = asyncio.Lock()
 
     async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:
-        """Serves the weights of another directory from the next step on; returns their version.
+        """Serves the weights of another directory from the next step on, and returns their version.
 
-        vLLM overwrites its weights in place: it pauses meanwhile, and afterwards computes the KV of running requests
-        again. Raises ConflictError for another architecture, DataError for unreadable files, EngineError where vLLM
-        fails to read them. After an error the old weights are served.
+        vLLM overwrites its weights in place. It pauses meanwhile, and then computes the KV of running requests again.
+        Raises ConflictError for another architecture, DataError for unreadable files, EngineError if vLLM fails to read
+        them. After an error, vLLM serves the old weights.
         """
         model_dir = Path(source)
         found = await asyncio.to_thread(_checked, model_dir, self._model_dir)

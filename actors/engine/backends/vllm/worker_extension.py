@@ -1,8 +1,9 @@
-"""raytide's extension of vLLM's worker: it ends the worker's process when its parent is killed. It runs inside vLLM's
-process and imports nothing of raytide.
+"""raytide's extension of vLLM's worker: it ends the worker's process when the worker's parent is killed. It runs inside
+vLLM's process and imports nothing of raytide.
 
-vLLM imports this module before it starts the worker's device and group, so that a worker that still waits for other
-members ends too. Otherwise vLLM's processes would outlive a killed parent, with all their memory.
+Without this extension, vLLM's processes would outlive a killed parent, with all their memory. vLLM imports the module
+before it starts the worker's device and process group. A worker that still waits for the other workers therefore ends
+as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import threading
 
 
 class EndsWithParent:
-    """The class that vLLM mixes into its worker, by its option `worker_extension_cls`. Importing it is enough."""
+    """The class that vLLM's option `worker_extension_cls` adds to its worker. Importing this module is enough to take
+    effect.
+    """
 
 
 def _kill_when_it_ends(parent: multiprocessing.process.BaseProcess) -> None:

@@ -1,3 +1,3 @@
-"""One model that several processes compute together, each with some of the layers, or with a part of the heads and
+"""One model that several processes compute together. Each process has some of the layers, or a part of the heads and
 columns of each layer.
 """

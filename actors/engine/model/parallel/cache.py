@@ -1,5 +1,5 @@
-"""The KV of a group. Every member holds the part of each block that belongs to its layers and heads; blocks that leave
-the engine are assembled from all members' parts.
+"""The KV cache of a model that several processes compute together. Every member process holds the part of each block
+that belongs to its layers and heads. When blocks leave the engine, they are assembled from the parts of all members.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Tensor = torch.Tensor
 
 
 class MemberCache(KvCache):
-    """One member's part of the KV cache."""
+    """The part of the KV cache that one member process holds."""
 
     def __init__(self, group: Collectives, num_blocks: int, num_host_blocks: int) -> None:
         super().__init__(num_blocks, num_host_blocks)
         self._group = group
 
     def send_blocks(self, blocks: Items[int], sizes: list[int]) -> list[Tensor]:
-        """Sends this member's part of the blocks to the leader. On the leader, returns the parts of all members;
-        `sizes` are their bytes by rank.
+        """Sends this member's part of the blocks to the leader. On the leader, returns the parts of all members.
+        `sizes` are the sizes of these parts in bytes, by rank.
         """
         own = np.concatenate(KvCache.read(self, blocks))
         return self._group.gather_bytes(torch.from_numpy(own), sizes)
@@ -47,7 +47,7 @@ class MemberCache(KvCache):
 
 
 class LeaderCache(MemberCache):
-    """The leader's part of the KV cache. Each of its calls makes the other members do the same with their parts."""
+    """The leader's part of the KV cache. Each method call makes the other members do the same with their parts."""
 
     def __init__(
         self, leader: GroupLeader, group: Collectives, arch: Architecture, num_blocks: int, num_host_blocks: int

@@ -1,8 +1,8 @@
-"""The sums and gathers among the members of one model, and the transfers from one pipeline stage to the next: gloo on
-CPUs, NCCL on GPUs.
+"""The communication among the member processes of one model, with gloo on CPUs and NCCL on GPUs: sums, gathers, and
+transfers from one pipeline stage to the next.
 
-The group is not the global one of torch.distributed, so that a process may hold several engines, or a trainer beside
-one.
+The process group is not torch.distributed's global one. A process may therefore hold several engines, or a trainer and
+an engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ replaced sooner than that.
 
 
 def open_store(host: str) -> TCPStore:
-    """Opens the rendezvous store of a group on a free port of `host`, and listens on no other address. It lives as long
+    """Opens the rendezvous store of a group on a free port of `host`. It listens on no other address, and lives as long
     as the returned object.
     """
     listening = socket.create_server((host, 0))
@@ -52,8 +52,8 @@ def connect_store(host: str, port: int) -> TCPStore:
 
 
 class Collectives:
-    """One member's end of the group. With `ordered`, terms are added in the order of ranks, so that a sum's bits do not
-    depend on the batch.
+    """One member's access to the group. If `ordered` is true, sums add their terms in the order of ranks, so that the
+    bits of a sum do not depend on the batch.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Collectives:
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Returns the sum of `partial` over the stage's members. It may overwrite `partial`."""
+        """Returns the sum of `partial` over the members of this pipeline stage. It may overwrite `partial`."""
         if not partial.numel() or self.shard.size == 1:
             return partial
         partial = partial.contiguous()
@@ -94,8 +94,8 @@ class Collectives:
         return total
 
     def gather_vocabulary(self, own_RV: Tensor, arch: Architecture) -> Tensor:
-        """Returns on the leader the logits with the columns of all members of the first stage; on other members their
-        own columns.
+        """Returns logits. On the leader, they have the columns of all members of the first stage. On other members,
+        they have only the member's own columns.
         """
         shard, rows = self.shard, own_RV.shape[0]
         if not rows:
@@ -117,12 +117,14 @@ class Collectives:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def send_on(self, x_TN: Tensor, delta_TN: Tensor) -> None:
-        """Sends the residual stream, and the tensor still to be added to it, to the next stage."""
+        """Sends two tensors to the next pipeline stage: the residual stream, and the tensor that must still be added to
+        it.
+        """
         self._send(torch.stack((x_TN, delta_TN)), self.shard.group_rank + self.shard.size)
 
     def receive_from_before(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the previous stage has sent: the residual stream and the tensor to be added to it, in the width
-        and dtype of `like`.
+        """Receives two tensors from the previous pipeline stage: the residual stream, and the tensor that must still be
+        added to it. They have the width and dtype of `like`.
         """
         both_2TN = like.new_empty(2, tokens, like.shape[-1])
         x_TN, delta_TN = self._receive(both_2TN, self.shard.group_rank - self.shard.size)
@@ -139,7 +141,9 @@ class Collectives:
         return self._receive(hidden_RN, last) if rows else hidden_RN
 
     def gather_bytes(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Returns on the leader the bytes of all members by rank, of these sizes; an empty list elsewhere."""
+        """Sends this member's bytes to the leader. On the leader, returns the bytes of all members by rank; `sizes` are
+        their lengths. On other members, returns an empty list.
+        """
         if self.shard.group_rank:
             self._send(own.to(self._device), 0)
             return []
@@ -147,7 +151,7 @@ class Collectives:
         return [own, *(each.cpu() for each in others)]
 
     def scatter_bytes(self, parts: list[Tensor], size: int) -> Tensor:
-        """Returns this member's part of the bytes that the leader sends; on the leader, `parts` has those of all
+        """Returns this member's part of the bytes that the leader sends. On the leader, `parts` has the parts of all
         members by rank.
         """
         if self.shard.group_rank:

@@ -1,8 +1,8 @@
-"""A member's part of the decoder. Each pipeline stage computes some of the layers. The members of a stage divide its
-heads and columns among them, and sum their results.
+"""A member process's part of the decoder. Each pipeline stage computes some of the layers. The members of a stage
+divide the heads and columns of its layers among them, and sum their results.
 
-A stage sends the next one the residual stream and, separately, the tensor to be added to it, so that a pipeline
-computes the same bits as one process.
+A stage sends two tensors to the next stage: the residual stream, and the tensor that must still be added to it. The
+addition is left to the next stage so that a pipeline computes the same bits as one process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Everything that describes the computation and is the same for all members, except `ops` and `device`, which are
-    each member's own. `arch` is the whole model's architecture.
+    """The description of a computation that several member processes share. All members have the same values, except
+    for `ops` and `device`. `arch` is the architecture of the whole model.
     """
 
     arch: Architecture
@@ -42,7 +42,7 @@ class Computation:
 
 
 class ShardedDecoder(PagedDecoder):
-    """One member's part of the forward pass. All members must make the same calls; only the leader gets all logits."""
+    """One member's part of the forward pass. All members must make the same calls. Only the leader gets all logits."""
 
     def __init__(self, computation: Computation, model_dir: Path, group: Collectives) -> None:
         arch, options, shard = computation.arch, computation.quantized, group.shard

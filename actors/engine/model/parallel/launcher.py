@@ -1,4 +1,4 @@
-"""Starts the members of a group other than the leader."""
+"""Starts the member processes of a group, except for the leader."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NATIVE_MEMBER = "raytide.actors.engine.model.parallel.member"
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The address at which the leader of a group of `size` members waits for the others, and the group's secret.
-    Members of the native engine authenticate with the secret; those of vLLM draw random numbers from it.
+    """The address at which the leader of a group of `size` members waits for the other members, and the group's secret.
+    Members of the native engine authenticate with the secret. Members of vLLM use it as their random seed.
     """
 
     host: str
@@ -28,9 +28,12 @@ class Invitation:
 
 
 class LocalMembers:
-    """Members as processes of this machine, which runs `local_size` members in all. `host` is the machine's address.
-    `model_dir` is its copy of the model, if the path differs from the leader's. `invite` gets the invitation for
-    members on other machines. Each process runs `module`, and gets the invitation and `options` as JSON on its stdin.
+    """Starts members of a group as processes of this machine. Each process runs `module`, and gets the invitation and
+    `options` as JSON on its stdin.
+
+    `ranks` are the members to start here, and `local_size` counts all members on this machine. `host` is this machine's
+    address. `model_dir` is the path of the model here, if it differs from the leader's. `invite` sends the invitation
+    to other machines.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class LocalMembers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, invitation: Invitation) -> None:
-        """Starts the members; they connect to the leader by themselves."""
+        """Starts the members, which then connect to the leader."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
         for rank in self._ranks:
             process = subprocess.Popen(  # nosec B603
@@ -76,7 +79,7 @@ class LocalMembers:
             self._invite(invitation)
 
     def problem(self) -> str | None:
-        """Returns which of these members has ended, and its exit code; None if all run."""
+        """Returns a message that names a member that has ended, with its exit code. Returns None if all members run."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"member {rank} ended with code {code}"

@@ -1,5 +1,5 @@
-"""The leader of the members that compute one model. Only the leader has requests, the schedule and the cache's
-metadata; it tells the others what to compute in each step.
+"""The leader of the member processes that compute one model. Only the leader has the requests, the schedule and the
+cache's metadata. In each step it tells the other members what to compute.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _NOTICE_S = 1.0
 
 
 class GroupLeader:
-    """Forms the group, and gives orders to its other members. When one member ends, the whole group ends.
+    """Forms the group of member processes and gives them orders. If one member ends, the whole group ends.
 
-    The layers are divided into `stages` pipeline stages. The members are divided equally among these, and those of a
-    stage share its heads.
+    The layers are divided into `stages` pipeline stages, and the members are divided equally among the stages. The
+    members of a stage share its heads.
     """
 
     def __init__(self, computation: Computation, size: int, launcher: LocalMembers, *, stages: int = 1) -> None:
@@ -93,7 +93,7 @@ class GroupLeader:
         watch([link.fileno() for link in links], lambda index: _notice(this, links[index].rank))
 
     def load(self, model_dir: Path) -> LeaderDecoder:
-        """Reads weights on all members; the present ones stay in use. Thread-safe. Raises the first error of any
+        """Reads weights on all members. The present weights stay in use. Thread-safe. Raises the first error of any
         member.
         """
         with self._asking:
@@ -109,7 +109,7 @@ class GroupLeader:
             return model
 
     def load_adapter(self, path: Path) -> Adapter:
-        """Reads an adapter on all members. Call it between two steps. Raises the first error of any member, and
+        """Reads an adapter on all members. Call it between two steps. Raises the first error of any member. Raises
         ConflictError while weights are being loaded.
         """
         if not self._asking.acquire(blocking=False):
@@ -157,14 +157,14 @@ class GroupLeader:
         self._finish()
 
     def order(self, **command: Any) -> None:
-        """Sends a command, given as one keyword argument, to all members, which execute their orders in turn."""
+        """Sends a command to all members, given as one keyword argument. Each member executes its orders in turn."""
         if self.death is not None:
             raise self.death
         self._order(**command)
 
     @contextmanager
     def step(self, packed: Ints) -> Iterator[None]:
-        """Makes all members compute a step; the caller computes its own part inside the context."""
+        """Makes all other members compute a step. The caller computes its own part inside the context."""
         with self.together():
             for link in self._links:
                 link.send_step(packed)
@@ -172,7 +172,7 @@ class GroupLeader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all members do together. If the leader's part fails, it ends the group, because
+        """A context for work that all members do at the same time. If the leader's part fails, the group ends, because
         members may have stopped at different places.
         """
         if self.death is not None:
@@ -231,7 +231,7 @@ class GroupLeader:
 
 
 class LeaderDecoder(ShardedDecoder):
-    """The leader's part of the model. Each call makes the other members compute their parts too."""
+    """The leader's part of the model. Each method call makes the other members compute their parts."""
 
     def __init__(
         self, leader: GroupLeader, number: int, computation: Computation, model_dir: Path, group: Collectives
@@ -250,8 +250,8 @@ class LeaderDecoder(ShardedDecoder):
             return super().hidden(step, cache)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
-        """Returns logits. For a model that generates, `hidden_RN` must be the first rows that the last call of `hidden`
-        returned; for one that classifies, it may be any rows.
+        """Returns the logits of hidden states. For a model that generates, `hidden_RN` must be the first rows of the
+        last result of `hidden`. For a model that classifies, `hidden_RN` may be any rows.
         """
         if not self.arch.num_labels:
             self._leader.order(head=len(hidden_RN))

@@ -1,8 +1,8 @@
-"""The connection between the leader and a member: orders go one way, answers the other.
+"""The connection between the leader and a member. The leader sends orders, and the member sends answers.
 
-Each side proves that it knows the secret. Nothing is pickled: a step is an array of integers, all other messages are
-JSON. A watch thread notices the end of the other side at once, also while this side computes; TCP keepalive finds lost
-machines.
+Each side proves that it knows the secret. Nothing is pickled: a step is an array of integers, and all other messages
+are JSON. If the other side ends, a watch thread notices it at once, even while this side computes. TCP keepalive
+detects a lost machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class MemberLink:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: str) -> MemberLink:
-        """Authenticates a member that connects, and returns its link. Raises OSError or ValueError for anybody else."""
+        """Authenticates a member that connects, and returns its link. Raises OSError or ValueError if the other side is
+        not a member.
+        """
         _prepare(connection)
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(nonce)
@@ -58,8 +60,8 @@ class MemberLink:
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str, rank: int) -> MemberLink:
-        """Connects to the leader and returns the link. Raises OSError, or ValueError if the leader does not know the
-        secret.
+        """Connects to the leader and returns the link. Raises OSError if that fails, ValueError if the leader does not
+        know the secret.
         """
         connection = socket.create_connection((host, port), _HANDSHAKE_S)
         _prepare(connection)
@@ -78,7 +80,7 @@ class MemberLink:
         self._send(_STEP, step.tobytes())
 
     def receive(self) -> dict[str, Any] | Ints:
-        """Returns the next message. Raises OSError when the other side has gone."""
+        """Returns the next message. Raises OSError if the connection is closed."""
         kind, size = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
         if size > _MOST_BYTES:
             raise OSError(f"a message of {size} bytes")
@@ -105,7 +107,9 @@ class MemberLink:
 
 
 def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
-    """Starts a thread that calls `ended` once, with the index of the first socket or pipe whose other side closes."""
+    """Starts a thread that waits until the other side of a socket or pipe closes. It then calls `ended` once, with the
+    index of that descriptor.
+    """
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLRDHUP)  # errors and hang-ups are always reported
@@ -118,9 +122,11 @@ def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
 
 
 def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
-    """Returns the inputs of a forward pass as an array of integers. `own_blocks` is the number of blocks of a cache for
-    this pass alone, 0 for the engine's cache. An adapter appears as its number, its first row and the row after its
-    last.
+    """Returns the inputs of a forward pass as an array of integers. Each adapter span becomes three integers: the
+    adapter's number, the span's first row and the row after its last.
+
+    `own_blocks` is 0 if the pass uses the engine's KV cache. Otherwise the pass uses a temporary cache of that many
+    blocks.
     """
     batch = step.batch
     spans = [] if step.loras is None else [(each.number, first, end) for each, first, end in step.loras.spans]
@@ -137,7 +143,9 @@ def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
 
 
 class StepArrays:
-    """The inputs that `pack_step` has packed, as tensors on a device; the adapters' rows stay numbers."""
+    """The inputs of a forward pass, unpacked from `pack_step` as tensors on a device. The adapter spans remain
+    integers.
+    """
 
     def __init__(self, packed: Ints, device: torch.device) -> None:
         tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits, spans = packed[:8].tolist()

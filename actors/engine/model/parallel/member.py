@@ -1,7 +1,7 @@
-"""A member other than the leader: `python -m raytide.actors.engine.model.parallel.member`.
+"""The process of a group member other than the leader: `python -m raytide.actors.engine.model.parallel.member`.
 
-It reads its invitation as a line of JSON from stdin and executes the leader's orders. It ends when the leader, or the
-process that started it, has gone.
+It reads its invitation as a line of JSON from stdin and executes the leader's orders. It ends when the leader has gone,
+or when the process that started it has gone.
 """
 
 from __future__ import annotations

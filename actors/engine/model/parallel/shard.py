@@ -1,6 +1,4 @@
-"""One member's part of a model: its layers, and in each layer its heads, feed-forward columns and rows of the
-vocabulary.
-"""
+"""One member's part of a model: its layers, and its share of the heads, feed-forward columns and vocabulary rows."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """The part of a linear module that one member has: `ranges` of its `full` outputs, or with `by_input` one range of
-    its `full` inputs.
+    """The part of a linear module that one member has. If `by_input` is true, `ranges` has one range of the module's
+    `full` inputs. Otherwise `ranges` are ranges of its `full` outputs.
     """
 
     full: int
@@ -26,8 +24,8 @@ class ModuleCut:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Member `rank` of the `size` members that share each layer of pipeline stage `stage`. If there are fewer KV heads
-    than members, several members hold the same head.
+    """The position of a member in its group: member `rank` of the `size` members that share the layers of pipeline
+    stage `stage`. If there are fewer KV heads than members, several members hold the same head.
     """
 
     rank: int
@@ -49,12 +47,12 @@ class ModelShard:
         return self.stages * self.size
 
     def layers(self, arch: Architecture) -> range:
-        """Returns the layers of this member's stage; the sizes of stages differ by at most one layer."""
+        """Returns the layers of this member's stage. The numbers of layers of any two stages differ by at most one."""
         return range(*(edge * arch.num_layers // self.stages for edge in (self.stage, self.stage + 1)))
 
     def part(self, count: int) -> Range:
-        """Returns the first of this member's `count` columns or rows, and the one after its last; the sizes of shares
-        differ by at most one.
+        """Returns this member's share of `count` columns or rows: the first one, and the one after the last. The sizes
+        of any two members' shares differ by at most one.
         """
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
@@ -85,10 +83,11 @@ class ModelShard:
 
 
 def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, ModuleCut]:
-    """Returns the parts of a layer's linear modules that a member has, by the modules' paths in the layer.
+    """Returns the part that a member has of each linear module in a layer. The keys are the modules' paths in the
+    layer.
 
-    Projections into heads and feed-forward columns are cut by output, projections out of them by input (Shoeybi et al.
-    2019), so that members exchange only two sums per layer.
+    Projections into heads and feed-forward columns are cut by output, and projections out of them by input (Shoeybi et
+    al. 2019). Members then exchange only two sums per layer.
     """
     dim = arch.head_dim
     heads = _scaled(shard.part(arch.num_heads), dim)
@@ -114,8 +113,8 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
 
 
 def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns where ranges of several tensors lie in the concatenation of these tensors. `parts` has each tensor's
-    whole size and the range within it.
+    """Returns where ranges of several tensors lie in the concatenation of these tensors. `parts` has, for each tensor,
+    its whole size and the range within it.
     """
     ranges, start = list[Range](), 0
     for size, (first, end) in parts:
@@ -129,7 +128,7 @@ def _scaled(by: Range, size: int) -> Range:
 
 
 def check_divides(arch: Architecture, size: int, stages: int = 1) -> None:
-    """Raises ConfigError unless `size` members can share the heads, and `stages` stages the layers."""
+    """Raises ConfigError if `size` members cannot share the heads, or if `stages` stages cannot share the layers."""
     if size * stages > 1 and arch.vision is not None:
         raise ConfigError(
             "a model that reads images runs in one process.", hint="Leave tensor_parallel and pipeline_parallel out."

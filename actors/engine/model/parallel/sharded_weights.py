@@ -1,7 +1,7 @@
-"""One member's weights, cut as `shard.py` says.
+"""Reads one member's part of a model's weights, as `shard.py` defines it.
 
-A member reads only its own part of the files, also of quantized modules. From GGUF files it reads whole rows: all
-inputs of its outputs.
+A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: there it reads
+whole rows, with all inputs of its outputs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class _Cut:
 
 
 class ShardedWeights:
-    """One member's weights, with the file's names and the shapes of the member's own architecture.
+    """One member's weights. The names are those of the files, and the shapes are those of the member's own
+    architecture.
 
-    Where quantized linears have int8 inputs, these are rounded in groups, which a cut must not divide either.
+    Inputs that are rounded to int8 are rounded in groups. A cut must not divide such a group, nor a quantization group
+    of the weights.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class ShardedWeights:
         return name in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns this member's part of a tensor, of shape `shape`. Raises DataError if the whole tensor's shape does
-        not match.
+        """Returns this member's part of a tensor, which has the shape `shape`. Raises DataError if the shape of the
+        whole tensor is wrong.
         """
         cut = self._cuts.get(name)
         if cut is None:
@@ -82,8 +84,8 @@ class ShardedWeights:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns this member's part of a quantized module; None if the module is not quantized. `rows` and `columns`
-        are those of the part. Raises ConfigError if the part would split a group of inputs.
+        """Returns this member's part of a quantized module, which has `rows` rows and `columns` columns. Returns None
+        if the module is not quantized. Raises ConfigError if the part would split a group of inputs.
         """
         cut = self._modules.get(module)
         if cut is None:
@@ -160,8 +162,10 @@ class ShardedWeights:
 
 
 class AdapterShard:
-    """One member's part of LoRA adapters. They are cut as the modules are; where inputs are cut, A's product is summed
-    over the members. `arch` is the architecture of the member's part, `layers` are the layers of its stage.
+    """One member's part of LoRA adapters, which are cut in the same way as the modules. For a module that is cut by
+    input, the products with A are summed over the members.
+
+    `arch` is the architecture of the member's part. `layers` are the layers of its stage.
     """
 
     def __init__(self, arch: Architecture, group: Collectives) -> None:
@@ -174,7 +178,7 @@ class AdapterShard:
         }
 
     def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns A and B, with A cut to this member's columns or B to its rows."""
+        """Returns A and B with only this member's part: A is cut to its columns, or B to its rows."""
         cut = self._cuts[module]
         if not cut.by_input:
             return a_RN, torch.cat([b_MR[first:end] for first, end in cut.ranges])
@@ -182,5 +186,5 @@ class AdapterShard:
         return a_RN[:, first:end].contiguous(), b_MR
 
     def sum(self, partial_TR: Tensor) -> Tensor:
-        """Returns A's product with the whole input: the sum of the members' products with their parts."""
+        """Returns the product of A with the whole input, which is the sum of all members' partial products."""
         return self._group.sum(partial_TR)

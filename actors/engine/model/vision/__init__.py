@@ -1,1 +1,1 @@
-"""Image inputs: pixels in the form that a vision tower reads, and the vectors that stand for an image in a prompt."""
+"""Image inputs: the pixels that a vision encoder reads, and the vectors that stand for an image in a prompt."""

@@ -1,6 +1,8 @@
-"""A CLIP or SigLIP tower with LLaVA's projector: from an image's pixels to the vectors that stand for it in a prompt.
+"""A CLIP or SigLIP vision encoder with LLaVA's projector. It turns an image's pixels into the vectors that stand for
+the image in a prompt.
 
-Shape suffixes: B images, P positions of the tower, H its width, N the decoder's hidden size, T tokens of a batch.
+Shape suffixes: B images, P positions of the encoder, H the encoder's width, N the decoder's hidden size, T tokens of a
+batch.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ again.
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The rows of a step's flat batch that stand for images, and the vectors that replace their embeddings."""
+    """The rows of a step's flat batch that stand for images, and the vectors that replace the embeddings of these
+    rows.
+    """
 
     rows_T: Tensor
     features_TN: Tensor
 
 
 class VisionEncoder:
-    """The weights and the computation of the tower and the projector. Raises DataError for missing weights."""
+    """The weights and the computation of the vision encoder and the projector. Raises DataError for missing weights."""
 
     def __init__(self, spec: VisionSpec, hidden_size: int, weights: ModelWeights) -> None:
         self._spec, self._weights = spec, weights
@@ -68,7 +72,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels_BCHW: Tensor) -> Tensor:
-        """Returns the vectors that stand for the images in a prompt, [B, tokens of an image, N]."""
+        """Returns the vectors that stand for the images in a prompt, of shape [B, tokens per image, N]."""
         spec = self._spec
         x_BPH = F.conv2d(pixels_BCHW.to(self._patches), self._patches, self._patch_bias, stride=spec.patch_size)
         x_BPH = x_BPH.flatten(2).transpose(1, 2)
@@ -86,7 +90,7 @@ class VisionEncoder:
         return F.linear(_ACTIVATIONS[spec.projector_activation](F.linear(features, *first)), *second)
 
     def rows(self, chunks: Items[ScheduledChunk]) -> ImageRows | None:
-        """Returns the rows of a step that stand for images; None if there are none."""
+        """Returns the rows of a step that stand for images, or None if there are no such rows."""
         rows, parts, offset = list[int](), list[Tensor](), 0
         for chunk in chunks:
             for span in chunk.seq.images:

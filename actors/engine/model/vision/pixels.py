@@ -1,7 +1,8 @@
-"""Turns an image file into the pixels that a vision tower reads, as the model directory's image processor says.
+"""Turns an image file into the pixels that a vision encoder reads, as the image processor's config in the model
+directory says.
 
-Files come from strangers: their format, bytes and number of pixels are checked against limits before anything is
-decoded.
+The files come from unknown clients. Their format, bytes and number of pixels are checked against limits before anything
+is decoded.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ImageProcessor:
             )
 
     def prepare(self, data: bytes, index: int = 0) -> PreparedImage:
-        """Returns an image's pixels. Raises UsageError for data that is no image, or an image that is too large."""
+        """Returns an image's pixels. Raises UsageError if the data is not an image or the image is too large."""
         pixels = self._scaled(self._resized(_decoded(data, f"image {index}")))
         return PreparedImage(pixels, blake2b(pixels.tobytes(), digest_size=16).digest())
 

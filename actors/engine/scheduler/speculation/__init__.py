@@ -1,1 +1,1 @@
-"""Guesses next tokens, which a step verifies: from which source, how many, and whether guesses pay at all."""
+"""Speculative decoding: from which source next tokens are guessed, how many, and whether guessing pays at all."""

@@ -1,5 +1,7 @@
-"""Earlier answers, in which the end of a new answer is looked up to guess how it continues. They are kept separately
-for each salt of the prefix cache: a tenant must not learn other tenants' answers from the speed of its own.
+"""Earlier answers, which are searched for the end of a new answer to guess how it continues.
+
+The answers are kept separately for each salt of the prefix cache. Otherwise a tenant could learn other tenants' answers
+from the speed of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _PRIOR_WEIGHT = 4.0
 
 
 def cell_of(source: Source, length: int) -> int:
-    """Returns the index under which guesses of a kind are counted. Lookups are counted by the match's length (up to 4,
-    8, 16, 32 and so on), guesses of the draft model by the position in the draft.
+    """Returns the index of the cell in which guesses are counted. There are cells for each source of guesses. Guesses
+    found by lookup are counted by the length of the match (up to 4, 8, 16, 32 and so on). Guesses of the draft model
+    are counted by their position in the draft.
     """
     if source == "model":
         return 2 * _CLASSES + min(length, _CLASSES - 1)
@@ -37,11 +40,11 @@ def cell_of(source: Source, length: int) -> int:
 
 
 class Acceptance:
-    """Decayed counts of guesses and of right guesses, by their source and the length of the match that they come from.
+    """Counts guesses and right guesses, by their source and the length of their match. Older counts decay.
 
-    A guess is a single token. The next token shows whether the guess was right, even if no step verified it; so guesses
-    that are never tried count too. The second token of a draft counts as a guess from a match that is longer by one,
-    and so on, because it matters only if the tokens before it are right.
+    A guess is a single token. The next token shows whether the guess was right, so guesses count even if no step
+    verified them. The second token of a draft counts as a guess from a match that is longer by one, since it matters
+    only if the first token is right. The same holds for later tokens.
     """
 
     def __init__(self) -> None:
@@ -53,14 +56,16 @@ class Acceptance:
         self._all[cell] = _KEPT * self._all[cell] + 1.0
 
     def relax(self, kept: float) -> None:
-        """Multiplies the draft model's counts by `kept`, so that a draft model that was given up is tried again."""
+        """Multiplies the draft model's counts by `kept`. With smaller counts, a draft model that was given up is tried
+        again.
+        """
         for cell in range(2 * _CLASSES, 3 * _CLASSES):
             self._right[cell] *= kept
             self._all[cell] *= kept
 
     def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
-        """Returns the estimated share of right guesses. It assumes `weight` further guesses, of which the share
-        `prior` was right.
+        """Returns the estimated share of right guesses in a cell: `(right + weight * prior) / (all + weight)`. `prior`
+        is the share that is assumed before any guess, and it counts as much as `weight` guesses.
         """
         if prior is None:
             prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _LOOKUP_PRIORS[cell % _CLASSES]
@@ -68,9 +73,10 @@ class Acceptance:
 
 
 class AnswerHistory:
-    """The latest answers under one salt, and how often guesses from them were right.
+    """The latest answers to requests with one salt of the prefix cache, and how often guesses from them were right.
 
-    There are two generations of answers: when the younger is full, it replaces the older, which is dropped as a whole.
+    There are two generations of answers. When the younger generation is full, it replaces the older one, which is
+    dropped as a whole.
     """
 
     def __init__(self) -> None:
@@ -82,8 +88,8 @@ class AnswerHistory:
         return len(self._young.tokens) + len(self._old.tokens)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest match for the end of a text; of equally long ones the latest. Returns None if there is
-        none.
+        """Returns the longest match for the end of a text. Among equally long matches, returns the latest. Returns None
+        if nothing matches.
         """
         young, old = self._young.find(text), self._old.find(text)
         if young is None or old is None:
@@ -91,7 +97,7 @@ class AnswerHistory:
         return old if old.length > young.length else young
 
     def add(self, seq: Sequence) -> None:
-        """Adds the output of an ended sequence, preceded by the last tokens of its prompt."""
+        """Adds the output of a sequence that has ended, preceded by the last tokens of its prompt."""
         first = max(0, seq.prompt_len - MIN_MATCH, len(seq.tokens) - _GENERATION_TOKENS)
         if len(self._young.tokens) + len(seq.tokens) - first > _GENERATION_TOKENS:
             self._young, self._old = SuffixIndex([]), self._young
@@ -100,7 +106,7 @@ class AnswerHistory:
 
 
 class AnswerHistories:
-    """The answer histories of the most recently used salts."""
+    """The answer histories, one for each salt of the prefix cache. Only the most recently used ones are kept."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
         self._by_salt: OrderedDict[bytes, AnswerHistory] = OrderedDict()
@@ -108,7 +114,7 @@ class AnswerHistories:
         self._num_tokens = 0
 
     def of(self, salt: bytes) -> AnswerHistory:
-        """Returns the history of a salt; creates one if there is none."""
+        """Returns the answer history of a prefix-cache salt. Creates an empty history if there is none."""
         history = self._by_salt.get(salt)
         if history is None:
             history = self._by_salt[salt] = AnswerHistory()
@@ -117,7 +123,7 @@ class AnswerHistories:
         return history
 
     def add(self, seq: Sequence) -> None:
-        """Adds a sequence's output to the history of its salt."""
+        """Adds a sequence's output to the history of the sequence's salt."""
         history = self.of(seq.salt)
         self._num_tokens -= history.num_tokens
         history.add(seq)

@@ -1,8 +1,8 @@
 """Decides in each step how many tokens to guess for which sequences.
 
-One rule: a guess is verified if that lowers the expected time per token, given what a row costs here and how often such
-guesses were right. So it adapts to the model, the device, the load and the text, and stops by itself where guesses do
-not pay.
+A guess is verified if that lowers the expected time per token. The estimate uses the measured cost of a row and how
+often such guesses were right. Speculation therefore adapts to the model, the device, the load and the text, and stops
+by itself if guesses do not pay.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class _Guesser:
 class Speculator:
     """Drafts tokens for decoding sequences, and counts drafts and right guesses by source.
 
-    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. Sequences for which no
-    lookup is used are left to the draft model, if there is one.
+    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. The draft model, if
+    there is one, guesses only for sequences that get no draft from a lookup.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Speculator:
         cost: StepCost,
         model: DraftModel | None,
     ) -> Speculator | None:
-        """Returns the speculator for the engine's option `speculation`; None if it is off."""
+        """Returns the speculator for the engine's option `speculation`, or None if the option is "off"."""
         if option == "off":
             return None
         sources: tuple[Source, ...] = ("ngram",) if option == "ngram" else ("ngram", "answers")
@@ -173,7 +173,9 @@ class Speculator:
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts to decodes: see `Drafter`."""
+        """Adds drafts to those decodes of a step for which guessing is expected to pay. For the parameters see
+        `Drafter.add_drafts`.
+        """
         self._drafted.clear()
         self._fruitless += 1
         if self._fruitless > _PATIENCE and len(decodes) >= _MANY and self._fruitless % _EVERY:
@@ -216,8 +218,8 @@ class Speculator:
                 counts[2] += accepted(chunk.seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
-        """Ends the guesses for a sequence, and keeps its output as a source of guesses for later sequences under its
-        salt.
+        """Stops guessing for a sequence. The sequence's output is kept, to guess from it for later sequences with the
+        same prefix-cache salt.
         """
         self._guessers.pop(seq.seq_id, None)
         if "answers" in self._sources and seq.output_len:

@@ -1,5 +1,5 @@
-"""Finds earlier occurrences of the last tokens of a text, by chains of positions with equal trigrams, as LZ77
-compressors keep them (RFC 1951, section 4).
+"""Finds earlier occurrences of the last tokens of a text. Positions with equal trigrams are chained, as in LZ77
+compressors (RFC 1951, section 4).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TRIGRAM = (1 << 3 * _BITS) - 1
 
 @dataclass(slots=True)
 class Match:
-    """A match: the last `length` tokens of a text also stand before position `at` in `tokens`. The tokens from `at` on
-    are the guess.
+    """An earlier occurrence of the end of a text: the text's last `length` tokens also stand before position `at` in
+    `tokens`. The tokens from `at` on are the guess of how the text continues.
     """
 
     tokens: list[int]
@@ -37,8 +37,8 @@ class Match:
         return True
 
     def draft(self, count: int) -> list[int]:
-        """Returns up to `count` tokens as a guess. If the match reaches the end of `tokens`, its continuation repeats
-        itself, as in LZ77.
+        """Returns up to `count` tokens as a guess. If `tokens` ends before that, the guess repeats itself, as in
+        LZ77.
         """
         draft = self.tokens[self.at : self.at + count]
         if SEPARATOR in draft:
@@ -74,8 +74,8 @@ class SuffixIndex:
         self._key, self._keyed = key, max(self._keyed, len(tokens) - 1)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest match for the end of a text among its latest few occurrences; of equally long ones the
-        latest. Returns None if there is none.
+        """Returns the longest match for the end of a text. Only the latest few occurrences are compared. Among equally
+        long matches, returns the latest. Returns None if nothing matches.
         """
         if len(text) < MIN_MATCH:
             return None

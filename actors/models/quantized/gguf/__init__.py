@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's file format: weights in blocks, the architecture and the tokenizer in one file."""
+"""GGUF, llama.cpp's file format. One file has the weights in blocks, the architecture and the tokenizer."""

@@ -1,4 +1,6 @@
-"""Reads the architecture of a GGUF file, as the `config.json` that the same model has on Hugging Face."""
+"""Reads the architecture of a GGUF file. The result has the fields of the `config.json` that the same model has on
+Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """The properties of an architecture's GGUF files. `permutes` is True if they store the two numbers of a rotated
-    pair side by side.
+    """The properties of an architecture's GGUF files. RoPE rotates elements in pairs. `permutes` is True if the files
+    store the two elements of a pair next to each other.
     """
 
     architecture: str

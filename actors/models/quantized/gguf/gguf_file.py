@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file (versions 2 and 3, little endian): its fields, and the place of each tensor.
+"""Reads the header of a GGUF file (versions 2 and 3, little endian): its fields, and the position of each tensor.
 
-A file may come from a stranger. Every count is checked against the bytes that are there before memory of its size is
-allocated, and texts are decoded only when they are asked for.
+A file may come from an unknown source. Every count is checked against the size of the file before memory is allocated
+for it. Texts are decoded only when they are requested.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's format, its shape in torch's order (the last dimension is contiguous), and its bytes in the file."""
+    """The format, shape and position of a tensor in a GGUF file. The shape is in torch's order, in which the last
+    dimension is contiguous.
+    """
 
     format: str
     shape: tuple[int, ...]
@@ -88,7 +90,7 @@ class _Texts:
 
 
 def is_gguf(model: str | Path) -> bool:
-    """Returns whether a model's path names a GGUF file; all other models are directories."""
+    """Returns whether a model's path names a GGUF file. All other models are directories."""
     return Path(model).suffix == ".gguf"
 
 
@@ -157,7 +159,7 @@ class GgufFile:
         return found
 
     def numbers(self, name: str) -> list[int | float]:
-        """Returns a field that is a list of numbers; a single number is a list of one."""
+        """Returns a field that is a list of numbers. A field that is a single number becomes a list of one."""
         value = self._fields.get(name)
         if isinstance(value, int | float):
             return [value]

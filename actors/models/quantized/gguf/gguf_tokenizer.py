@@ -1,8 +1,8 @@
-"""Reads the tokenizer of a GGUF file, as the `tokenizer.json` that the same model has on Hugging Face.
+"""Reads the tokenizer of a GGUF file. The result is the `tokenizer.json` that the same model has on Hugging Face.
 
-A file holds vocabulary and merges, and the name of the regular expression by which texts are split before they are
-encoded; the expressions are those of llama.cpp's `llama-vocab.cpp`. An unknown name is refused, because another split
-gives other tokens.
+The file holds the vocabulary, the merges, and the name of the regular expression that splits texts before they are
+encoded. The expressions are those of llama.cpp's `llama-vocab.cpp`. An unknown name is refused, because a different
+split would give different tokens.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _SPLITS: Mapping[str, Json] = {
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """Returns the file's tokenizer as JSON. Raises ConfigError for a kind that is not supported, DataError if it is
-    damaged.
+    """Returns the tokenizer of a GGUF file as JSON. Raises ConfigError for a type of tokenizer that is not supported,
+    DataError if the file is damaged.
     """
     kind, splits = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or splits not in _SPLITS:

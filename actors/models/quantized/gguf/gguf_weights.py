@@ -58,7 +58,9 @@ class GgufWeights:
         return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns the block `where` of a tensor of the shape `shape`. Reads the block's rows as a whole."""
+        """Returns the block `where` of a tensor whose whole shape is `shape`. Reads whole rows from the file, even if
+        the block has only part of their columns.
+        """
         rows, *others = where
         return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()
 
@@ -95,8 +97,8 @@ class GgufWeights:
         return _moved(weight, self._device)
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns a block of a quantized module's weight; None if the module is not quantized. Reads the block's rows
-        as a whole. Raises SplitsGroupError if the block's inputs split a quantization group.
+        """Returns a block of a quantized module's weight, or None if the module is not quantized. Reads whole rows from
+        the file. Raises SplitsGroupError if the block's inputs would split a quantization group.
         """
         own = self._quantized_outputs(module, rows, columns, block.outputs)
         if own is None or block.inputs == (0, columns):

@@ -1,4 +1,4 @@
-"""Models that a Python package contains as a GGUF file, by the names under which they are served."""
+"""Models that come as a GGUF file in a Python package. They are served by a short name, such as `smollm2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytide.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A file of an installed package. `install` is the command that installs it."""
+    """A model file in a Python package. `install` is the shell command that installs the package."""
 
     package: str
     file: str
@@ -28,8 +28,8 @@ PACKAGED_MODELS = {
 
 
 def packaged_path(name: str) -> str | None:
-    """Returns the path of a packaged model's file on this machine; None for any other name. `./smollm2` is a path, not
-    a packaged model's name.
+    """Returns the path of a packaged model's file on this machine, or None if `name` is not a packaged model.
+    `./smollm2` is a path, not the name of a packaged model.
 
     Raises ConfigError if the package is not installed.
     """
