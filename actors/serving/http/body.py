@@ -76,8 +76,9 @@ class Outline:
 
 
 def parse_json(raw: bytes) -> object:
-    """Parses JSON in UTF-8. Raises ApiError (400) for invalid JSON, NaN, infinity, too long numbers and half a
-    surrogate pair. Of a repeated key the last value counts, and `5.0` is an integer, as in JSON Schema.
+    """Parses JSON in UTF-8. If a key is repeated, the last value counts. `5.0` is an integer, as in JSON Schema.
+
+    Raises ApiError (400) for invalid JSON, NaN, infinity, too long numbers and unpaired surrogates.
     """
     try:
         parsed: object = json.loads(raw.decode("utf-8-sig"), parse_float=_number, parse_constant=_no_constant)

@@ -1,1 +1,3 @@
-"""Ray Serve: the deployment of replicas, their control, and the scaling policy."""
+"""The part that runs in Ray Serve: the deployment of replicas, the control of the deployment, and the scaling
+policy.
+"""
