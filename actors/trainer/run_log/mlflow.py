@@ -1,8 +1,9 @@
-"""Sends `metrics.jsonl` to an MLflow server from a background thread, so a slow or absent server never delays the run.
+"""Sends `metrics.jsonl` to an MLflow server. A background thread sends it, so that a slow or missing server never
+delays the run.
 
-The position in the file is stored beside the metrics, so a restarted driver continues the same MLflow run and sends the
-missing lines. Lines may be sent twice, but are lost only if the server cannot be reached at the end. Uses MLflow's REST
-API, because MLflow's Python package needs older versions of raytide's own dependencies.
+The position in the file is stored beside the metrics. A restarted driver therefore continues the same MLflow run and
+sends the missing lines. Lines may be sent twice. They are lost only if the server cannot be reached at the end. The
+module uses MLflow's REST API, because MLflow's Python package needs older versions of raytide's dependencies.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Sends the remaining lines and ends the MLflow run. Returns the problem, or an empty string."""
+        """Sends the remaining lines and ends the MLflow run. Returns the problem if there was one, else an empty
+        string.
+        """
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)
