@@ -1,6 +1,7 @@
-"""The idle time of each node: in Ray, by raytide's own clock, and physically, by the node's meters.
+"""The idle time of each node. A node must be idle in Ray, by raytide's own clock, and physically, by the node's meters.
 
-Ray's own idle clock restarts whenever work queues on any node (ray#60546), and covers only processes that Ray started.
+Ray's own idle clock is not used: it restarts whenever work queues on any node (ray#60546), and it covers only processes
+that Ray started.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 @dataclass(frozen=True, slots=True)
 class QuietInterval:
-    """An unbroken interval of readings in which no meter was above its limit."""
+    """An unbroken series of readings in which no meter of a node was above its limit."""
 
     since_s: float
     last_s: float
@@ -23,18 +24,22 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """The start of each node's unbroken idle time. A new controller starts at zero, which is safe."""
+    """The times since which each node has been idle without a break. A new controller starts to count at zero, which is
+    safe.
+    """
 
     since_s: Mapping[str, float] = field(default_factory=dict)
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
-        """Returns the clock after an observation of Ray. After a failed observation, callers keep the old clock."""
+        """Returns the clock after an observation of Ray. If an observation fails, callers keep the old clock."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
     def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
-        """Returns the clock after readings of these nodes' meters."""
+        """Returns the clock after readings of the nodes' meters. `uses` has the readings, and `types` the node types,
+        by node.
+        """
         quiet = {}
         for node_id, node_type in types.items():
             last_s = _quiet_at_s(node_type, uses.get(node_id, {}))
@@ -49,8 +54,8 @@ class IdleClock:
         return 0.0 if since_s is None else now_s - since_s
 
     def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
-        """Returns why a node that is idle in Ray may still be busy; "" if it is idle. The text stays the same while
-        nothing changes.
+        """Returns the reason why a node that is idle in Ray may still be busy. Returns an empty string if it is idle.
+        The text stays the same while nothing changes.
         """
         for meter, limit in node_type.busy_above.items():
             reading, name = use.get(meter), meter.upper()
