@@ -72,7 +72,7 @@ def vllm_sizes(spec: ServeSpec) -> tuple[int, int]:
     least traffic between nodes. Without GPUs, all members share each layer.
 
     Raises ConfigError unless the product of the sizes is a multiple of the number of members. Also raises ConfigError
-    for a pipeline without GPUs, because vLLM 0.32 ends with the first request there.
+    for a pipeline without GPUs, because vLLM 0.32 on CPUs then stops at the first request.
     """
     own = spec.engine.get("vllm")
     own = own if isinstance(own, dict) else {}

@@ -1,7 +1,8 @@
 """Applies the deadline policy to the jobs of a live cluster and explains each decision.
 
-The policy sees a gang as one node. This node is in a spot zone (a node type in a zone), on demand, or does not exist. A
-gang on on-demand nodes stays there until its spot nodes are ready, so that a move never leaves the gang without nodes.
+The policy sees a gang as if it were on one node. The gang has a node in a spot zone (a node type in a zone), an
+on-demand node, or no node. A gang on on-demand nodes stays there until its spot nodes are ready, so that a move never
+leaves the gang without nodes.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Values:
     """The size of the table in steps; a deadline that is further away counts as this far."""
 
     def at(self, mode: int, slack: float, work: float) -> Floats:
-        """Returns the expected cost for each market state. It is interpolated between table points. `slack` and `work`
-        are in steps.
+        """Returns the expected cost for each market state. The costs are interpolated between table points. `slack` and
+        `work` are in steps.
         """
         if work <= 0:
             return np.zeros(STATES)
@@ -57,7 +57,7 @@ class Values:
 
 
 def solve(market: ReclaimRates, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
-    """Returns the table for all states with at most `left_s` until the deadline and at most `work_s` of remaining
+    """Returns the cost table for all states with at most `left_s` until the deadline and at most `work_s` of remaining
     work.
     """
     lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1

@@ -8,7 +8,7 @@ Nodes leave in this order:
   gang stops.
 
 Members of gangs get `NOTICE_S` to write a checkpoint. Replicas, gangs that may not be preempted, and nodes without a
-price stay. What happens to the preempted jobs is decided by the queue and the planner.
+price stay. The queue and the planner decide everything else.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ReschedulingSimulator:
 
     def could_fit(self, old: Tenants) -> bool:
         """Returns whether each shape of the tenants would fit if it were the only shape to place. The check is fast. If
-        it returns False, the tenants certainly do not fit. If it returns True, they may not fit either.
+        it returns False, the tenants certainly do not fit. If it returns True, they may still not fit together.
         """
         own, price, shape = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
         for key, count in Counter(map(_key, old.shapes)).items():

@@ -29,9 +29,7 @@ def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
-    """Yields an action that terminates the node for every node whose drain deadline has passed. Nodes in quarantine are
-    left out.
-    """
+    """Yields a termination for every node whose drain deadline has passed, except for nodes in quarantine."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
         if view.node.quarantined:

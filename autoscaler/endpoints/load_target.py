@@ -33,7 +33,7 @@ def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
     """Returns the replica-seconds that one request takes: `max(prefill, (prefill + decoding) / slots)`. The times are
-    in seconds, and `slots` is the number of a replica's slots.
+    in seconds. `slots` is the number of requests that a replica can run at once.
     """
     prefill_s = prompt_tokens / speed.prefill_tps
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
@@ -99,7 +99,7 @@ def replicas_for(work: float, traffic: Traffic) -> float:
     """Returns the number of replicas that do `work`. The unit of work is what one replica does on the slowest node
     type.
 
-    If more replicas are needed, they are assumed to run on the node type that is cheapest for its work. If fewer are
+    If more replicas are needed, they are assumed to run on the node type where a unit of work is cheapest. If fewer are
     needed, the fastest are assumed to stop, because Serve chooses which replicas stop.
     """
     if not traffic.paces:

@@ -122,8 +122,8 @@ class CounterfactualFleets:
 
     @property
     def request_s(self) -> float:
-        """The mean replica-seconds that one request takes: `max(prefill, (prefill + decoding) / slots)` for each
-        request.
+        """The mean replica-seconds that one request takes: the mean of `max(prefill, (prefill + decoding) / slots)`.
+        `slots` is the number of requests that a replica can run at once.
         """
         requests, work_s = self._totals.tolist()
         return work_s / requests if requests else 0.0

@@ -121,11 +121,11 @@ class RouterQueue:
         return count
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
-        """Returns how many of the `late` requests were reported before. Replicas report `late` requests as late. Some
-        of them were already reported late while they waited in this queue.
+        """Returns how many late requests are now reported a second time. `late` is the number of requests that replicas
+        report as late. Some of them were already reported late while they waited in this queue. A replica reports such
+        a request as soon as it receives it.
 
-        A replica reports such a request as soon as it receives it. `in_replicas` is the number of requests at replicas
-        now.
+        `in_replicas` is the number of requests at replicas now.
         """
         found = min(self.reported, late)
         self.reported = min(self.reported - found, in_replicas)

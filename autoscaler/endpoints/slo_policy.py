@@ -50,8 +50,8 @@ class EndpointDecision:
 def decide(
     view: EndpointView, value: ReplicaValue, snapshot: Snapshot, offerings: Offerings, hosts: EndpointHosts
 ) -> EndpointDecision:
-    """Returns the decision for one endpoint. While load reports are stale or the model has learned too little, nothing
-    is released. No on-demand replica is then bought in place of a spot replica.
+    """Returns the decision for one endpoint. While load reports are stale or the model has learned too little, no
+    replica is released. For that reason no replacement is bought either.
     """
     spec = view.endpoint.spec.replicas
     is_held = may_not_shrink(view, value, snapshot.at_s)

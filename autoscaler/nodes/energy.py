@@ -56,7 +56,7 @@ class EnergyMeter:
             return {node_id: dict(sources) for node_id, sources in self._joules.items()}
 
     def power_w(self, node_id: str, reading: NodeReading) -> Mapping[str, float]:
-        """Returns the power of a node in watts by source, as measured by this reading."""
+        """Returns the power of a node in watts by source, according to this reading."""
         cores, cpus = reading.cores_used, self._cpu_power_w.get(node_id)
         found: dict[str, float | None] = {
             NVML: reading.gpu_power_w,

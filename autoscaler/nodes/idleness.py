@@ -1,4 +1,5 @@
-"""The idle time of each node. A node must be idle in Ray, by raytide's own clock, and physically, by the node's meters.
+"""The idle time of each node. It is measured in two ways: in Ray, by raytide's own clock, and physically, by the node's
+meters.
 
 Ray's own idle clock is not used: it restarts whenever work queues on any node (ray#60546), and it covers only processes
 that Ray started.
@@ -54,8 +55,8 @@ class IdleClock:
         return 0.0 if since_s is None else now_s - since_s
 
     def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
-        """Returns the reason why a node that is idle in Ray may still be busy. Returns an empty string if it is idle.
-        The text stays the same while nothing changes.
+        """Returns the reason why a node that is idle in Ray may still be busy. Returns an empty string if the node is
+        idle. The text stays the same while nothing changes.
         """
         for meter, limit in node_type.busy_above.items():
             reading, name = use.get(meter), meter.upper()

@@ -140,7 +140,7 @@ class JsonBody(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads the body within the limits, before FastAPI does."""
+    """A FastAPI route that reads the request's body within the limits, in place of FastAPI."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

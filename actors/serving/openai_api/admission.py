@@ -59,7 +59,7 @@ class RequestCaller(Protocol):
 
     @property
     def weight(self) -> float:
-        """The weight of the caller's team in the fair share."""
+        """The weight of the caller's team in fair-share scheduling."""
 
     @property
     def is_known(self) -> bool:

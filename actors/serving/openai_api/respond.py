@@ -311,8 +311,8 @@ async def _in_time(deadline_s: float | None, work: Coroutine[None, None, _T]) ->
 
 
 async def in_request(request: Request, body: BaseModel | None, work: Coroutine[None, None, _T]) -> _T:
-    """Returns the result of `work`, whose answer is not streamed. Raises ApiError at the request's deadline, or as soon
-    as the client closes its connection.
+    """Awaits `work` and returns its result. Use it for requests whose answer is not streamed. Raises ApiError at the
+    request's deadline, or as soon as the client closes its connection.
     """
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:

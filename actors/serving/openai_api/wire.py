@@ -81,8 +81,8 @@ else:
 
 
 def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that changes a request's JSON schema: other fields than the request's own and the `ignored`
-    ones must be null. This describes the behaviour of `params.refuse_unknown`.
+    """Returns a function that changes a request's JSON schema. In the changed schema, all fields must be null except
+    the request's own and the `ignored` ones. This describes the behaviour of `params.refuse_unknown`.
     """
 
     def change(schema: dict[str, Any]) -> None:

@@ -1,3 +1,1 @@
-"""The part that runs in Ray Serve: the deployment of replicas, the control of the deployment, and the scaling
-policy.
-"""
+"""Endpoints on Ray Serve: the deployment of replicas, its control by raytide's controller, and the scaling policy."""

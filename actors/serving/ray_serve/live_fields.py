@@ -1,5 +1,5 @@
-"""Applies the spec's live fields, adapters and weights. Running replicas take over changes of these fields without a
-restart.
+"""Applies the spec's live fields: the adapters and the weights. Running replicas take over changes of these fields
+without a restart.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class AdapterSync:
         self._wanted: dict[str, str] = {}
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each wanted adapter by name. The state is empty if the adapter is loaded, `loading` if
-        not yet, or the error.
+        """Returns the state of each wanted adapter by name. The state of a loaded adapter is empty. The state of any
+        other adapter is `loading`, or the error with which its load failed.
         """
         return {name: self._state(adapter_id(name, at)) for name, at in sorted(self._wanted.items())}
 

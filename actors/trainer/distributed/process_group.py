@@ -157,7 +157,7 @@ def join(
 
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
-    """Returns a ProcessGroup for a torch process group that other code made and will destroy, such as Ray Train. All
+    """Returns a ProcessGroup for a torch process group that other code, such as Ray Train, made and will destroy. All
     ranks get a role in the layout; there are no spares.
     """
     world = dist.get_world_size()

@@ -17,8 +17,10 @@ LAPS = ("join", "build", "load", "first_step")
 
 @dataclass(slots=True)
 class Recovery:
-    """One recovery; times are in monotonic seconds. A recovery may need several generations. It begins with the first
-    sign that the old generation ends. Its phases are those of the last attempt.
+    """One recovery. Its times are in monotonic seconds.
+
+    A recovery may need several generations of ranks. It begins with the first sign that the old generation ends. Its
+    phases are those of the last attempt.
     """
 
     began_s: float

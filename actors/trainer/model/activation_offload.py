@@ -1,7 +1,7 @@
 """Offloads activations that a layer saves for its backward pass, to host memory or to an unlinked file.
 
-Three kinds of tensors stay on the device: weights, because FSDP gathers them again; small tensors; and tensors that
-would exceed the size limit.
+Weights stay on the device, because FSDP gathers them again. Small tensors stay there, and so do tensors for which the
+pool has no space.
 """
 
 from __future__ import annotations

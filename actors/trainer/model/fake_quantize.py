@@ -98,7 +98,9 @@ def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dt
 
 
 def activate(parts: Sequence[Transformer], qat: QatSpec | None, step: int) -> None:
-    """Switches quantisation on from the spec's `start_step` on, and off before. `step` is counted from 0."""
+    """Switches quantisation on if `step` is at least the spec's `start_step`, and off otherwise. Steps are counted from
+    0.
+    """
     if qat is None:
         return
     for part in parts:

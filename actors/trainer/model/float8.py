@@ -18,7 +18,7 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check_device(device: torch.device) -> None:
-    """Raises ConfigError for a GPU without FP8 matrix products. A CPU is accepted, for tests; it computes them
+    """Raises ConfigError for a GPU without FP8 matrix products. A CPU is accepted for tests, although it computes them
     slowly.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

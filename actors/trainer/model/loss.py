@@ -32,8 +32,8 @@ class Micro(NamedTuple):
 def loss_sum(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None, *, chunk: int = 0
 ) -> Tensor:
-    """Returns the summed loss in fp32. At most `chunk` tokens have their logits in memory at once. With 0, all tokens
-    have.
+    """Returns the summed loss in fp32. The logits of at most `chunk` tokens are in memory at once. If `chunk` is 0,
+    there is no limit.
 
     A head that is sharded by tensor parallelism is not chunked, because each rank then has the logits of only a part of
     the vocabulary.

@@ -1,4 +1,4 @@
-"""AdamW with torch's kernels on this rank's shards. Each parameter group needs one fused or multi-tensor call."""
+"""AdamW with torch's kernels on this rank's shards. One fused or multi-tensor call updates a whole parameter group."""
 
 from __future__ import annotations
 

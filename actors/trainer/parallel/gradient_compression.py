@@ -148,8 +148,8 @@ class TopK(CompressedAllReduce):
 class PowerSgd(CompressedAllReduce):
     """Sends a layer's matrix as the product of two thin matrices (Vogels et al. 2019).
 
-    Small tensors are sent without compression. The embedding and the head are as well, because their gradients have no
-    low rank.
+    Small tensors are sent without compression. The embedding and the head are sent without compression too, because
+    their gradients have no low rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:

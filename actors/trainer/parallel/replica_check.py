@@ -67,8 +67,8 @@ def find_outliers(digests: Sequence[int]) -> list[int]:
 def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a digest of the weights, [1] in int64.
 
-    The bits of each tensor are added up as integers. The sum is multiplied by an odd number of the tensor's own. One
-    changed bit therefore always changes the digest. NaNs are compared like other bits.
+    The bits of each tensor are added up as integers. The sum of each tensor is multiplied by a different odd number.
+    One changed bit therefore always changes the digest. NaNs are compared like other bits.
     """
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):

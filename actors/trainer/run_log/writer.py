@@ -256,8 +256,8 @@ class RunLog:
             raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
-        """Records that all steps are done. It replaces the record of an earlier driver that was killed after the last
-        step.
+        """Records that all steps are done. Call it if an earlier driver was killed after the last step and could not
+        record this.
         """
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps

@@ -68,7 +68,9 @@ class Truncation:
         return [*tokens[:head], *middle, *tokens[end:]]
 
     async def text(self, text: str, tokenize: Tokenize) -> list[int]:
-        """Returns the tokens of a text, cut to `length`. The special tokens at its ends are always kept."""
+        """Returns the tokens of a text, cut to `length`. The special tokens at the beginning and the end are always
+        kept.
+        """
         special, tokens = await tokenize(""), await tokenize(text)
         if self.side == "left" and len(tokens) > self.limit:
             tokens = await self._end(text, tokenize)

@@ -30,10 +30,11 @@ _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_
 
 
 class ScoreRequest(PooledRequest):
-    """A request to score pairs of texts.
+    """A request to score pairs of texts. There are three forms:
 
-    There are three forms: `text_1` and `text_2` are one text each; `text_1` is one text and is paired with each text of
-    `text_2`; or both are lists of equal length, paired in order.
+    - `text_1` and `text_2` are one text each.
+    - `text_1` is one text, which is paired with each text of `text_2`.
+    - `text_1` and `text_2` are lists of equal length, which are paired in order.
     """
 
     text_1: _Texts

@@ -28,7 +28,7 @@ from raytide.core.errors import CheckpointError
 
 
 class SaveCancelled(BaseException):
-    """Says that a save was cancelled. It derives from BaseException, so that no handler takes it for a storage
+    """Raised when a save was cancelled. It derives from BaseException, so that no handler takes it for a storage
     failure.
     """
 

@@ -2,7 +2,8 @@
 alone, in closed form and without state.
 
 The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left.
-The arithmetic uses integers, so that each sample has exactly one leaf, and one position in that leaf's source.
+Here `left` is the weight of the left subtree and `total` that of the node. The arithmetic uses integers, so that each
+sample has exactly one leaf, and one position in that leaf's source.
 
 The number of samples at a leaf stays close to the leaf's exact share: an error e at a node becomes p * e + 1/2 at a
 child with share p. In grain (`_counts_per_dataset`, github.com/google/grain) the tree is a chain, and the errors of

@@ -1,8 +1,9 @@
 """The samples of each step of a mixture, with weights, caps and phases. They are a function of (seed, step), without
 state.
 
-Each sample of the run is the next row of one source. Each pass over a source is a Feistel permutation, keyed by (seed,
-source, epoch). When a phase starts, the position in each source is computed in closed form from the earlier phases.
+Each sample of the run is the next row of one source. Each pass over a source visits the rows in a new order, which is a
+Feistel permutation keyed by (seed, source, epoch). When a phase starts, the position in each source is computed in
+closed form from the earlier phases.
 """
 
 from __future__ import annotations
