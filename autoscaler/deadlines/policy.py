@@ -52,8 +52,8 @@ class ZoneView:
 
 
 def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Allocation:
-    """Returns the allocation to hold until the next tick. If the job holds a zone that is down, it counts as holding
-    nothing.
+    """Returns the allocation to hold until the next tick. If the job holds a zone that is down, the job counts as
+    holding nothing.
     """
     held = None if isinstance(job.allocation, int) and not zones[job.allocation].is_up else job.allocation
     costs = _costs(job, held, zones, values)

@@ -96,8 +96,8 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """Returns the number of replicas that do `work`. The unit of work is what one replica does on the slowest node
-    type.
+    """Returns the number of replicas that are needed for `work`. The unit is the work of one replica on the slowest
+    node type.
 
     If more replicas are needed, they are assumed to run on the node type where a unit of work is cheapest. If fewer are
     needed, the fastest are assumed to stop, because Serve chooses which replicas stop.
@@ -126,7 +126,9 @@ def cold_start_source(load: EndpointLoad | None) -> str:
 
 
 def ready_work(load: EndpointLoad) -> float:
-    """Returns the work that all ready replicas do. The unit is what one replica does on the slowest node type."""
+    """Returns how much work all ready replicas together can do. The unit is the work of one replica on the slowest node
+    type.
+    """
     held = load.traffic.held if load.traffic is not None else ()
     return load.ready * fmean(held) if held else load.ready
 

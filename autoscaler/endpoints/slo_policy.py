@@ -213,7 +213,9 @@ def _room(view: NodeView, shape: Shape, existing: int) -> int:
 
 
 def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
-    """Returns, for each spot pool, the work of the endpoint's replicas there."""
+    """Returns, for each spot pool, how much work the endpoint's replicas in the pool can do. The unit is the work of
+    one replica on the slowest node type.
+    """
     spot = {pool_name(v.node.type, v.node.zone) for v in hosts.hosting(view) if v.node.market is CapacityType.SPOT}
     held: dict[str, float] = defaultdict(float)
     for node in replica_slots(view, hosts):

@@ -25,8 +25,8 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """The times since which each node has been idle without a break. A new controller starts to count at zero, which is
-    safe.
+    """The times since which each node has been idle without a break. A new controller starts to count at zero. This is
+    safe, because it only keeps idle nodes for longer.
     """
 
     since_s: Mapping[str, float] = field(default_factory=dict)

@@ -18,10 +18,10 @@ HEADERS = "raytide.headers"
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """The batch row for which a request is sent.
+    """The row of a batch job for which a request is sent.
 
-    `id` is unique among the rows of all batches. If the gateway is killed, the request is sent again with the same id,
-    so that the row is billed once and its answer is not computed again. If `may_be_running` is False, no earlier
+    `id` is unique among the rows of all batch jobs. If the gateway is killed, the request is sent again with the same
+    id. The row is then billed once, and its answer is not computed twice. If `may_be_running` is False, no earlier
     gateway has sent the request.
     """
 
@@ -90,7 +90,7 @@ class RequestCaller(Protocol):
 
 
 class Anybody:
-    """Any caller of a server that keeps no keys."""
+    """The caller of every request to a server that has no API keys. It may use all models."""
 
     team = "default"
     account = ""
@@ -121,6 +121,6 @@ class _Free:
 
 
 def caller_of(scope: Any) -> RequestCaller:
-    """Returns the caller that a middleware has put into the scope, or Anybody."""
+    """Returns the caller that a middleware has put into the ASGI scope. Returns an Anybody if there is none."""
     caller: RequestCaller = scope.get(CALLER) or Anybody()
     return caller

@@ -185,7 +185,7 @@ class MemberHost:
         self._members: LocalMembers | None = None
 
     def start(self, invitation: Invitation, index: int, local_size: int, cpus: float) -> None:
-        """Starts the member processes of the replica's placement group bundle `index`. The processes connect to the
+        """Starts the member processes in bundle `index` of the replica's placement group. The processes connect to the
         replica's leader by themselves.
         """
         model_dir = staged_model(self._spec.model, lambda *_: None).path

@@ -57,7 +57,9 @@ class StagingBuffer:
         return self.block[: self.size]
 
     def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
-        """Allocates the block. All of its memory is touched once, so that no copy waits for page faults."""
+        """Allocates the buffer's block of memory. The whole block is touched once, so that no copy waits for page
+        faults.
+        """
         if entries == self.entries:
             return
         self.entries = entries

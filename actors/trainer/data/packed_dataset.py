@@ -88,8 +88,8 @@ class PackedData:
 
 
 def is_held_out(hashes: Hashes, fraction: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the held-out documents. It depends only on a document's hash. The same document is held out in
-    every dataset and build, or in none.
+    """Returns a mask of the held-out documents. A document's hash alone decides whether it is held out. The same
+    document is therefore held out in every dataset and build, or in none.
     """
     out: npt.NDArray[np.bool_] = mix(hashes) < np.uint64(int(fraction * 2**64))
     return out

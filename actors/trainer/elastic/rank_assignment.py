@@ -32,7 +32,9 @@ def most_ranks(spec: TrainSpec, shape: Shape) -> int:
 
 
 def usable(spec: TrainSpec, ranks: int) -> int:
-    """Returns how many of `ranks` the layout can use. Returns 0 if there are too few ranks for the layout."""
+    """Returns how many ranks the layout can use if `ranks` ranks are available. Returns 0 if there are too few ranks
+    for the layout.
+    """
     try:
         return spec.layout.sizes(ranks).world if ranks else 0
     except ConfigError:

@@ -52,7 +52,9 @@ class RestartPolicy:
         self._failures.append((why, frozenset(dead)))
 
     def raise_if_exhausted(self) -> None:
-        """Raises TrainError after too many failures in a row. Failures that lost members explain are left out."""
+        """Raises TrainError after too many failures in a row. Failures that were caused by lost members do not
+        count.
+        """
         counted = [why for why, dead in self._failures if not any(map(self._is_lost, dead))]
         if len(counted) > MAX_FAILURES:
             raise TrainError(

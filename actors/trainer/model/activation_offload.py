@@ -41,7 +41,7 @@ class ActivationPool(ABC):
         self._lock = threading.RLock()
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
-        """Stores a copy of the tensor and returns it. Returns None if the pool is full."""
+        """Stores a copy of the tensor and returns the copy as a StoredTensor. Returns None if the pool is full."""
         count = tensor.numel() * tensor.element_size()
         return self._stored(tensor, count) if self.reserve(count) else None
 

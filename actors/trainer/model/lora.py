@@ -67,7 +67,7 @@ def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
 
 
 def merged(weight: Tensor, a_RI: Tensor, b_OR: Tensor, lora: LoraSpec) -> Tensor:
-    """Returns the weight plus its adapter: weight + B A * (alpha / rank)."""
+    """Returns the weight plus its adapter: `weight + B @ A * (alpha / rank)`."""
     return weight + b_OR @ a_RI * (lora.alpha / lora.rank)
 
 

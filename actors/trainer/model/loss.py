@@ -21,7 +21,7 @@ IGNORE = -100
 
 
 class Micro(NamedTuple):
-    """A microbatch. Each tensor is [B, T]."""
+    """A microbatch. Each tensor has the shape [B, T]: batch, time."""
 
     inputs: Tensor
     targets: Tensor
@@ -100,7 +100,7 @@ def _cap(logits_NV: Tensor, softcap: float | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The probabilities of one layer's router and the chosen experts, in the order of the batch's tokens."""
+    """The router probabilities of one layer and the experts that were chosen, in the order of the batch's tokens."""
 
     probabilities_NE: Tensor
     chosen_NX: Tensor

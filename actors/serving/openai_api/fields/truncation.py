@@ -42,9 +42,9 @@ class Truncation:
 
     @classmethod
     def of(cls, asked: TruncationFields, limit: int, *, answer: int = 1, side: Side) -> Truncation | None:
-        """Returns the truncation that a request asks for; None if the request asks for none.
+        """Returns the truncation that a request asks for. Returns None if the request asks for none.
 
-        A requested length of -1 leaves room for `answer` tokens. `side` is the side if the request names none. Raises
+        A requested length of -1 leaves room for `answer` tokens. `side` is used if the request names no side. Raises
         ApiError (400) for a length of 0 or beyond the context.
         """
         length = asked.truncate_prompt_tokens
