@@ -387,9 +387,8 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the hourly late requests of fleets of `spot` and `ondemand` replicas. `late_per_h` has them for 0, 1,
-    2... replicas without losses. `losses` has pairs: a share of time, and the share of spot replicas (at least one)
-    lost then.
+    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` has them for 0, 1, 2...
+    replicas without losses. `losses` has pairs: a share of time, and the share of spot replicas (at least one) lost.
     """
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)

@@ -3,7 +3,8 @@ delays the run.
 
 The position in the file is stored beside the metrics. A restarted driver therefore continues the same MLflow run and
 sends the missing lines. Lines may be sent twice. They are lost only if the server cannot be reached at the end. The
-module uses MLflow's REST API, because MLflow's Python package needs older versions of raytide's dependencies.
+module uses MLflow's REST API, because MLflow's Python package does not work with the versions of packages that raytide
+needs.
 """
 
 from __future__ import annotations
