@@ -176,7 +176,7 @@ UNMEASURED = (
 
 def num_processes(spec: ServeSpec) -> int:
     """Returns the number of processes that compute one replica of the native engine. The default is one process per
-    member; the engine's options can ask for more.
+    member. The engine's options can ask for more.
 
     Raises ConfigError unless all members have the same number of processes.
     """

@@ -1,9 +1,14 @@
 """The lifecycle of a node, as pure functions. Observations move a node forward. Decisions are first recorded and then
 carried out.
 
-The states are REQUESTED -> LAUNCHING (the provider lists the node) -> READY (Ray lists it as alive) -> DRAINING (a
-notice came, or Ray accepted a drain) -> TERMINATING -> GONE (the provider ended it). Every transition can be repeated
-after a crash. `overdue` lists the decisions that have not been carried out.
+The states are REQUESTED -> LAUNCHING -> READY -> DRAINING -> TERMINATING -> GONE:
+
+- LAUNCHING: the provider lists the node.
+- READY: Ray lists the node as alive.
+- DRAINING: a notice came, or Ray accepted a drain.
+- GONE: the provider ended the node.
+
+Every transition can be repeated after a crash. `overdue` lists the decisions that have not been carried out.
 """
 
 from __future__ import annotations

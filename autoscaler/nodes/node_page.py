@@ -71,7 +71,7 @@ def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
 
 
 def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
-    """Returns the other values of a page besides the meters, such as power and energy."""
+    """Returns all values of a page that are not meters, such as power and energy."""
 
     def total(name: str) -> float | None:
         values = [value for value, _ in samples.get(name, ())]

@@ -108,8 +108,12 @@ class JsonBody(Request):
     """A request with a JSON body, which `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
-        """Reads and parses the body. Raises ApiError: 413 if the body is too large, 408 if it is too slow, 415 if it is
-        compressed or has another content type, 400 if it is not JSON.
+        """Reads and parses the body. Raises ApiError with one of these statuses:
+
+        - 413: the body is too large.
+        - 408: the body arrives too slowly.
+        - 415: the body is compressed or has another content type.
+        - 400: the body is not JSON.
         """
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)
@@ -140,7 +144,7 @@ class JsonBody(Request):
 
 
 class JsonRoute(APIRoute):
-    """A FastAPI route that reads the request's body within the limits, in place of FastAPI."""
+    """A FastAPI route that reads the request's body as a JsonBody, so that this module's limits apply."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -30,7 +30,7 @@ class BatchRow:
 
 
 class Grant(Protocol):
-    """The admission of one request. Call either `settle` or `release` once; later calls do nothing."""
+    """The admission of one request. Call either `settle` or `release`, once. Later calls do nothing."""
 
     id: str
     """The request's id in usage records; empty where no usage is recorded."""
@@ -55,7 +55,7 @@ class RequestCaller(Protocol):
 
     @property
     def account(self) -> str:
-        """The account of the caller's key; empty if the caller has no key."""
+        """The account of the caller's key. Empty if the caller has no key."""
 
     @property
     def weight(self) -> float:

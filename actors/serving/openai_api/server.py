@@ -163,7 +163,7 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat. `use` is the chat's use of tools; it is computed if not given.
+        """Returns the prompt of a chat. `use` is the chat's use of tools. It is computed if it is not given.
 
         The prompt may exceed the context, because engines cut longer prompts to slightly more than the context's
         length.

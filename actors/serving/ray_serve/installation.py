@@ -74,10 +74,10 @@ class Installation:
 
     async def python(self, requirements: Sequence[str]) -> str:
         """Returns the path of a Python interpreter with the required packages. Tries again, with waits, after failures
-        that may pass.
+        that may pass. If all tries fail, raises the last error of `interpreter_with`.
 
-        Raises the last error of `interpreter_with`. If the packages can never be installed and another replica has
-        become ready, it raises nothing and waits until Serve ends the replica, because a restart would be in vain.
+        There is one exception. If the packages can never be installed and another replica has become ready, nothing is
+        raised. The call then waits until Serve ends the replica, because a restart would be in vain.
         """
         waits = iter(WAITS_S)
         while True:

@@ -71,7 +71,7 @@ def syntax_of(chat_format: str) -> ToolSyntax:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of a tool call. `index` is the call's number in the output. The first piece has `id` and `name`; later
+    """A piece of a tool call. `index` is the call's number in the output. The first piece has `id` and `name`. Later
     pieces continue the arguments.
     """
 

@@ -158,7 +158,7 @@ def join(
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
     """Returns a ProcessGroup for a torch process group that other code, such as Ray Train, made and will destroy. All
-    ranks get a role in the layout; there are no spares.
+    ranks get a role in the layout, so that there are no spares.
     """
     world = dist.get_world_size()
     sizes = layout.sizes(world)

@@ -151,7 +151,7 @@ class Transformer(nn.Module):
     """A whole model, or the part of it that a pipeline stage has. A whole model maps token ids to logits or, if targets
     are given, to the summed loss. With tied embeddings there is no `head`.
 
-    `layers` are the indices of this part's layers; None means all layers. The first part embeds token ids. The last
+    `layers` are the indices of this part's layers. None means all layers. The first part embeds token ids. The last
     part normalizes and predicts. A part in the middle maps hidden states to hidden states.
     """
 

@@ -225,7 +225,7 @@ class RunLog:
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
         """Writes run.json and returns the run's result. Raises StorageError if the file cannot be written. After a
-        failed run it does not, because that failure is the error to report.
+        failed run it raises nothing, because the run's failure is the error to report.
         """
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)
