@@ -130,9 +130,7 @@ class Trainer:
         return outer
 
     def restore(self) -> list[CheckpointError]:
-        """Loads the newest state from members' memory or from storage. Returns the errors of the checkpoints that were
-        rejected.
-        """
+        """Loads the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
         if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:

@@ -202,9 +202,7 @@ class MicroBatchLimit:
         self._steps_left -= steps
 
     def grow(self, wanted: int, ranks: int) -> bool:
-        """Raises the limit after enough steps, or for a larger gang. Returns whether this makes the microbatch
-        larger.
-        """
+        """Raises the limit after enough steps, or for a larger gang. Returns whether the microbatch is larger now."""
         before = self.bound(wanted)
         if self.size is not None and ranks > self._ranks:
             self.size, self._wait = None, GROW_AFTER

@@ -92,7 +92,7 @@ class RateForecast:
 
     @property
     def best(self) -> RequestRate:
-        """The rate whose forecasts have had the smallest error."""
+        """The rate whose forecasts had the least error."""
         errors = [round(error, 6) for error in self._errors]
         return self.rates[errors.index(min(errors))]
 

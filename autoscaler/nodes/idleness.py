@@ -33,7 +33,7 @@ class IdleClock:
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
-        """Returns the clock after an observation of Ray. If an observation fails, callers keep the old clock."""
+        """Returns the clock after an observation of Ray. After a failed observation, callers keep the old clock."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 

@@ -68,7 +68,7 @@ def overloaded(message: str) -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """Returns the error of a request whose client has closed the connection. The status is 499, as in nginx."""
+    """Returns the error of a request whose client has closed the connection. The status is nginx's 499."""
     return ApiError(499, "The client has closed the connection.", type="invalid_request_error", code="client_gone")
 
 

@@ -53,7 +53,7 @@ class ChatApi(Generic[B]):
         return await models.answer(model, request, chat, answered)
 
     async def count_tokens(self, models: Models, api: str, model: str, body: B, request: Request) -> int:
-        """Returns the number of tokens of a request's prompt. Metrics count the request under the name `api`."""
+        """Returns the number of tokens of a request's prompt. Metrics count the request under `api`."""
         await models.server(model, request)
 
         async def counted(server: Server, chat: ChatRequest, _: RequestCaller) -> int:

@@ -81,8 +81,8 @@ class EngineReplica:
         self._following = asyncio.create_task(live.follow())
 
     async def check_health(self) -> None:
-        """Raises EngineError if the engine is broken. Serve replaces the replica after three failed checks in a row, or
-        as soon as the replica's process has ended.
+        """Raises EngineError if the engine is broken. Serve replaces the replica after three failures in a row, or as
+        soon as the replica's process has ended.
         """
         if problem := self._child.problem() or await self._hosts.problem():
             raise EngineError(f"replica {self._name}: {problem}.")

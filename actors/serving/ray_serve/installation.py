@@ -44,7 +44,7 @@ class KeyValues(Protocol):
 
 
 class GcsKeyValues:
-    """The key-value store in Ray's GCS."""
+    """The key-value store in the GCS."""
 
     def get(self, key: bytes) -> bytes | None:
         gcs = ray_internals.connected_gcs()

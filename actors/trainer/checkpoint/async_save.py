@@ -143,8 +143,8 @@ class BackgroundTask:
 
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
-    """Runs `work` and returns a pair: the result, and the RaytideError that was raised. One of the two is None. It lets
-    the one rank that works send its error to the ranks that wait.
+    """Runs `work` and returns a pair: its result, and the RaytideError that it raised. The error is None if `work`
+    succeeded. One rank uses it to send its error to the ranks that wait.
     """
     try:
         return work(), None

@@ -47,7 +47,7 @@ class TokenDataset(Protocol):
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The tokenizer files to export with the model, by file name."""
+        """Tokenizer files to export with the model, by file name."""
 
     @property
     def template(self) -> Mapping[str, Path]:

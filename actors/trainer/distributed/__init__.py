@@ -1,1 +1,1 @@
-"""Process groups, collectives and local tensor shards, built on torch.distributed."""
+"""Process groups, collectives and local shards of tensors, built on torch.distributed."""

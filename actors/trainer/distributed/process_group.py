@@ -145,7 +145,7 @@ def join(
     store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
     """Joins the process group whose ranks meet at `store`. `address` is this rank's own address. A rank on a loopback
-    address uses the loopback interface, because its host name may not resolve.
+    address uses the loopback interface, so that gloo does not resolve the host name.
     """
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

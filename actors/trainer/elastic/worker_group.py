@@ -71,7 +71,7 @@ class WorkerGroup:
         """The last lease version whose leaving members have no training rank."""
 
     def reconcile(self, lease: Lease) -> list[WorkerHandle]:
-        """Starts workers for new member slots and kills the workers of lost members. Returns the killed workers."""
+        """Starts workers for new member slots, and kills the workers of lost members. Returns the killed workers."""
         slots = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
         lost = [worker for key, worker in self._workers.items() if key not in slots]
         for worker in lost:

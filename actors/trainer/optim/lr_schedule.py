@@ -1,4 +1,4 @@
-"""The learning rate schedule, as a stateless function of the step."""
+"""The learning rate as a stateless function of the step."""
 
 from __future__ import annotations
 

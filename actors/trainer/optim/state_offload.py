@@ -121,7 +121,7 @@ _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Returns whether the tensor is mapped from a file of a DiskStorage."""
+    """Returns whether the tensor is mapped from a file."""
     return tensor.data_ptr() in _MAPS
 
 

@@ -1,1 +1,1 @@
-"""Data, tensor, context and pipeline parallelism, with the reduction of gradients over ranks."""
+"""Data, tensor, context and pipeline parallelism, and the reduction of gradients."""

@@ -55,7 +55,7 @@ class Pipeline:
         self._total = torch.zeros(())
 
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Does the same as `ForwardBackward.accumulate`, with a pipeline. All microbatches must have the same shape."""
+        """Does the same as `ForwardBackward.accumulate`. All microbatches must have the same shape."""
         self._factor = factor * self.group.gradient_divisor
         loss = self._run(micros, is_training=True)
         self.tie.add_up()

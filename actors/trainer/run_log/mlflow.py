@@ -54,9 +54,7 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Sends the remaining lines and ends the MLflow run. Returns the problem if there was one, else an empty
-        string.
-        """
+        """Sends the remaining lines and ends the MLflow run. Returns the problem, or an empty string."""
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)

@@ -23,7 +23,7 @@ class StepTimer:
         self._open: list[tuple[str, Mark, Mark]] = []
 
     def start(self) -> None:
-        """Sets a mark. The time since the previous mark counts towards no phase."""
+        """Sets a mark. The time since the last mark counts towards no phase."""
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:

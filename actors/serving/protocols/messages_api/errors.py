@@ -51,7 +51,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def error_body(error: ApiError, request_id: str = "") -> dict[str, Any]:
-    """Returns the body of an error response. `details.error_code` is the `code` of OpenAI's errors."""
+    """Returns the body of an error. `details.error_code` is the `code` of OpenAI's errors."""
     found = error.body.error
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": found.message}

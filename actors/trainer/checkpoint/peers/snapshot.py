@@ -219,7 +219,7 @@ class Snapshots:
         self._task.wait()
 
     def close(self) -> None:
-        """Leaves the generation, healthy or broken. Returns quickly and does not communicate."""
+        """Leaves the generation, healthy or not. Returns quickly and does not communicate."""
         self._group = self._exchange = None
         try:
             ended = self._task.wait(CLOSE_S)
