@@ -39,7 +39,7 @@ def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
 
 
 def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
-    """Returns the placement of a parameter on the tensor axis."""
+    """Returns a parameter's placement on the tensor axis. The gradient of a replicated parameter is a partial sum."""
     *_, parent, module, kind = ("", "", *name.split("."))
     if module in ("lora_a", "lora_b"):  # like the side of the weight that it adapts
         side = Shard(1 if module == "lora_a" else 0)
