@@ -1,7 +1,7 @@
-"""The throughput of each job on each node type, in steps per second and GPU, from the `step` that the job's driver
-reports. Where nothing was measured, the node type's configured `speed` is used instead.
+"""The throughput of each job on each node type, in steps per second and GPU. It is measured from the `step` that the
+job's driver reports. If there is no measurement, the node type's configured `speed` is used.
 
-Only stretches in which the gang did not change, with all members on nodes of one type, are measured.
+A measurement needs a period in which the gang does not change and all its members are on nodes of one type.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Meter:
 
 
 class JobThroughput:
-    """The throughput of all jobs. `known`: the values that an earlier controller learned."""
+    """Measures the throughput of all jobs. `known` are the values that an earlier controller learned."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
         on_cpus, on_gpus = (AcceleratorClasses.of(node_types, {name: 1.0}) for name in ("CPU", "GPU"))
@@ -95,7 +95,9 @@ class JobThroughput:
                 meter.observe((lease.id, lease.epoch), node_type, gpus, step, now_s)
 
     def paces(self, jobs: Iterable[Job]) -> dict[str, Throughputs]:
-        """Returns the relative throughputs by node type of each job that is not equally fast on all types."""
+        """Returns, for each job, its relative throughputs by node type. Jobs that are equally fast on all types are
+        left out.
+        """
         found = ((job.id, self._of(job)) for job in jobs)
         return {job_id: paces for job_id, paces in found if paces}
 

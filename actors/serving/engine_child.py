@@ -1,4 +1,4 @@
-"""Starts a replica's engine process and owns it: the process ends when its owner ends, for whatever reason."""
+"""Starts a replica's engine process and owns it. The process ends when its owner ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _END_TIMEOUT_S = 10.0
 
 
 class EngineChild:
-    """A running engine process. `engine` is a connection to it; other processes can connect with `port` and `secret`.
-    `metrics` is the address of its metrics page.
+    """A running engine process.
+
+    `engine` is a connection to the process. Other processes can connect with `port` and `secret`. `metrics` is the
+    address of the process's metrics page.
     """
 
     def __init__(
@@ -44,9 +46,9 @@ class EngineChild:
     ) -> EngineChild:
         """Starts the process and returns once its engine is ready.
 
-        `on_phase` is called with each phase of the start, `bring_members` starts the members on other nodes, and
-        `install` returns the path of a Python with the spec's packages. Raises the error with which the engine or a
-        member failed to start, or EngineError if the process ended without one.
+        `on_phase` is called with each phase of the start. `bring_members` starts the replica's members on other nodes.
+        `install` returns the path of a Python interpreter with the spec's packages. Raises the error with which the
+        engine or a member failed to start. Raises EngineError if the process ended without reporting an error.
         """
         secret = secrets.token_hex(32)
         if spec.pip:
@@ -97,7 +99,9 @@ class EngineChild:
             return str(error)
 
     def load(self) -> dict[str, float]:
-        """Returns the engine's load counters and, as `age_s`, the seconds since the engine sent them: it may hang."""
+        """Returns the engine's load counters and their age in seconds, as `age_s`. The age grows while the engine
+        hangs.
+        """
         status = self.engine.status
         return {**status.load, "age_s": time.monotonic() - status.at_s}
 

@@ -1,9 +1,10 @@
 """A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
 
-The engine's thread shares its interpreter only with the server of its connections; HTTP is handled in other processes.
-The order arrives as a line of JSON on stdin, so that no argument list contains the secret. The process writes to
-REPORT_FD, as one line each, the phases of its start, the invitation for members on other nodes, and the answer. The
-process ends when stdin is closed, when its parent ends, and when its engine is broken.
+The engine's thread shares its interpreter only with the server of its connections. HTTP is handled in other processes.
+The owner sends the endpoint's spec, the model's directory and the secret as a line of JSON on stdin, so that no
+argument list contains the secret. The process writes lines of JSON to REPORT_FD: the phases of its start, the
+invitation for members on other nodes, and its port or an error. The process ends when stdin is closed, when its parent
+ends, and when its engine is broken.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ meanwhile.
 
 
 async def run(order: dict[str, Any], report: BinaryIO) -> None:
-    """Starts the engine of `order` and serves it until stdin ends or the engine is broken."""
+    """Starts an engine and serves it until stdin ends or the engine is broken.
+
+    `order` has the endpoint's spec, the model's directory, the host, the secret and the replica's name. The phases of
+    the start and the resulting port or error are written to `report`.
+    """
     spec = ServeSpec.parse(order["spec"], where="endpoint")
     try:
         _write(report, {"phase": "load"})

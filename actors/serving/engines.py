@@ -1,4 +1,6 @@
-"""The engines of replicas. `kind` in `ServeSpec.engine` chooses one; the other keys are that engine's own options."""
+"""The engines of replicas. The key `kind` in `ServeSpec.engine` chooses an engine. The other keys are options of that
+engine.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,13 @@ def vllm_config(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Vll
 
 
 def vllm_sizes(spec: ServeSpec) -> tuple[int, int]:
-    """Returns vLLM's tensor and pipeline parallel size for a replica of several members. By default each member has a
-    part of the layers, and its GPUs share each layer, because that needs the least traffic between nodes. Without GPUs
-    all members share each layer.
+    """Returns vLLM's tensor parallel size and pipeline parallel size for a replica of several members.
 
-    Raises ConfigError unless the members divide the product, and for a pipeline without GPUs: vLLM 0.32 ends with the
-    first request there.
+    By default each member has a part of the layers, and the member's GPUs share each layer, because that needs the
+    least traffic between nodes. Without GPUs, all members share each layer.
+
+    Raises ConfigError unless the product of the sizes is a multiple of the number of members. Also raises ConfigError
+    for a pipeline without GPUs, because vLLM 0.32 on CPUs then stops at the first request.
     """
     own = spec.engine.get("vllm")
     own = own if isinstance(own, dict) else {}
@@ -123,10 +126,10 @@ class EngineChoice:
 
 
 def choose_engine(spec: ServeSpec) -> EngineChoice:
-    """Returns the engine of the spec's replicas: the `kind` that the spec names or, for `auto`, the one that fits the
-    device.
+    """Returns the engine of the spec's replicas: the `kind` in the spec. For the kind `auto`, returns the engine that
+    fits the device.
 
-    Raises ConfigError for an unknown kind and for options that do not fit the members.
+    Raises ConfigError for an unknown kind and for options that do not fit the number of members.
     """
     asked = str(spec.engine.get("kind", "auto"))
     if asked == "auto":
@@ -172,8 +175,8 @@ UNMEASURED = (
 
 
 def num_processes(spec: ServeSpec) -> int:
-    """Returns the number of processes that compute one replica of the native engine: one per member, unless the
-    engine's options ask for more.
+    """Returns the number of processes that compute one replica of the native engine. The default is one process per
+    member. The engine's options can ask for more.
 
     Raises ConfigError unless all members have the same number of processes.
     """
@@ -223,7 +226,7 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
 
 
 def member_module(spec: ServeSpec) -> tuple[str, dict[str, Any]]:
-    """Returns the module that a replica's members on other nodes run, and the options that it needs."""
+    """Returns the module that a replica's members on other nodes run, and the options of that module."""
     if choose_engine(spec).kind != "vllm":
         return NATIVE_MEMBER, {}
     from raytide.actors.engine.backends.vllm.member import MODULE
@@ -235,7 +238,7 @@ def member_module(spec: ServeSpec) -> tuple[str, dict[str, Any]]:
 def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalMembers | None = None) -> Engine:
     """Returns the spec's engine, not started yet.
 
-    `model_dir` is the local copy of a model from an object store; `launcher` starts the other members of a replica.
+    `model_dir` is the local copy of a model from an object store. `launcher` starts the other members of a replica.
     Raises ConfigError if the options make no sense, or if the chosen engine is not installed on this node. Raises
     DeniedError for paths that are private or outside the data roots, after links are resolved on this node.
     """

@@ -8,7 +8,9 @@ STALL_LIMIT_S = 60.0
 
 
 class ProgressWatch:
-    """Detects an engine that has had work for too long without making progress, from its counters over time."""
+    """Detects, from an engine's counters over time, that the engine has had work for too long without progress.
+    `limit_s` is the longest allowed time. It must exceed the duration of the longest step (a long prefill).
+    """
 
     def __init__(self, limit_s: float = STALL_LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -16,7 +18,7 @@ class ProgressWatch:
         self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Returns a reason to replace the replica, or None. The limit must exceed the longest step (a long prefill)."""
+        """Returns a reason to replace the replica. Returns None if the engine makes progress or has no work."""
         is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
         stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
         if stalled_s > self._limit_s:

@@ -23,7 +23,7 @@ _NO_FIRST_TOKEN = ("embeddings", "rerank", "score", "shadow", "probe")
 
 
 class ServingMetrics:
-    """The metrics of an endpoint, or of one of its revisions."""
+    """The metrics of an endpoint, or of one revision of an endpoint."""
 
     def __init__(self, endpoint: str, revision: str = "") -> None:
         self.endpoint, self.revision = endpoint, revision
@@ -65,7 +65,7 @@ class ServingMetrics:
         self._slo.add("true" if met else "false")
 
     def observe_phases(self, timing: Timing) -> None:
-        """Records the time that a request spent in each phase of its engine."""
+        """Records the time that a request spent in each phase in its engine: queue, prefill, decode."""
         inference_s = timing.prefill_s + timing.decode_s
         times_s = (timing.queue_s, timing.prefill_s, timing.decode_s, inference_s)
         for phase, seconds in zip(self._phases, times_s, strict=True):
@@ -90,7 +90,9 @@ class ServingMetrics:
 
 
 class RequestTracker:
-    """Times one HTTP request: call `tokens` as tokens are sent, and `finish` once (later calls change nothing)."""
+    """Times one HTTP request. Call `tokens` whenever tokens are sent, and `finish` at the end. Only the first call of
+    `finish` counts.
+    """
 
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
         self._metrics = metrics
@@ -102,7 +104,7 @@ class RequestTracker:
         self._done = False
 
     def tokens(self, choice: int, count: int) -> None:
-        """Records `count` new tokens of one choice, sent now."""
+        """Records that `count` new tokens of one choice are sent now."""
         if not count:
             return
         now_s = time.perf_counter()
@@ -114,7 +116,9 @@ class RequestTracker:
         self._last_s = now_s
 
     def first_token(self) -> None:
-        """Records the first token of an answer whose token counts are not known; later calls change nothing."""
+        """Records that the first token of an answer is sent now. Use it if the number of tokens is not known. Only the
+        first call counts.
+        """
         if not self._seen:
             self._count_first(time.perf_counter())
             self._seen.add(0)
@@ -126,7 +130,9 @@ class RequestTracker:
             self._metrics.count_slo(met=waited_s <= self._slo_s)
 
     def ended(self, reasons: Iterable[str], timings: Iterable[Timing], prompt_tokens: int, generated: int) -> None:
-        """Records each choice's finish reason, each prompt's times in the engine, and the numbers of tokens."""
+        """Records the finish reason of each choice, the times of each prompt in the engine, and the numbers of prompt
+        tokens and generated tokens.
+        """
         self._metrics.observe_sizes(prompt_tokens, generated)
         for reason in reasons:
             self._metrics.finished.add(reason)

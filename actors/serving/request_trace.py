@@ -1,4 +1,6 @@
-"""The trace of one request. Routes record the request's result; spans follow OpenTelemetry's conventions for GenAI."""
+"""The trace of one request. Routes record the request's result. Spans follow OpenTelemetry's conventions for generative
+AI.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,12 @@ class RequestTrace:
 
     @staticmethod
     def of(scope: Scope) -> RequestTrace | None:
-        """Returns the trace of a request; None if it is not traced."""
+        """Returns the trace of a request. Returns None if the request is not traced."""
         trace: RequestTrace | None = scope.get(_TRACE)
         return trace
 
     def ended(self, usage: TokenUsage, reasons: Sequence[str], replica: str, timings: Sequence[Timing]) -> None:
-        """Records the end of the generation: its tokens, and the times of each prompt that the engine has finished."""
+        """Records the end of the generation: the number of tokens, and the engine's times for each finished prompt."""
         self._ended_s, self._timings = time.time(), timings
         self.attributes |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -57,7 +59,9 @@ class RequestTrace:
         }
 
     def export(self, tracer: Tracer, path: str, status: int, ended_s: float) -> None:
-        """Exports the request's span and one for each phase in the engine. `status` is 0 if the client left."""
+        """Exports one span for the request and one span for each phase in the engine. `status` is 0 if the client
+        left.
+        """
         operation = _OPERATIONS.get(path, "request")
         attributes: Attributes = {
             "gen_ai.operation.name": operation,

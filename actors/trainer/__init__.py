@@ -1,5 +1,5 @@
-"""The trainer: one training loop (`trainer.py`) that runs in one process (`runners/local.py`), inside Ray Train
-(`runners/ray_train.py`) or over an elastic gang (`elastic/driver.py`).
+"""The trainer: one training loop (`trainer.py`) with three ways to run it: in one process (`runners/local.py`), inside
+Ray Train (`runners/ray_train.py`), or over an elastic gang (`elastic/driver.py`).
 
-Everything except the driver's Ray worker imports with torch, numpy, safetensors and pydantic alone.
+To import the trainer, torch, numpy, safetensors and pydantic are enough. Only the driver's Ray worker needs Ray.
 """

@@ -1,7 +1,8 @@
-"""The training loop. A step runs all microbatches, clips once and updates once, and is logged only afterwards.
+"""The training loop. A step runs all microbatches, clips once and updates once. It is logged only after the update.
 
-A Trainer lives as long as its process group: when the gang changes, a new Trainer is built and loads the latest state.
-The data and the update of a step depend only on (spec, step); the group determines which rank computes which part.
+A Trainer lives as long as its process group. When the gang changes, a new Trainer is built and loads the latest state.
+The data and the update of a step depend only on (spec, step). The process group only determines which rank computes
+which part.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class Trainer:
-    """The state of one run on one process group. All ranks call every method together."""
+    """The state of one run on one process group. All ranks must call its methods together."""
 
     def __init__(
         self, spec: TrainSpec, group: ProcessGroup, snapshots: Snapshots | None = None, claim: str = ""
@@ -145,7 +146,7 @@ class Trainer:
         return listing.rejected
 
     def save(self) -> None:
-        """Starts a checkpoint of the current state, unless it is saved already."""
+        """Starts to write a checkpoint of the current state, unless the state is saved already."""
         if self.saved_step != self.steps_done:
             self.timer.start()
             self.wait_for_save()
@@ -155,8 +156,8 @@ class Trainer:
             self.saved_step = self.steps_done
 
     def wait_for_save(self) -> None:
-        """Waits for the save in flight. If it failed (full disk, unreachable bucket), the run continues: the previous
-        checkpoint is intact, and the next interval tries again. All ranks see the same outcome.
+        """Waits for the save in flight. All ranks see the same outcome. A failed save (full disk, unreachable bucket)
+        does not end the run. The previous checkpoint is intact, and the next checkpoint interval tries again.
         """
         try:
             if self.checkpoints.wait():
@@ -166,13 +167,15 @@ class Trainer:
             self.saved_step = None
 
     def take_snapshot(self) -> None:
-        """Starts copying the state into a peer's memory, unless that is done already."""
+        """Starts to copy the state into a peer's memory, unless the peer has this state already."""
         if self.snapshots is not None and self.snapshot_step != self.steps_done:
             self.snapshots.save(self.state, self.steps_done)
             self.snapshot_step = self.steps_done
 
     def flush(self, *, save: bool = True) -> None:
-        """Copies the state to peers' memory and waits. With `save`, or without a peer, also saves it to storage."""
+        """Copies the state to peers' memory and waits for the copy. With `save`, or if there is no peer, also saves the
+        state to storage.
+        """
         alone = self.snapshots is None or self.group.world == 1
         self.take_snapshot()
         if self.snapshots is not None:
@@ -200,10 +203,8 @@ class Trainer:
     def run(
         self, *, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest] = lambda: StopRequest.NO
     ) -> bool:
-        """Trains to the end and saves as the spec requires. Returns False if a rank requested a pause; the state is
-        then saved.
-
-        Raises TrainError if the guard stops the run; the weights are then still those before the rejected step.
+        """Trains to the end and saves as the spec requires. If a rank requested a pause, saves the state and returns
+        False. Raises TrainError if the guard stops the run. The weights are then those before the rejected step.
         """
         try:
             return self._run(on_step, paused)
@@ -232,12 +233,12 @@ class Trainer:
         return True
 
     def step(self, *, pause: StopRequest = StopRequest.NO) -> StepResult | None:
-        """Runs one optimiser step over the global batch. Returns its result, or None, with nothing done, if any rank
-        asks to stop.
+        """Runs one optimiser step over the global batch and returns its result. If any rank asks to stop, does nothing
+        and returns None.
 
-        A batch that the guard rejects is not applied; the result gives the reason. If memory runs out, a single process
-        retries with smaller microbatches; in a gang torch.OutOfMemoryError is raised, and the gang forms again with
-        smaller ones.
+        A batch that the guard rejects is not applied, and the result gives the reason. If memory runs out, a single
+        process retries with smaller microbatches. In a gang, torch.OutOfMemoryError is raised instead, and the gang
+        forms again with smaller microbatches.
         """
         while True:
             try:

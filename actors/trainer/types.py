@@ -1,5 +1,6 @@
-"""Types that the whole trainer shares: step and run results, rank assignments, worker status. Imports neither torch nor
-ray."""
+"""Types that the whole trainer shares: step results, run results, rank assignments and worker status. This module
+imports neither torch nor ray.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MOST_NATS = 700.0
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step, over all ranks."""
+    """The result of one training step of the whole gang."""
 
     step: int
     """Step number, counted from 1. After this step, `step` steps are done."""
@@ -57,11 +58,11 @@ class StepResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of the whole gang, not counting the time of checkpoints."""
+        """The tokens per second of the whole gang. The time of checkpoints is not counted."""
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
     def metrics_line(self) -> dict[str, Any]:
-        """Returns the line for metrics.jsonl."""
+        """Returns the step's line for metrics.jsonl as a dict."""
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # recorded in an event
@@ -74,7 +75,7 @@ class StepResult:
 
 
 def scalar_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values of a metrics line that can be plotted over steps, flattened, for MLflow and Ray Train."""
+    """Returns the numbers in a metrics line as a flat dict, for plots over steps in MLflow and Ray Train."""
     flat = {f"times/{phase}": float(seconds) for phase, seconds in line["times"].items()}
     names = [name for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "at_s")]
     return {name: float(line[name]) for name in names} | flat
@@ -103,7 +104,9 @@ class RunResult(ShownAsHtml):
 
 
 class StopRequest(IntEnum):
-    """A request to stop a generation before its next step. If ranks request different values, the largest one holds."""
+    """A request to stop a generation before its next step. If ranks request different values, the largest value
+    applies.
+    """
 
     NO = 0
     STOP = 1  # keep the state in memory only: the notice is too short for a checkpoint
@@ -128,7 +131,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A rank's status: the steps since the last poll and its current phase."""
+    """The status of a rank: its steps since the last poll, and its current phase."""
 
     generation: int
     phase: str
@@ -150,7 +153,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The result of one generation on one rank."""
+    """The result of one rank in one generation."""
 
     kind: Literal["done", "paused", "broken", "oom", "failed"]
     """broken: a collective failed, so a peer is gone. failed: the run itself cannot continue."""
@@ -168,7 +171,7 @@ PATIENCE = 4
 
 
 class MicroBatchLimit:
-    """The microbatch's limit after memory ran out: halved each time, and raised again later."""
+    """The limit on the microbatch's size. The limit is halved each time memory runs out, and raised again later."""
 
     def __init__(self, name: str) -> None:
         self.size: int | None = None
@@ -181,8 +184,8 @@ class MicroBatchLimit:
         return wanted if self.size is None else min(wanted, self.size)
 
     def halve(self, size: int, ranks: int) -> int:
-        """Sets the limit to half of `size`, rounded up, and returns it, because memory ran out with `size` sequences.
-        The global batch stays the same. Raises TrainError if `size` is 1.
+        """Sets the limit to half of `size`, rounded up, and returns the new limit. Call it when memory ran out with
+        `size` sequences. The global batch stays the same. Raises TrainError if `size` is 1.
         """
         if size == 1:
             raise TrainError(
@@ -195,7 +198,7 @@ class MicroBatchLimit:
         return self.size
 
     def record_steps(self, steps: int) -> None:
-        """Records steps that did not run out of memory."""
+        """Records `steps` steps in which memory did not run out."""
         self._steps_left -= steps
 
     def grow(self, wanted: int, ranks: int) -> bool:

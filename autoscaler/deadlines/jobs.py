@@ -1,7 +1,8 @@
 """Applies the deadline policy to the jobs of a live cluster and explains each decision.
 
-The policy sees a gang as one node: in a spot zone (a node type in a zone), on demand, or none. A gang on on-demand
-nodes stays there until its spot nodes are ready, so a move never leaves it without nodes.
+The policy sees a gang as if it were on one node. The gang has a node in a spot zone (a node type in a zone), an
+on-demand node, or no node. A gang on on-demand nodes stays there until its spot nodes are ready, so that a move never
+leaves the gang without nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MOST_STEPS = 256
 
 
 def with_market_constraints(snapshot: Snapshot) -> Snapshot:
-    """Returns the snapshot with a market constraint for each job that has a deadline."""
+    """Returns the snapshot with a market constraint added for each job that has a deadline."""
     jobs = [job for job in snapshot.jobs if job.spec.due_at_s is not None and not job.stop_requested]
     if not jobs:
         return snapshot
@@ -53,7 +54,7 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
 
 
 def spot_forecasts(availability: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
-    """Returns a forecast for each set of spot pools that some job with a deadline can use."""
+    """Returns one forecast for each set of spot pools that some job with a deadline can use."""
     offerings = Offerings.from_snapshot(snapshot)
     shapes = {_shapes_key(job): job.spec.gang.shapes for job in snapshot.jobs if job.spec.deadline is not None}
     sets = dict.fromkeys(tuple(_spot_pools(_offerings_for(offerings, each))) for each in shapes.values())
@@ -215,7 +216,7 @@ def _constraint_for(fleet: _Fleet, job: Job) -> MarketConstraint:
 
 @dataclass(frozen=True, slots=True)
 class JobEvaluation:
-    """The policy's inputs for one job, and its choice."""
+    """The inputs of the deadline policy for one job. `choose` returns the policy's choice."""
 
     policy_job: DeadlineJob
     zones: tuple[ZoneView, ...]

@@ -1,7 +1,8 @@
-"""Decides which node a job with a deadline should hold now: one in a spot zone, an on-demand one, or none.
+"""Decides which node a job with a deadline should hold now: a node in a spot zone, an on-demand node, or none.
 
-There are two rules. Every choice must leave enough time to start on demand and finish there. Among such choices the one
-with the lowest expected cost to the end wins, by the value table of the learned market.
+There are two rules. First, every choice must leave enough time to start on demand and to finish there. Second, among
+these choices the one with the lowest expected cost until the job's end wins. The expected costs come from a value table
+of the learned spot market.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class ZoneView:
 
 
 def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Allocation:
-    """Returns the allocation to hold until the next tick. A held zone that is down counts as no allocation."""
+    """Returns the allocation to hold until the next tick. If the job holds a zone that is down, the job counts as
+    holding nothing.
+    """
     held = None if isinstance(job.allocation, int) and not zones[job.allocation].is_up else job.allocation
     costs = _costs(job, held, zones, values)
     if not costs:

@@ -1,7 +1,8 @@
-"""The expected cost to finish a deadline job from each state, by dynamic programming over a learned spot market.
+"""The expected cost to finish a job with a deadline, from each state. It is computed by dynamic programming over a
+learned spot market.
 
-Time and work are counted in steps, each as long as one restart; a running job does one unit of work per step. The slack
-is the time until the deadline minus the remaining work.
+Time and work are counted in steps. A step is as long as one restart, and a running job does one unit of work per step.
+The slack is the time until the deadline minus the remaining work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STATES = 2 * BANDS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """The value table. The unit of costs is the price of one step on demand."""
+    """A table of the expected costs. The unit of costs is the price of one step on demand."""
 
     cost: NDArray[np.float32]
     """Indexed by steps until the deadline, mode, market state and steps of remaining work."""
@@ -40,7 +41,9 @@ class Values:
     """The size of the table in steps; a deadline that is further away counts as this far."""
 
     def at(self, mode: int, slack: float, work: float) -> Floats:
-        """Returns the cost by market state, interpolated between table points; `slack` and `work` in steps."""
+        """Returns the expected cost for each market state. The costs are interpolated between table points. `slack` and
+        `work` are in steps.
+        """
         if work <= 0:
             return np.zeros(STATES)
         slack = min(slack, self.max_left - np.ceil(work - 1e-9) - 1)  # more slack is worth no less
@@ -54,7 +57,9 @@ class Values:
 
 
 def solve(market: ReclaimRates, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
-    """Returns the table for all states with at most `left_s` until the deadline and `work_s` of work."""
+    """Returns the cost table for all states with at most `left_s` until the deadline and at most `work_s` of remaining
+    work.
+    """
     lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1
     kept, moved = _transitions(market, restart_s)
     cost = np.full((lefts + 1, 3, STATES, works + 1), INFEASIBLE, dtype=np.float32)

@@ -1,1 +1,1 @@
-"""The ways to take nodes away: termination of idle ones, consolidation, cost limits, market migration."""
+"""The ways to take nodes away: termination of idle nodes, consolidation, the cost limit, and market migration."""

@@ -1,8 +1,9 @@
-"""Consolidation: moves replicas and gangs to where they cost less, onto free capacity or onto cheaper nodes.
+"""Consolidation: moves replicas and gangs to places where they cost less. The places are free capacity or cheaper
+nodes.
 
-The cheaper node is bought first (with subject `move node-7`); the old node is drained only once the new one is ready.
-Serve starts a replica on the new node before it stops the old one. The nodes of a gang move together, in one stop. Work
-without a lease is never moved.
+A cheaper node is bought first (with the subject `move node-7`). The old node is drained only once the new node is
+ready. Serve starts a replica on the new node before it stops the old replica. All nodes of a gang move together, in one
+stop of the gang. Work without a lease is never moved.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from raytide.scheduling.state import SchedulingState
 
 
 def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState:
-    """Returns a copy of the state with the reservations for unplaced replicas and for tenants that will move."""
+    """Returns a copy of the scheduling state in which capacity is reserved: for replicas without a place, and for
+    tenants that will move to replacement nodes.
+    """
     state = replace(state.copy(), snapshot=snapshot, _holders=None)
     for reservation in snapshot.kept.values():
         reservations.reserve(state, reservation)
@@ -37,8 +40,8 @@ def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState
 
 
 def reserve_replacements(builder: PlanBuilder) -> None:
-    """Reserves replacement nodes for the tenants that will move there, unless these tenants may no longer leave their
-    nodes or no longer fit.
+    """Reserves capacity on replacement nodes for the tenants that will move there. Leaves out tenants that may no
+    longer leave their nodes, and tenants that no longer fit on the replacement.
     """
     builder.replacements.update(_replacements(builder))
     olds, now_s = _olds(builder), builder.snapshot.at_s
@@ -59,7 +62,7 @@ def reserve_replacements(builder: PlanBuilder) -> None:
 
 
 def finish_moves(builder: PlanBuilder) -> list[Drain]:
-    """Drains the nodes whose replacements are ready, then migrates gangs between markets."""
+    """Drains the nodes whose replacements are ready. Then migrates gangs with a deadline between spot and on demand."""
     return [*_drain_replaced(builder), *market_migration.migrate(builder, MOVE)]
 
 

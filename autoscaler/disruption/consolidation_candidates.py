@@ -1,8 +1,8 @@
-"""Consolidation candidates: tenants that would cost less elsewhere, and whether the move pays.
+"""Consolidation candidates: tenants that would cost less on other nodes, and whether their move pays back.
 
 A move must pay back within `PAYBACK_S`. The move of a gang must also pay back within the time for which the gang has
-been stable, so that a gang is left alone for longer after a dear move. A gang moves only if it is preemptible, or
-elastic and keeps its minimum.
+been stable. After an expensive move, a gang is therefore left alone for longer. A gang may move if it is preemptible.
+An elastic gang may also move if it keeps its minimum of members meanwhile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class _Purchase:
 
 
 class ConsolidationPlanner:
-    """Starts moves off nodes, the dearest nodes first, within the limit of nodes that may leave at once."""
+    """Starts moves off nodes, beginning with the most expensive nodes. The number of nodes that may leave at once is
+    limited.
+    """
 
     def __init__(self, builder: PlanBuilder) -> None:
         self.builder, self.now_s = builder, builder.snapshot.at_s
@@ -258,7 +260,9 @@ class ConsolidationPlanner:
 
 
 def may_leave(old: Tenants, now_s: float) -> bool:
-    """Returns whether the tenants are known, and are either replicas or gangs without any other work."""
+    """Returns whether consolidation may move the tenants to other nodes. All usage of the node must be known. The
+    tenants must be only replicas or only members of gangs.
+    """
     if any(endpoint.worth is not None for endpoint in old.replicas):
         return False  # slo_policy.py places them
     if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):

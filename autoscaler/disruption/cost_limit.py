@@ -1,9 +1,14 @@
-"""The limit on the fleet's cost per hour: while the fleet costs more, the least valuable nodes leave.
+"""The limit on the fleet's cost per hour. While the fleet costs more, the least valuable nodes leave.
 
-Empty nodes leave first, then nodes with work without a lease, then nodes of gangs that may be preempted, the lowest
-priority class first. Within a class, elastic gangs shrink before any gang stops. Members get `NOTICE_S` for a
-checkpoint. Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide
-on the rest.
+Nodes leave in this order:
+
+- Empty nodes.
+- Nodes with work that has no lease.
+- Nodes of gangs that may be preempted, the lowest priority class first. Within a class, elastic gangs shrink before any
+  gang stops.
+
+Members of gangs get `NOTICE_S` to write a checkpoint. Replicas, gangs that may not be preempted, and nodes without a
+price stay. The queue and the planner decide everything else.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Returns the actions that make nodes and gangs leave; none while Ray does not answer, because then it is unknown
-    which work runs where.
+    """Returns the actions that make nodes and gangs leave. Returns none while Ray does not answer, because then it is
+    unknown which work runs on which node.
     """
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:
@@ -54,7 +59,9 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
-    """Returns the snapshot in which the nodes that `shed` removes are leaving, so that nothing is placed on them."""
+    """Returns the snapshot with the nodes that the actions in `shed` remove marked as leaving. Nothing is then placed
+    on these nodes.
+    """
     states = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
     states |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}
     views = (

@@ -1,4 +1,4 @@
-"""The cost of moving members of gangs: an elastic gang continues with fewer members, any other gang stops for a
+"""The cost of moving members of gangs. An elastic gang continues with fewer members. Any other gang stops for a
 checkpoint and a restart.
 """
 
@@ -24,7 +24,7 @@ _STABLE = (MemberState.READY, MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class DisruptionCost:
-    """The loss of a set of gangs that have to leave some of their nodes."""
+    """The cost for a set of gangs that have to leave some of their nodes."""
 
     in_place: bool = True
     """True if no gang stops, because each keeps its minimum."""
@@ -40,7 +40,9 @@ class DisruptionCost:
 
 
 def disruption_cost(occupancy: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> DisruptionCost | None:
-    """Returns the gangs' cost of leaving all these nodes; None if a gang on them may not be disrupted."""
+    """Returns the cost for the gangs on these nodes to leave all of them. Returns None if one of the gangs may not be
+    disrupted.
+    """
     leaving = Counter(lease.id for old in olds for lease, _ in old.members)
     found, notes = DisruptionCost(), []
     for lease_id, count in leaving.items():

@@ -1,8 +1,9 @@
-"""Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot, or back to on demand
-when their time runs out.
+"""Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot nodes, or back to on
+demand when the time runs out.
 
-New nodes are bought first; the gang keeps working on its old nodes until all new ones are ready. There is no payback
-check: the deadline policy has already compared the costs. A gang stays on a node that other work uses too.
+New nodes are bought first. The gang keeps working on its old nodes until all new nodes are ready. There is no check
+that the migration pays back, because the deadline policy has already compared the costs. A gang stays on a node on
+which other work runs as well.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from raytide.scheduling.state import SchedulingState
 
 
 def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
-    """Returns the constraint of the gang on this node; None if it has no deadline to keep."""
+    """Returns the market constraint of the gang on this node. Returns None if the gang has no deadline or can no longer
+    meet it.
+    """
     stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.members)
     return next((each for each in stances if each is not None and each.markets is not None), None)
 
 
 def is_wanted(constraint: MarketConstraint, new: NodeView) -> bool:
-    """Returns whether the market of a node that was bought for a gang is still the wanted one."""
+    """Returns whether the node `new`, which was bought for a gang, has the market that the constraint wants."""
     return constraint.wanted is new.node.market
 
 
@@ -39,7 +42,9 @@ def drain(old: Tenants, new_ids: Sequence[str], constraint: MarketConstraint, no
 
 
 def migrate(builder: PlanBuilder, move: str) -> Iterator[Drain]:
-    """Buys missing replacements, and drains the nodes of gangs whose replacements are all ready."""
+    """Buys replacements for nodes of the wrong market. Drains a gang's nodes of the wrong market once all their
+    replacements are ready.
+    """
     for lease in builder.snapshot.leases:
         constraint = builder.snapshot.stances.get(lease.job_id)
         if constraint is None or not (olds := _misplaced(builder, lease, constraint)):
@@ -63,7 +68,7 @@ def migrate(builder: PlanBuilder, move: str) -> Iterator[Drain]:
 
 
 def misplaced_nodes(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> dict[str, NodeView]:
-    """Returns the gang's nodes that are not of the wanted market, by node id."""
+    """Returns, by node id, those nodes of the gang that do not have the wanted market."""
     views = ((id, builder.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
     return {id: view for id, view in views if view is not None and not is_wanted(constraint, view)}
 

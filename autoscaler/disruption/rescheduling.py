@@ -1,7 +1,8 @@
 """Rescheduling simulation: decides whether the tenants of a node fit on other ready nodes.
 
-Targets are nodes in use, and idle nodes that are cheaper than the present one; an idle node that is not cheaper should
-itself be terminated. Lookups are cached by shape, because on thousands of nodes nearly all tenants fit nowhere else.
+The targets are nodes in use, and idle nodes that are cheaper than the tenants' node. An idle node that is not cheaper
+is no target, because it should itself be terminated. Lookups are cached by shape, because on thousands of nodes nearly
+all tenants fit nowhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
 
 class ReschedulingSimulator:
-    """Places tenants on other nodes, in the plan's own scheduling state."""
+    """Places tenants on other nodes. It reserves capacity directly in the plan's scheduling state."""
 
     def __init__(self, state: SchedulingState) -> None:
         self._room, self._tries = state, MAX_TRIES
@@ -38,12 +39,14 @@ class ReschedulingSimulator:
         self._sums: dict[tuple[_Key, int], int] = {}
 
     def exclude(self, node_ids: Iterable[str]) -> None:
-        """Places no tenants on these nodes from now on."""
+        """Excludes these nodes as targets from now on."""
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 
     def place(self, olds: Sequence[Tenants]) -> list[Slot] | None:
-        """Reserves slots for all tenants of these nodes and returns them; None if they do not all fit."""
+        """Reserves capacity for all tenants of these nodes and returns the slots. Returns None if not all tenants
+        fit.
+        """
         own = self._rows(old.view.node.id for old in olds)
         if not self._tries or not all(map(self.could_fit, olds)):
             return None
@@ -66,8 +69,8 @@ class ReschedulingSimulator:
         return found
 
     def could_fit(self, old: Tenants) -> bool:
-        """Returns whether each of the tenants' shapes would fit if it were the only one. The check is fast; a `False`
-        is certain, a `True` is not.
+        """Returns whether each shape of the tenants would fit if it were the only shape to place. The check is fast. If
+        it returns False, the tenants certainly do not fit. If it returns True, they may still not fit together.
         """
         own, price, shape = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
         for key, count in Counter(map(_key, old.shapes)).items():

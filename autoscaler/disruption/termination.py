@@ -1,4 +1,4 @@
-"""Terminates nodes: idle nodes that the plan does not need, and nodes whose drain or launch is overdue."""
+"""Terminates idle nodes that the plan does not need, and nodes whose drain or launch is overdue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ IDLE_DRAIN_S = 30.0
 
 
 def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
-    """Yields actions that terminate expired, drained and never-joined nodes, and that pass notices on to Ray."""
+    """Yields actions that terminate nodes: nodes whose drain deadline has passed, drained nodes, and nodes that did not
+    join in time. Also yields actions that tell Ray about drain notices.
+    """
     types = {t.name: t for t in snapshot.node_types}
     yield from expired_drains(snapshot)
     for view in snapshot.nodes:
@@ -27,7 +29,7 @@ def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
-    """Terminates every node whose drain deadline has passed, unless it is in quarantine."""
+    """Yields a termination for every node whose drain deadline has passed, except for nodes in quarantine."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
         if view.node.quarantined:
@@ -37,8 +39,8 @@ def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
 
 
 def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
-    """Drains idle nodes that are not in `keep`; Ray refuses a drain if a task has just started. `leaving`: nodes that
-    leave in any case.
+    """Yields drains of idle nodes that are not in `keep`. Ray refuses a drain if a task has just started on the node.
+    `leaving` are the ids of nodes that leave for other reasons.
     """
     types = {t.name: t for t in snapshot.node_types}
     reservation, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)

@@ -1,1 +1,1 @@
-"""Endpoints: target replica counts, and the pools in which replicas are bought and released."""
+"""Endpoints: the target numbers of replicas, and the pools in which replicas are bought and released."""

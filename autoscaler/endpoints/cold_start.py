@@ -1,8 +1,8 @@
-"""The start-up time of an endpoint's replicas, measured from its own starts.
+"""The start-up time of an endpoint's replicas, measured from the endpoint's own starts.
 
-A start lasts from the purchase of a replica's node to its first report. On an existing node it lasts from the first
-sight of the replica's process. A high quantile of the last starts counts, because an estimate that is too low costs
-more than one that is too high.
+If a node was bought for a replica, the start lasts from the purchase to the replica's first report. On an existing
+node, it lasts from the first sight of the replica's process to the first report. The estimate is a high quantile of the
+latest starts, because an estimate that is too low costs more than one that is too high.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Start(Config):
 
 @dataclass(slots=True)
 class StartMeter:
-    """The start-up times of one endpoint."""
+    """Measures the start-up times of one endpoint's replicas."""
 
     starts: deque[Start] = field(default_factory=lambda: deque(maxlen=MOST))
     _last_report: dict[str, tuple[str, float]] | None = None
@@ -51,15 +51,15 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """The start-up time in seconds, including the purchase of a node unless none was ever bought; None until enough
-        starts were measured.
+        """The start-up time in seconds. It includes the purchase of a node, unless no node was ever bought for this
+        endpoint. None until enough starts were measured.
         """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
-        """Records the starts that a load report shows. `hosts`: nodes by Ray's id."""
+        """Records the starts that a load report shows. `hosts` maps Ray's node ids to nodes."""
         before = self._last_report
         last_report = {} if before is None else before
         new = [replica for replica in load.replicas if replica.id not in last_report]

@@ -1,5 +1,5 @@
-"""The replica count that a load needs: the largest of the targets for requests, KV caches, work and the time to first
-token.
+"""The number of replicas that a load needs. It is the largest of several targets: for requests in flight, for KV
+caches, for work, for configured signals, and for the time to first token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
-    """Returns the replica-seconds that one request takes: the larger of its prefill time, and its prefill and decoding
-    time divided by a replica's slots.
+    """Returns the replica-seconds that one request takes: `max(prefill, (prefill + decoding) / slots)`. The times are
+    in seconds. `slots` is the number of requests that a replica can run at once.
     """
     prefill_s = prompt_tokens / speed.prefill_tps
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
@@ -53,7 +53,7 @@ def _targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
 
 
 def signal_targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
-    """Yields the target of each signal of `scale_on` that has a value."""
+    """Yields the target of each signal in `scale_on` that has a value."""
     for signal in spec.scale_on:
         if (value := load.signals.get(signal.name)) is not None:
             yield _signal_target(signal, value, load.ready)
@@ -71,8 +71,8 @@ def _signal_target(signal: ScaleSignal, value: float, ready: int) -> LoadTarget:
 
 
 def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
-    """Returns the number of replicas with a mean KV use of `target_kv`, if each waiting request needed as much as the
-    mean running one.
+    """Returns the number of replicas at which the mean KV cache use is `target_kv`. Each waiting request is assumed to
+    need as much of the cache as the mean running request.
     """
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)
@@ -96,10 +96,11 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """Returns the number of replicas that do `work`, whose unit is the work of a replica on the slowest node type.
+    """Returns the number of replicas that are needed for `work`. The unit is the work of one replica on the slowest
+    node type.
 
-    Additional replicas are assumed to be on the node type that is cheapest for its work. If fewer replicas are needed,
-    the fastest are assumed to stop, because Serve chooses which ones stop.
+    If more replicas are needed, they are assumed to run on the node type where a unit of work is cheapest. If fewer are
+    needed, the fastest are assumed to stop, because Serve chooses which replicas stop.
     """
     if not traffic.paces:
         return work
@@ -112,7 +113,9 @@ def replicas_for(work: float, traffic: Traffic) -> float:
 
 
 def cold_start_s(spec: Replicas, load: EndpointLoad | None) -> float:
-    """Returns the seconds from the decision for a replica to its first answer: learned, else configured."""
+    """Returns the seconds from the decision for a replica to the replica's first answer. The learned value is used if
+    there is one, else the configured value.
+    """
     learned = load.traffic.cold_start_s if load is not None and load.traffic is not None else None
     return spec.cold_start_s if learned is None else learned
 
@@ -123,7 +126,9 @@ def cold_start_source(load: EndpointLoad | None) -> str:
 
 
 def ready_work(load: EndpointLoad) -> float:
-    """Returns the work of the ready replicas, in units of a replica on the slowest node type."""
+    """Returns how much work all ready replicas together can do. The unit is the work of one replica on the slowest node
+    type.
+    """
     held = load.traffic.held if load.traffic is not None else ()
     return load.ready * fmean(held) if held else load.ready
 

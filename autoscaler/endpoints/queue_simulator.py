@@ -1,12 +1,13 @@
-"""Simulated fleets of 1, 2, 3... replicas. Each serves the real arrivals and counts how many requests would have been
-late.
+"""Simulated fleets of 1, 2, 3... replicas. Each fleet serves the real arrivals and counts how many requests would have
+been late. The counts thus cover bursts of any shape and errors of forecasts.
 
-Requests that can be in time start in the order of their arrival, on the replica that is free first; the slots of all
-replicas of a fleet form one pool. Late requests are left out, since replicas start them after all others
-(deadline_queue.py). The counts thus cover bursts of any shape and forecast errors. They are indexed by the usual
-request rate one cold start earlier, because a launch decision knows only that rate when it plans for the time in which
-its node will serve. Each single rate is observed for too few hours, so counts at nearby rates contribute too, scaled to
-the same number of replicas per request.
+Requests that can be in time start in the order of their arrival, on the replica that is free first. The slots of all
+replicas of a fleet form one pool. Late requests are left out of the simulation, because real replicas start them after
+all others (deadline_queue.py).
+
+The counts are indexed by the usual request rate one cold start before the requests. When the decision to launch a node
+is made, only this rate is known. A single rate is observed for too few hours, so counts at nearby rates contribute.
+They are scaled to the same number of replicas per request.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ReplicaSpeed:
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
-    """The requests that arrived in [from_s, until_s), with their tokens."""
+    """The requests that arrived in [from_s, until_s), with their numbers of tokens."""
 
     from_s: float
     until_s: float
@@ -56,7 +57,7 @@ class RequestBatch:
 
 
 class SavedCounts(Config):
-    """The counts of the simulated fleets, as stored for the next controller."""
+    """The counts of the simulated fleets, in the form that is stored for the next controller."""
 
     late: list[list[NonNegativeFloat]]
     hours: list[NonNegativeFloat]
@@ -75,7 +76,7 @@ class CounterfactualFleets:
         """The requests, and their replica-seconds of work. Both start with one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
-        """Simulates a batch. `usual_rps`: the usual request rate one cold start before the batch."""
+        """Simulates a batch in all fleets. `usual_rps` is the usual request rate one cold start before the batch."""
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
@@ -91,7 +92,7 @@ class CounterfactualFleets:
         self._totals = self._totals * fade + [len(requests), work_s.sum()]
 
     def set_speed(self, speed: ReplicaSpeed) -> None:
-        """Sets the replicas' speed for later batches; earlier counts stay until they decay."""
+        """Sets the replicas' speed for later batches. Earlier counts stay until they decay."""
         if speed.slots != self._speed.slots:
             for fleet in self._fleets:
                 fleet.set_slots(speed.slots)
@@ -99,18 +100,20 @@ class CounterfactualFleets:
 
     @property
     def sizes(self) -> NDArray[np.intp]:
-        """The sizes of the simulated fleets in replicas, ascending, with 0 in front; the last is the maximum."""
+        """The sizes of the simulated fleets in replicas, ascending. The first size is 0, and the last is the
+        maximum.
+        """
         return self._at
 
     @property
     def saved(self) -> SavedCounts:
-        """The counts to store. The fleets' queues are not stored, because a new simulation rebuilds them within
-        minutes.
+        """The counts to store for the next controller. The fleets' queues are not stored, because a new simulation
+        rebuilds them within minutes.
         """
         return SavedCounts(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
 
     def restore(self, counted: SavedCounts) -> None:
-        """Restores stored counts, unless they were counted for other fleet sizes."""
+        """Restores stored counts. Does nothing if they were counted for other fleet sizes."""
         if len({len(row) for row in counted.late}) > 1:
             return
         late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals[:2])
@@ -119,17 +122,17 @@ class CounterfactualFleets:
 
     @property
     def request_s(self) -> float:
-        """The mean replica-seconds that one request takes: the larger of its prefill time, and its prefill and decoding
-        time divided by a replica's slots.
+        """The mean replica-seconds that one request takes: the mean of `max(prefill, (prefill + decoding) / slots)`.
+        `slots` is the number of requests that a replica can run at once.
         """
         requests, work_s = self._totals.tolist()
         return work_s / requests if requests else 0.0
 
     def late_per_h(self, usual_rps: float) -> Floats:
-        """Returns the late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
+        """Returns the expected late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, if each is busy
-        independently of the others.
+        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, where each replica
+        is busy independently of the others.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -165,15 +168,15 @@ class DeadlineFleet:
         have millions."""
 
     def set_slots(self, each: int) -> None:
-        """Sets the slots of each replica. If there are fewer slots than before, those that would be free first are
+        """Sets the number of slots of each replica. If the number falls, the slots that would be free first are
         removed.
         """
         self._slots = self.size * each
         self._slots_free_s = sorted(self._slots_free_s)[-self._slots :]
 
     def count_late(self, requests: Iterable[tuple[float, float, float]]) -> int:
-        """Returns how many of the requests (arrival, prefill, decode; in seconds) get their first token late. This is a
-        hot loop.
+        """Returns how many of the requests get their first token late. A request is a tuple (arrival, prefill, decode)
+        in seconds. This is a hot loop.
         """
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
         slots = self._slots
@@ -197,8 +200,8 @@ class DeadlineFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """Returns the largest convex decreasing curve that is nowhere above `late`. So replicas that help only together
-    share the benefit equally.
+    """Returns the largest convex decreasing curve that is nowhere above `late`. On this curve, replicas that help only
+    together share the benefit equally.
     """
     corners: list[int] = []
     values = late.tolist()

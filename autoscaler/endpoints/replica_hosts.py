@@ -1,4 +1,6 @@
-"""Indexes of a snapshot's nodes for decisions about endpoints, built in one pass for all endpoints."""
+"""Indexes of a snapshot's nodes for decisions about endpoints. One pass over the nodes builds them for all
+endpoints.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class EndpointHosts:
         return cls(snapshot.nodes, departing_nodes(snapshot), UnattributedUsage(snapshot), spare, index, bought_for)
 
     def hosting(self, view: EndpointView) -> list[NodeView]:
-        """Returns the nodes that host replicas of the endpoint, and those that were bought for it."""
+        """Returns the nodes that host replicas of the endpoint, and the nodes that were bought for the endpoint."""
         ray_ids = view.load.replica_nodes if view.load else ()
         found = {*self._bought_for.get(view.endpoint.name, ())}
         found |= {self._at[ray_id] for ray_id in ray_ids if ray_id in self._at}

@@ -1,9 +1,14 @@
-"""Plans where to buy replicas of one endpoint and which to release, from their value and the pools. The controller and
-the simulator both use it.
+"""Plans in which pools to buy replicas of one endpoint and which replicas to release, based on the replicas' value. The
+controller and the simulator use the same plan.
 
-`ReplicaValue` has three numbers of replicas: those worth the spot price; those among them worth the on-demand price
-because they are never reclaimed (standby); and those worth the on-demand price while spot is unavailable. Other
-on-demand replicas stay until the spot replicas that replace them serve. This module has no clock, no memory and no I/O.
+The inputs in `ReplicaValue` are three numbers of replicas:
+
+- `spot`: the replicas that are worth the spot price.
+- `standby`: the replicas among them that are worth the on-demand price, because on-demand replicas are never reclaimed.
+- `ondemand`: the replicas that are worth the on-demand price while spot is unavailable.
+
+On-demand replicas beyond these numbers stay until the spot replicas that replace them serve. This module has no clock,
+no memory and no I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPool:
-    """A pool in which replicas can be bought."""
+    """A pool (a node type in a zone) in which replicas can be bought."""
 
     name: str
     """A zone, or `node type/zone`; zones of one region differ in the last letter only."""
@@ -40,7 +45,7 @@ class ReplicaPool:
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
-    """One replica, or capacity for one."""
+    """A replica, or free capacity for one replica."""
 
     id: str
     pool: str
@@ -63,8 +68,8 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The inputs of a plan. `pools` includes the pools of all `nodes`. Spot is bought in the pool with the lowest cost,
-    risk included.
+    """The inputs of a plan. `pools` includes the pools of all `nodes`. Spot replicas are bought in the pool with the
+    lowest cost. The cost includes the risk of a reclaim.
     """
 
     replica_value: ReplicaValue

@@ -1,7 +1,7 @@
-"""The speed of a replica on one node type, measured while requests wait on it, that is, at full load.
+"""The speed of a replica on one node type. It is measured while requests wait for the replica, that is, at full load.
 
-Each stretch at full load gives rates. The estimate is the upper quartile of the last stretches, because an engine that
-stalled for a moment was slower than it can be. There is no estimate before `ENOUGH` stretches.
+Each period of full load gives one measurement. The estimate is the upper quartile of the latest measurements, because
+an engine that stalled for a moment was slower than it can be. There is no estimate before `ENOUGH` measurements.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """The speed of one endpoint's replicas on one node type."""
+    """Measures the speed of one endpoint's replicas on one node type."""
 
     known: Speed | None = None
     """The speed that an earlier controller learned; used until `ENOUGH` stretches are measured."""
@@ -66,7 +66,9 @@ class ThroughputMeter:
             del self._waiting[replica.id]
 
     def retain(self, replicas: Iterable[ReplicaLoad]) -> None:
-        """Drops the unfinished stretches of replicas that are not in `replicas`, because those replicas have ended."""
+        """Drops the unfinished measurements of replicas that are not in `replicas`, because those replicas have
+        ended.
+        """
         ids = {replica.id for replica in replicas}
         self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}
 

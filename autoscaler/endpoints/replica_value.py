@@ -1,15 +1,14 @@
-"""The value of an endpoint's replicas, learned from its requests: how many replicas avoid enough late requests to be
-worth the spot price, or the on-demand price. It uses no clock and no I/O.
+"""The value of an endpoint's replicas, learned from its requests. The value gives the number of replicas worth the spot
+price, and the number worth the on-demand price. This module uses no clock and no I/O.
 
 A replica is bought when the late requests that it avoids are worth more than its cost. It is released once the excess
-of its cost over its value adds up to the cost of a new start; that costs at most twice the optimum (ski rental).
-On-demand replicas are never lost, so a few on standby can be worth more than many spot spares that are lost together.
+of its cost over its value adds up to the cost of a new start. This costs at most twice the optimum (ski rental).
+On-demand replicas are never lost. A few on standby can be worth more than many spot replicas that are lost together.
 
-The price of a late request is the dual variable of the SLO: it starts at a guess from the cost of a request, rises
+The price of a late request is the dual variable of the SLO. It starts at a guess from the cost of a request. It rises
 while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
-the model, corrected by its past errors, predicts as many late requests as the target allows: otherwise the loss of a
-zone on the first day would keep the price high for a week. The misses of the last week raise the price too, to earn
-back an overspent error budget.
+the model, corrected by its past errors, predicts just as many late requests as allowed. Otherwise the loss of a zone on
+the first day would keep the price high for a week. An overspent error budget of the last week raises the price.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ BUDGET_S = 7 * _DAY_S
 
 @dataclass(frozen=True, slots=True)
 class ServingGoal:
-    """An endpoint's SLO, bounds, speed and prices."""
+    """An endpoint's SLO, the bounds of its replica count, its replicas' speed, and the prices."""
 
     slo_ttft_s: float
     slo_target: float
@@ -82,7 +81,7 @@ class ServingGoal:
 
 @dataclass(frozen=True, slots=True)
 class IntervalStats:
-    """The reports of an endpoint's replicas over one interval."""
+    """The statistics of an endpoint over one interval, from the reports of its replicas."""
 
     at_s: float
     dt_s: float
@@ -97,7 +96,7 @@ class IntervalStats:
 
 
 class SavedModel(Config):
-    """The part of a model that takes long to learn, as stored for the next controller."""
+    """The part of a model that takes long to learn, in the form that is stored for the next controller."""
 
     slo_ttft_s: float
     slo_target: float
@@ -115,14 +114,14 @@ class SavedModel(Config):
 
 @dataclass(slots=True)
 class HysteresisCount:
-    """The number of replicas that are worth one price, with hysteresis."""
+    """The number of replicas that are worth one given price. It changes with hysteresis."""
 
     count: int = 0
     _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
     """The cost of each replica in excess of its value, in dollars, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
-        """Updates the count. `worth_usd_h`: the values of the first replica, the second replica, and so on."""
+        """Updates the count. `worth_usd_h` has the value of the first replica, of the second replica, and so on."""
         if len(self._regret_usd) != len(worth_usd_h):
             self._regret_usd = np.zeros(len(worth_usd_h))
         node = np.arange(1, len(worth_usd_h) + 1)
@@ -135,7 +134,7 @@ class HysteresisCount:
 
 @dataclass(slots=True)
 class SloShadowPrice:
-    """The price of a late request, and the share of requests in time over about the last week."""
+    """The price of a late request, and the share of requests that were in time in about the last week."""
 
     target: float
     moved: float = 0.0
@@ -154,12 +153,12 @@ class SloShadowPrice:
 
     @property
     def attained(self) -> float | None:
-        """The share of the week's requests that were in time; None without requests."""
+        """The share of the last week's requests that were in time. None if there were no requests."""
         return 1.0 - self.missed / self.requests if self.requests > 0 else None
 
     @property
     def log_prices(self) -> Floats:
-        """The prices to which the values of `predicted` belong, as logarithms relative to the initial price."""
+        """The prices for which `predicted` has values, as logarithms relative to the initial price."""
         low, high = self._bounds
         prices: Floats = np.linspace(low, high, PRICES)
         return prices
@@ -176,17 +175,17 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Adds the late requests of `dt_s` seconds to both predictions; `late_per_h` has a rate for each log price."""
+        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each price in `log_prices`."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
-        """Returns the price in dollars. `request_s`: replica-seconds of one request."""
+        """Returns the price of a late request in dollars. `request_s` are the replica-seconds of one request."""
         return self._initial_usd(request_s, ondemand_usd_h) * math.exp(self._log_price)
 
     def usd_by_price(self, request_s: float, ondemand_usd_h: float) -> Floats:
-        """Returns the prices in dollars to which the values of `predicted` belong."""
+        """Returns the prices for which `predicted` has values, in dollars."""
         return self._initial_usd(request_s, ondemand_usd_h) * np.exp(self.log_prices)
 
     def restore(self, past: SavedModel) -> None:
@@ -262,7 +261,7 @@ class ReplicaValueModel:
         )
 
     def learn(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
-        """Learns from one interval. `hazard` must have observed all losses until now."""
+        """Learns from one interval. `hazard` must have observed all losses of spot replicas until now."""
         self.usual_rate.observe(stats.requests, stats.dt_s, self._recovery_s)
         self._usual_at.append((stats.at_s, self.usual_rate.rps))
         while len(self._usual_at) > 1 and self._usual_at[1][0] <= stats.settled.from_s - self._recovery_s:
@@ -308,17 +307,17 @@ class ReplicaValueModel:
         )
 
     def restore(self, past: SavedModel) -> None:
-        """Restores a stored model, unless it was learned for another goal."""
+        """Restores a stored model. Does nothing if the model was learned for another goal."""
         if _identity(past) == _identity(self.goal):
             self.simulator.restore(past.paper)
             self.price.restore(past)
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Returns whether the model's counts hold for this goal; prices and speeds may differ."""
+        """Returns whether the model's counts are valid for this goal. Prices and speeds may differ."""
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:
-        """Sets a goal for which `is_for` holds."""
+        """Sets a new goal. `is_for` must be true for it."""
         self.goal = goal
         self.simulator.set_speed(goal.speed)
 
@@ -388,8 +387,9 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses` has
-    pairs: a share of the time, and the share of the spot replicas (at least one) missing then."""
+    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` has them for 0, 1, 2...
+    replicas without losses. `losses` has pairs: a share of time, and the share of spot replicas (at least one) lost.
+    """
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

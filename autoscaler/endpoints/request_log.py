@@ -1,4 +1,6 @@
-"""Counter deltas between two replica reports, and the request log reconstructed from them."""
+"""The changes of counters between two reports of a replica, and the request log that is reconstructed from these
+changes.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ class CounterDelta:
 
 @dataclass(slots=True)
 class CounterDeltas:
-    """Keeps the last report of each replica of an endpoint, and computes the counter deltas since then."""
+    """Keeps the last report of each replica of an endpoint, and computes how the counters have changed since that
+    report.
+    """
 
     last_report: dict[str, ReplicaLoad] = field(default_factory=dict)
 
     def update(self, load: EndpointLoad) -> list[CounterDelta]:
-        """Returns the counter deltas since the last reports. Counts from before a replica's first report are left out,
-        because their time is unknown.
+        """Returns the changes of the counters since the last reports. Counts from before a replica's first report are
+        left out, because the time of these counts is unknown.
         """
         found = []
         for replica in load.replicas:
@@ -46,11 +50,11 @@ class CounterDeltas:
 
 @dataclass(slots=True)
 class Arrivals:
-    """The requests of one endpoint: their arrival times and their sizes in tokens. Engines report a size when the
-    request ends.
+    """The requests of one endpoint: their arrival times and their sizes in tokens. Engines report the size of a request
+    when the request ends.
 
     Sizes are assigned to arrivals in the order in which requests ended, which is mostly the order of arrivals. Requests
-    that ended between the same two reports get their mean size.
+    that ended between the same two reports get the mean of their sizes.
     """
 
     arrival_s: list[float] = field(default_factory=list)
@@ -65,16 +69,17 @@ class Arrivals:
             self.sizes.extend([size] * ended)
 
     def correct(self, count: int, from_s: float, until_s: float) -> None:
-        """Adds `count` arrivals that no replica has taken yet. A negative count removes arrivals that were already
-        counted in the queue.
+        """Adds `count` arrivals that no replica has received yet. If `count` is negative, removes arrivals that were
+        counted twice: first in the router's queue, then at a replica.
         """
         self.arrival_s += spread(count, from_s, until_s)
         del self.arrival_s[max(0, len(self.arrival_s) + min(count, 0)) :]
 
     def take_batch(self, from_s: float, until_s: float) -> RequestBatch:
-        """Removes and returns the arrivals before `until_s`; a request of unknown size gets the last known size.
+        """Removes and returns the arrivals before `until_s`. A request of unknown size gets the last known size.
 
-        Sizes beyond the number of arrivals belong to requests that arrived unseen, and are dropped.
+        If there are more sizes than arrivals, the surplus belongs to requests whose arrival was not seen, and is
+        dropped.
         """
         while len(self.sizes) > len(self.arrival_s):
             self.sizes.popleft()
@@ -92,7 +97,9 @@ class Arrivals:
 
 @dataclass(slots=True)
 class RouterQueue:
-    """The router's queue: only its length is known, and it is assumed to be first come, first served."""
+    """A model of the router's queue. Only the length of the real queue is known. Its order is assumed to be first come,
+    first served.
+    """
 
     arrival_s: deque[float] = field(default_factory=deque)
     late_count: int = 0
@@ -101,8 +108,8 @@ class RouterQueue:
     """The number of requests that were reported late here, are at replicas now, and were not yet reported by those."""
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
-        """Records the arrivals of an interval and returns their number. `taken` requests went to replicas in the
-        interval, and `length` requests wait at its end.
+        """Records the arrivals of an interval and returns their number. `taken` requests went from the queue to
+        replicas in the interval. `length` requests wait at its end.
         """
         count = max(0, taken + length - len(self.arrival_s))
         self.arrival_s.extend(spread(count, from_s, until_s))
@@ -114,18 +121,19 @@ class RouterQueue:
         return count
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
-        """Returns how many of the `late` requests that replicas report were already reported late while they waited
-        here. A replica reports such requests as soon as it receives them.
+        """Returns how many late requests are now reported a second time. `late` is the number of requests that replicas
+        report as late. Some of them were already reported late while they waited in this queue. A replica reports such
+        a request as soon as it receives it.
 
-        `in_replicas`: requests at replicas now.
+        `in_replicas` is the number of requests at replicas now.
         """
         found = min(self.reported, late)
         self.reported = min(self.reported - found, in_replicas)
         return found
 
     def count_newly_late(self, before_s: float) -> int:
-        """Returns how many waiting requests arrived before `before_s` and have not been reported late, and counts them
-        as reported.
+        """Returns the number of waiting requests that arrived before `before_s` and have not been reported late yet.
+        From now on they count as reported.
         """
         late = sum(at_s < before_s for at_s in self.arrival_s)
         count, self.late_count = max(0, late - self.late_count), max(late, self.late_count)
@@ -133,6 +141,6 @@ class RouterQueue:
 
 
 def spread(count: int, from_s: float, until_s: float) -> list[float]:
-    """Returns `count` evenly spaced arrival times."""
+    """Returns `count` arrival times, evenly spaced between `from_s` and `until_s`."""
     apart_s = (until_s - from_s) / max(count, 1)
     return [from_s + (at + 0.5) * apart_s for at in range(count)]

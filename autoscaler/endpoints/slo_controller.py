@@ -1,6 +1,6 @@
-"""Keeps a value model for each endpoint with an SLO from tick to tick, and adds replica values to the snapshot.
+"""Keeps a value model for each endpoint with an SLO from tick to tick. Adds the values of replicas to the snapshot.
 
-A new controller releases no replicas of an existing endpoint until it has observed that endpoint for `MEMORY_S`.
+A new controller releases no replicas of an existing endpoint until it has observed the endpoint for `MEMORY_S`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class EndpointMonitor:
             self.kv_least.popleft()
 
     def resume(self, at_s: float) -> None:
-        """Restarts after a gap in the reports, because arrivals in the gap were not seen. After a long gap the usual
-        rate is unknown.
+        """Restarts the observation after a gap in the reports, because arrivals in the gap were not seen. After a long
+        gap the usual request rate counts as unknown.
         """
         if at_s - self.learned_at_s > MEMORY_S:
             self.usual_since_s = at_s
@@ -87,7 +87,9 @@ class EndpointMonitor:
     def learn(
         self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: EndpointHosts, hazard: ReclaimHazard
     ) -> None:
-        """Learns from the interval since the last call. The usual rate does not change while no replica is ready."""
+        """Learns from the interval since the last call. While no replica is ready, the usual request rate does not
+        change.
+        """
         from_s, taken, goal = self.learned_at_s, round(self.counted.requests), self.model.goal
         came = self.queue.record_interval(taken, round(load.queued), from_s, at_s)
         late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))
@@ -112,7 +114,7 @@ class EndpointMonitor:
 
 
 class SloController:
-    """The value models of all endpoints with an SLO. `known`: models that an earlier controller stored."""
+    """The value models of all endpoints with an SLO. `known` are the models that an earlier controller stored."""
 
     def __init__(self, known: SavedModels | None = None) -> None:
         self._known = known or {}
@@ -120,11 +122,13 @@ class SloController:
 
     @property
     def learned(self) -> SavedModels:
-        """All models to store; an endpoint without reports so far keeps its model of the earlier controller."""
+        """All models to store. An endpoint that has not reported yet keeps the model of the earlier controller."""
         return {**self._known, **{key: monitor.model.saved for key, monitor in self._monitors.items()}}
 
     def with_replica_values(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:
-        """Returns the snapshot with the replica values of endpoints that have an SLO and a known speed."""
+        """Returns the snapshot with replica values added. Only endpoints with an SLO and a known replica speed get a
+        value.
+        """
         served = {key_of(view.endpoint): view for view in seen.endpoints}
         self._known = {key: saved for key, saved in self._known.items() if key in served}
         for key, monitor in tuple(self._monitors.items()):

@@ -1,5 +1,7 @@
-"""Applies the placement plan to an endpoint with an SLO: its replicas and pending capacity become `FleetNode`s, the
-offerings become pools, and the plan becomes a replica count and released nodes.
+"""Applies the placement plan to an endpoint with an SLO.
+
+The endpoint's replicas and its pending capacity become `FleetNode`s, and the offerings become pools. The plan becomes a
+replica count and a list of nodes to release.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class EndpointDecision:
 def decide(
     view: EndpointView, value: ReplicaValue, snapshot: Snapshot, offerings: Offerings, hosts: EndpointHosts
 ) -> EndpointDecision:
-    """Returns the decision for one endpoint. While signals are stale or too little is learned, it releases nothing and
-    hence buys no replacement.
+    """Returns the decision for one endpoint. While load reports are stale or the model has learned too little, no
+    replica is released. For that reason no replacement is bought either.
     """
     spec = view.endpoint.spec.replicas
     is_held = may_not_shrink(view, value, snapshot.at_s)
@@ -156,16 +158,18 @@ def may_not_shrink(view: EndpointView, value: ReplicaValue, now_s: float) -> boo
 
 
 def kv_least(view: EndpointView) -> int:
-    """Returns the number of replicas that the use of KV caches needs; the value model counts time, not memory."""
+    """Returns the number of replicas that the use of KV caches requires. It complements the value model, which
+    considers time but not memory.
+    """
     return 0 if view.load is None else math.ceil(kv_target(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
 def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
-    """Yields staying replicas (their ids have a #), starting ones (~), and free capacity on nodes bought for the
-    endpoint (+).
+    """Yields the endpoint's replicas and free capacity as FleetNodes. The id of a node has a mark: `#` for a replica
+    that stays, `~` for a replica that starts, and `+` for free capacity on a node that was bought for the endpoint.
 
-    A replica on a node that other tenants keep counts as spot, because it costs no more. `spot_micro_usd_h`: the price
-    of a replica on spot.
+    A replica on a node that other tenants keep counts as spot, because it costs nothing extra. `spot_micro_usd_h` is
+    the price of a replica on spot.
     """
     name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, replica_throughputs(view)
     present = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
@@ -209,7 +213,9 @@ def _room(view: NodeView, shape: Shape, existing: int) -> int:
 
 
 def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
-    """Returns the work of replicas on spot by pool."""
+    """Returns, for each spot pool, how much work the endpoint's replicas in the pool can do. The unit is the work of
+    one replica on the slowest node type.
+    """
     spot = {pool_name(v.node.type, v.node.zone) for v in hosts.hosting(view) if v.node.market is CapacityType.SPOT}
     held: dict[str, float] = defaultdict(float)
     for node in replica_slots(view, hosts):
@@ -219,8 +225,8 @@ def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
 
 
 def prices(view: EndpointView, offerings: Offerings) -> tuple[float, dict[str, float]]:
-    """Returns the price in dollars an hour of a unit of work on demand, and the prices by spot pool. Free offerings get
-    the price of the cheapest paid one, since the value of a late request derives from the price.
+    """Returns the price of a unit of work in dollars an hour: on demand, and by spot pool. A free offering gets the
+    price of the cheapest paid offering, because the value of a late request is derived from the price.
     """
     by_pool = _offers(view, offerings).values()
     found = [(offering, _price(view, offerings, offering, fit) / 1e6) for offering, fit in by_pool]
@@ -326,7 +332,9 @@ def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
 
 
 def drains(snapshot: Snapshot) -> Iterator[Drain]:
-    """Drains the nodes that endpoints released; the endpoints' targets no longer count the replicas on these nodes."""
+    """Yields drains of the nodes that endpoints have released. The endpoints' targets no longer include the replicas on
+    these nodes.
+    """
     released = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     nodes = {view.node.id: view.node for view in snapshot.nodes if view.node.id in released}
     for view in snapshot.endpoints:

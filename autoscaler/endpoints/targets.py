@@ -1,8 +1,8 @@
-"""The replica targets of endpoints.
+"""The target number of replicas of each endpoint.
 
-For an endpoint with an SLO the serving policy (`slo_policy`) sets the target. Without an SLO the target rises after
-`upscale_delay_s` of high load and falls after `downscale_delay_s` of low load. It never falls while a report of Serve,
-or of one replica, is stale.
+For an endpoint with an SLO, the serving policy (`slo_policy`) sets the target. For any other endpoint, the target rises
+after `upscale_delay_s` of high load and falls after `downscale_delay_s` of low load. It never falls while a report of
+Serve or of one of the replicas is stale.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from raytide.scheduling.replicas import SERVING_STATES, is_fresh, silent_replica
 
 
 def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
-    """Returns the snapshot with the new targets, and the Scales that publish them. A second call on the result changes
-    nothing.
+    """Returns the snapshot with the new targets, and the Scale actions that publish the targets. A second call on the
+    result changes nothing.
     """
     if not snapshot.ray_answers:
         return snapshot, ()
@@ -43,8 +43,10 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 
 def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
-    """Returns the number of replicas that the load needs, within the bounds. It is 0 only if the minimum is 0, there
-    are no requests, and no first replica is starting.
+    """Returns the number of replicas that the load needs, within the configured bounds.
+
+    The result is 0 only if three things hold: the minimum is 0, there are no requests, and no first replica is
+    starting.
     """
     spec = endpoint.spec
     if spec.backend is not None:
@@ -59,8 +61,8 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
 
 
 def missing(spec: ServeSpec, load: EndpointLoad) -> tuple[str, ...]:
-    """Returns the names of the endpoint's signals that should have a value and have none. The use of CPU, GPU and
-    memory (METERS) is expected only while a replica is ready.
+    """Returns the names of the endpoint's scaling signals that should have a value but have none. The use of CPU, GPU
+    and memory (METERS) should have a value only while a replica is ready.
     """
     expected = (signal.name for signal in spec.replicas.scale_on if load.ready or signal.name not in METERS)
     return tuple(name for name in expected if name not in load.signals)
@@ -71,8 +73,9 @@ def bounded(spec: ServeSpec, replicas: int) -> int:
 
 
 def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
-    """Returns the endpoint with the times since when its load has been low or high. A stale report of Serve resets both
-    times, a stale report of a single replica only that of low load.
+    """Returns the endpoint with two updated times: since when its load has been low, and since when it has been high.
+
+    A stale report of Serve resets both times. A stale report of a single replica resets only the time of low load.
     """
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
@@ -86,12 +89,12 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
 
 
 def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
-    """Returns the endpoint with its new target."""
+    """Returns the endpoint with the new target of `scale`."""
     return replace(endpoint, target_replicas=scale.replicas, low_since_s=None, high_since_s=None, reason=scale.reason)
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """Returns the new target by load alone; None if the target does not change."""
+    """Returns the new target of an endpoint by load alone. Returns None if the target does not change."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
@@ -127,7 +130,9 @@ def _planned(
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:
-    """Returns which missing or stale report keeps the target unchanged, in words; empty if none does."""
+    """Returns a text about the missing or stale report that keeps the target unchanged. Returns an empty string if
+    there is no such report.
+    """
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return ""

@@ -1,7 +1,9 @@
-"""The traffic of each endpoint, from the counters of its replicas: the request rates over the last half minute, and the
-usual rate, which is the forecast. Speeds and start-up times that are not configured are learned.
+"""The traffic of each endpoint, measured from the counters of its replicas.
 
-A new controller starts with rates that are too low rather than too high, and with the stored speeds and starts.
+It contains the request rates over the last half minute and the usual request rate, which serves as the forecast.
+Replica speeds and start-up times that are not configured are learned.
+
+A new controller starts with the stored speeds and start-up times. Its first rates are too low rather than too high.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ ERROR_MEMORY_S = 3 * 86400.0
 
 @dataclass(slots=True)
 class RequestRate:
-    """The usual request rate: an exponentially weighted mean, by default with a memory of a quarter of an hour."""
+    """The usual request rate: an exponentially weighted mean of the observed rates. Its default memory is a quarter of
+    an hour.
+    """
 
     memory_s: float = MEMORY_S
     _sum: float = 0.0
@@ -52,10 +56,11 @@ class RequestRate:
 
 @dataclass(slots=True)
 class RateForecast:
-    """The usual request rate, averaged over the length of memory that has forecast best. A smooth rate is followed
-    closely; bursts, which are over before a replica has started, are averaged.
+    """The usual request rate, used as a forecast. The rate is averaged over several lengths of memory. The length that
+    has forecast best so far is used. The forecast thus follows a smooth rate closely, and averages over bursts, which
+    are over before a new replica has started.
 
-    The error of a forecast is its difference from the rate one cold start later, squared, relative to the variance of
+    The error of a forecast is its squared difference from the rate one cold start later, relative to the variance of
     random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.
     """
 
@@ -66,7 +71,9 @@ class RateForecast:
     _now_s: float = 0.0
 
     def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
-        """Counts the requests of an interval. `ahead_s`: how many seconds ahead the rate is used as a forecast."""
+        """Counts the requests of an interval of `dt_s` seconds. `ahead_s` is how many seconds ahead the rate is used as
+        a forecast.
+        """
         if dt_s <= 0:
             return
         self._now_s += dt_s
@@ -111,7 +118,7 @@ Starts = Mapping[Key, tuple[Start, ...]]
 
 @dataclass(slots=True)
 class TrafficMeter:
-    """The traffic of one endpoint."""
+    """Measures the traffic of one endpoint."""
 
     spec: ServeSpec
     node_types: Mapping[str, NodeType] = field(default_factory=dict)
@@ -129,7 +136,7 @@ class TrafficMeter:
     request_s: float | None = None
 
     def set_spec(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
-        """Sets the spec, and the node types that can hold a replica."""
+        """Sets the endpoint's spec. Keeps those of the `node_types` that can hold a replica."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         open_types = (t for t in node_types if t.max_nodes and open_zones(shape, t))
         able = [t for t in open_types if copies_that_fit(spec.resources, t.resources)]
@@ -137,7 +144,7 @@ class TrafficMeter:
         self.node_types = {node_type.name: node_type for node_type in able}
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
-        """Returns the traffic after a new load report. `hosts`: nodes by Ray's id."""
+        """Returns the endpoint's traffic after a new load report. `hosts` maps Ray's node ids to nodes."""
         self._count(load, hosts)
         self.starts.observe(load, hosts, self.spec.name)
         if self.window and load.at_s > self.window[-1][0]:
@@ -227,7 +234,9 @@ class TrafficMeter:
 
 
 class TrafficMonitor:
-    """The traffic of all endpoints. `speeds` and `starts`: the values that an earlier controller learned."""
+    """Measures the traffic of all endpoints. `speeds` and `starts` are the values that an earlier controller
+    learned.
+    """
 
     def __init__(
         self, node_types: Sequence[NodeType], speeds: Speeds | None = None, starts: Starts | None = None
@@ -246,7 +255,7 @@ class TrafficMonitor:
     def with_traffic(
         self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], nodes: Iterable[Node]
     ) -> dict[str, EndpointLoad]:
-        """Returns the loads with their traffic."""
+        """Returns the loads by endpoint name, each with its traffic added."""
         hosts = {node.ray_node_id: node for node in nodes if node.ray_node_id} if loads else {}
         measured, before = {}, self._meters
         self._meters = {}
@@ -284,8 +293,8 @@ def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """Returns the mean speed over these node types; if none of them is known, the mean over all known types; None if no
-    type is known.
+    """Returns the mean replica speed over these node types. If the speed on none of them is known, returns the mean
+    over all types with a known speed. Returns None if there are none.
     """
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:

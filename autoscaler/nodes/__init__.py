@@ -1,1 +1,1 @@
-"""The life of nodes: launch, back-off, occupancy, idleness, utilization, spend."""
+"""The life of nodes: launch, back-off after failures, occupancy, idleness, utilization, and spend."""

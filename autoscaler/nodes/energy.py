@@ -1,4 +1,4 @@
-"""The energy that nodes have used, from the readings of their machines."""
+"""The energy that nodes have used, computed from the readings of their machines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _LONGEST_GAP_S = 60.0
 
 
 class EnergyMeter:
-    """Joules since the start of this process, by node and source. Between two readings the power of the earlier one is
-    assumed, unless a counter measures the energy itself. The meter is safe to share between threads.
+    """The energy used since the start of this process, in joules by node and source.
+
+    Some sources count energy. For the others, the power of a reading is assumed to hold until the next reading. The
+    meter is safe to share between threads.
     """
 
     def __init__(self, watts_per_core: float = 0.0) -> None:
@@ -31,7 +33,7 @@ class EnergyMeter:
         self._booked_mj: dict[str, int] = {}
 
     def add(self, node_id: str, reading: NodeReading) -> None:
-        """Adds the energy since the node's last reading."""
+        """Adds the energy that the node has used since its previous reading."""
         with self._lock:
             before = self._last.get(node_id)
             self._last[node_id] = reading
@@ -64,15 +66,15 @@ class EnergyMeter:
         return {source: watts for source, watts in found.items() if watts is not None}
 
     def pending_mj(self) -> dict[str, int]:
-        """Returns, for each node, the millijoules that are not booked yet."""
+        """Returns, for each node, the energy in millijoules that is not booked in the ledger yet."""
         return {
             node_id: int(1000.0 * sum(joules.values())) - self._booked_mj.get(node_id, 0)
             for node_id, joules in self.joules().items()
         }
 
     def settle(self, booked_mj: Mapping[str, int], closed: Iterable[str] = ()) -> None:
-        """Subtracts the booked millijoules from the pending ones, and forgets the `closed` nodes, which get no more
-        bookings.
+        """Records that energy was booked. `booked_mj` has the booked millijoules by node. Forgets the nodes in
+        `closed`, for which no more energy is booked.
         """
         with self._lock:
             for node_id, amount in booked_mj.items():

@@ -1,6 +1,8 @@
-"""The idle time of each node: in Ray, by raytide's own clock, and physically, by the node's meters.
+"""The idle time of each node. It is measured in two ways: in Ray, by raytide's own clock, and physically, by the node's
+meters.
 
-Ray's own idle clock restarts whenever work queues on any node (ray#60546), and covers only processes that Ray started.
+Ray's own idle clock is not used: it restarts whenever work queues on any node (ray#60546), and it covers only processes
+that Ray started.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 @dataclass(frozen=True, slots=True)
 class QuietInterval:
-    """An unbroken interval of readings in which no meter was above its limit."""
+    """An unbroken series of readings in which no meter of a node was above its limit."""
 
     since_s: float
     last_s: float
@@ -23,7 +25,9 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """The start of each node's unbroken idle time. A new controller starts at zero, which is safe."""
+    """The times since which each node has been idle without a break. A new controller starts to count at zero. This is
+    safe, because it only keeps idle nodes for longer.
+    """
 
     since_s: Mapping[str, float] = field(default_factory=dict)
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
@@ -34,7 +38,9 @@ class IdleClock:
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
     def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
-        """Returns the clock after readings of these nodes' meters."""
+        """Returns the clock after readings of the nodes' meters. `uses` has the readings, and `types` the node types,
+        by node.
+        """
         quiet = {}
         for node_id, node_type in types.items():
             last_s = _quiet_at_s(node_type, uses.get(node_id, {}))
@@ -49,8 +55,8 @@ class IdleClock:
         return 0.0 if since_s is None else now_s - since_s
 
     def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
-        """Returns why a node that is idle in Ray may still be busy; "" if it is idle. The text stays the same while
-        nothing changes.
+        """Returns the reason why a node that is idle in Ray may still be busy. Returns an empty string if the node is
+        idle. The text stays the same while nothing changes.
         """
         for meter, limit in node_type.busy_above.items():
             reading, name = use.get(meter), meter.upper()

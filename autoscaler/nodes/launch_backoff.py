@@ -1,4 +1,4 @@
-"""The launch history of each pool (node type and zone): exponential back-off after failures."""
+"""The launch history of each pool (a node type in a zone), and the exponential back-off after failed launches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
 
 
 def after_success(pool: Pool, requested_at_s: float) -> Pool:
-    """Resets the pool, unless the node was requested before the last failure."""
+    """Returns the pool without failures. If the node that joined was requested before the last failure, returns the
+    pool unchanged.
+    """
     if pool.failures and requested_at_s <= pool.retry_at_s - _backoff_s(pool.failures):
         return pool
     return Pool(pool.node_type, pool.zone)
@@ -31,9 +33,10 @@ def after_success(pool: Pool, requested_at_s: float) -> Pool:
 def update_pools(
     pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float
 ) -> tuple[Pool, ...]:
-    """Returns the pools after the change from `before` to `now_nodes`. A node that joined counts as a success of its
-    pool, a node that never will join as a failure. Several failures of a pool in one call count once. Persist the
-    result together with the nodes.
+    """Returns the pools after the nodes changed from `before` to `now_nodes`. Store the result together with the nodes.
+
+    A node that has joined counts as a success of its pool. A node that will never join counts as a failure. Several
+    failures of a pool in one call count as one.
     """
     table = {(pool.node_type, pool.zone): pool for pool in pools}
     was = {node.id: node.state for node in before}

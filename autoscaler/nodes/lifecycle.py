@@ -1,8 +1,14 @@
-"""The lifecycle of a node, as pure functions: observations move it forward; decisions are recorded, then carried out.
+"""The lifecycle of a node, as pure functions. Observations move a node forward. Decisions are first recorded and then
+carried out.
 
-REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a
-drain) -> TERMINATING -> GONE (the provider ended it). Every transition can be repeated after a crash: `overdue` lists
-the decisions that have not been carried out.
+The states are REQUESTED -> LAUNCHING -> READY -> DRAINING -> TERMINATING -> GONE:
+
+- LAUNCHING: the provider lists the node.
+- READY: Ray lists the node as alive.
+- DRAINING: a notice came, or Ray accepted a drain.
+- GONE: the provider ended the node.
+
+Every transition can be repeated after a crash. `overdue` lists the decisions that have not been carried out.
 """
 
 from __future__ import annotations
@@ -34,8 +40,9 @@ def observe(
     notices: Iterable[Notice],
     now_s: float,
 ) -> tuple[Node, ...]:
-    """Returns all nodes, moved forward by the observation. None for `machines` or `ray_nodes` means that the source did
-    not answer; nothing is concluded from that."""
+    """Returns all nodes, moved forward by what was observed. If `machines` or `ray_nodes` is None, this source did not
+    answer, and nothing is concluded from it.
+    """
     listed = None if machines is None else {machine.node_id: machine for machine in machines}
     in_ray = None if ray_nodes is None else by_node_id(ray_nodes)
     notices_by_node = {notice.node_id: notice for notice in notices}
@@ -83,7 +90,7 @@ def from_ray(node: Node, in_ray: RayNode | None, now_s: float) -> Node:
 
 
 def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
-    """Returns the record of a decided launch; persist it before calling the provider."""
+    """Returns the record of a node whose launch was decided. Store the record before you call the provider."""
     return Node(
         id=launch.node_id,
         type=node_type.name,
@@ -98,29 +105,33 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 
 def was_taken_back(node: Node) -> bool:
-    """Returns whether this is a spot node that the provider has reclaimed or will reclaim."""
+    """Returns whether the node is a spot node that the provider has reclaimed or is about to reclaim."""
     return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or ENDED_BY_PROVIDER in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:
-    """Returns whether raytide ended the node before it could join, which does not count as a failure of its pool."""
+    """Returns whether raytide itself ended the node before it could join. This does not count as a failure of the
+    node's pool.
+    """
     return node.reason.startswith(CANCELLED)
 
 
 def refused(node: Node, why: str, now_s: float) -> Node:
-    """Returns the record of a node that the provider refused: it never existed, and nothing is billed."""
+    """Returns the record of a node whose launch the provider refused. The node never existed, and nothing is billed."""
     return _gone(node, now_s, why)
 
 
 def drained(node: Node, drain: Drain) -> Node:
-    """Returns the record after Ray accepted an idle drain. Call Ray first: it refuses when something runs there."""
+    """Returns the record of a node after Ray accepted an idle drain. Call Ray first, because Ray refuses the drain if
+    something runs on the node.
+    """
     if node.state is not NodeState.READY:
         return node
     return replace(node, state=NodeState.DRAINING, reason=drain.reason)
 
 
 def terminating(node: Node, terminate: Terminate) -> Node:
-    """Returns the record of a decided termination; persist it before calling the provider."""
+    """Returns the record of a node whose termination was decided. Store the record before you call the provider."""
     if node.state is NodeState.GONE:
         return node
     is_cancelled = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
@@ -130,16 +141,18 @@ def terminating(node: Node, terminate: Terminate) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Provider calls that are still to be made. All are idempotent."""
+    """The calls to the provider that still have to be made. All of them are idempotent."""
 
     launch: tuple[Node, ...] = ()
     terminate: tuple[str, ...] = ()
 
 
 def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
-    """Returns the differences between records and machines: after a crash, and after failed calls.
+    """Returns the provider calls that make the machines agree with the records. Calls are missing after a crash or a
+    failed call.
 
-    A running machine without a record is terminated too: records come first, so nothing can be using it.
+    A running machine without a record is terminated. Records are always stored first, so that nothing can be using such
+    a machine.
     """
     records: Mapping[str, Node] = {node.id: node for node in nodes}
     listed = {machine.node_id: machine for machine in machines}
@@ -150,7 +163,7 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
 
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
-    """Returns Ray's nodes by raytide's node id; if a machine has had several raylets, its live one."""
+    """Returns Ray's nodes by raytide's node id. If a machine has had several raylets, returns the one that is alive."""
     found: dict[str, RayNode] = {}
     for node in ray_nodes:
         if node.node_id:

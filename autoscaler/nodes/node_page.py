@@ -1,4 +1,4 @@
-"""Reads the pages of Ray's agent and of exporters, in Prometheus' text format."""
+"""Reads the metrics pages of Ray's agent and of the exporters, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ PageSamples = Mapping[str, list[tuple[float, float]]]
 
 
 def read_page(page: str, now_s: float) -> PageSamples:
-    """Returns the samples that this module uses; raises ValueError if the text is not in Prometheus' format."""
+    """Returns those samples of a page that this module uses. Raises ValueError if the text is not in Prometheus'
+    format.
+    """
     lines = [line for line in page.splitlines() if line.startswith(_READ)]  # a page has hundreds of others
     found: dict[str, list[tuple[float, float]]] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
@@ -55,9 +57,9 @@ def read_page(page: str, now_s: float) -> PageSamples:
 
 
 def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
-    """Returns the meters on a page; with several GPUs, the value of the busiest counts.
+    """Returns the meters (the use of CPU and GPU) on a page. With several GPUs, the value of the busiest GPU counts.
 
-    A NaN for any GPU (a failing driver) makes the meter unknown: that GPU may be in use.
+    If the value of any GPU is NaN (a failing driver), the meter is left out, because that GPU may be in use.
     """
     found = {}
     for name, meter in _METERS.items():
@@ -69,7 +71,7 @@ def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
 
 
 def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
-    """Returns the values on a page that are not meters, such as power and energy."""
+    """Returns all values of a page that are not meters, such as power and energy."""
 
     def total(name: str) -> float | None:
         values = [value for value, _ in samples.get(name, ())]
@@ -97,8 +99,11 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
 
 
 def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
-    """Returns by how many seconds a machine's clock is ahead of this one; negative if it is behind. It is the least
-    skew that explains the `Date`, a whole second, of the machine's response. None without a valid date.
+    """Returns by how many seconds a machine's clock is ahead of this machine's clock. The result is negative if it is
+    behind.
+
+    `date` is the `Date` header of the machine's response, in whole seconds. The result is the smallest skew that
+    explains it. Returns None if the date is not valid.
     """
     try:
         began_s = parsedate_to_datetime(date).timestamp()
@@ -110,8 +115,8 @@ def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
 
 
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the agent's reading of a machine, with the exporter's time and its values for GPUs, CPU energy and OOM
-    kills. The agent's value for GPU power stays if the exporter has none.
+    """Returns the reading of a machine by Ray's agent, completed by the exporter's reading. The time and the values for
+    GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's value stays.
     """
     return replace(
         reading,

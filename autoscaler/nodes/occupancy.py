@@ -1,4 +1,4 @@
-"""The tenants of each node: replicas, members of gangs, and other work in Ray."""
+"""The tenants of each node: replicas of endpoints, members of gangs, and other work in Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Tenants:
-    """The replicas and members on one node."""
+    """The replicas and the members of gangs on one node."""
 
     view: NodeView
     replicas: tuple[EndpointView, ...] = ()
@@ -41,7 +41,7 @@ class Tenants:
 
     @property
     def description(self) -> str:
-        """The tenants as text."""
+        """The tenants as text for messages."""
         jobs = list(dict.fromkeys(lease.job_id for lease, _ in self.members))
         more = [f"{len(jobs) - 3} more"] if len(jobs) > 3 else []
         return ", ".join([*jobs[:3], *more]) or f"the {len(self.replicas)} replicas"
@@ -55,8 +55,8 @@ class Tenants:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape that each tenant would need on another node. A gang keeps its accelerator, and the label that its
-        members share.
+        """The shapes that the tenants would need on another node, one for each tenant. A member of a gang keeps its
+        accelerator and the label that all members of the gang share.
         """
         gangs = (
             _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
@@ -69,15 +69,15 @@ class Tenants:
 
     @cached_property
     def shape_key(self) -> tuple[object, ...]:
-        """The tenants' total resources and the labels of each: nodes with equal keys have tenants that fit the same
-        offerings.
+        """A key made of the tenants' total resources and the labels of each tenant. If two nodes have equal keys, their
+        tenants fit the same offerings.
         """
         labels = (tuple(sorted(shape.labels.items())) for shape in self.shapes)
         return (*sorted(self.resources.items()), *labels)
 
     @cached_property
     def accounts_for_all_usage(self) -> bool:
-        """True if the tenants explain all usage that Ray reports."""
+        """True if the known tenants explain all resource usage that Ray reports for the node."""
         explained: Resources = {}
         for shape in self._shapes:
             explained = plus(explained, shape.resources)
@@ -88,7 +88,7 @@ class Tenants:
         )
 
     def hosts_only(self, lease: Lease) -> bool:
-        """Returns whether only members of this gang use the node."""
+        """Returns whether the node is used only by members of the gang with this lease."""
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
     def _where_as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
@@ -151,7 +151,9 @@ class NodeOccupancy:
         return found
 
     def price_of(self, lease: Lease) -> float:
-        """Returns the gang's price in micro-dollars an hour, by its share of each node."""
+        """Returns the price of the gang with this lease in micro-dollars an hour. The gang pays its share of each
+        node's price.
+        """
         if lease.id not in self._prices:
             views = [self.views[m.node_id] for m in lease.members if m.has_node and m.node_id in self.views]
             shares = [dominant_share(lease.shape.resources, view.total) for view in views]

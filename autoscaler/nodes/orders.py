@@ -1,8 +1,9 @@
-"""Orders about nodes, as pure functions: an operator or an alert replaces a node or keeps it out of use.
+"""Orders about nodes, as pure functions. An operator or an alert orders that a node is replaced, or kept out of use
+(quarantined).
 
-A quarantined node is drained like one that the provider reclaims: gangs get a notice, Ray places nothing new on it, and
-its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted the machine is
-terminated, because Ray does not take a drained node back. If the machine ends earlier, the quarantine ends too.
+A quarantined node is drained like a node that the provider reclaims: gangs get a notice, Ray places nothing new on it,
+and its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted, the machine is
+terminated, because Ray does not take a drained node back. If the machine ends earlier, the quarantine ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DRAIN_S = 60.0
 def carry_out(
     nodes: Mapping[str, Node], orders: Iterable[Order], now_s: float
 ) -> tuple[dict[str, Node], tuple[Order, ...]]:
-    """Returns the nodes after the orders about them were carried out, and these orders with their outcomes."""
+    """Carries out the orders that concern nodes. Returns the changed nodes, and these orders with their outcomes."""
     after, done = dict(nodes), []
     for order in orders:
         if order.kind not in _NODE_ORDERS:

@@ -1,4 +1,6 @@
-"""The limits on the fleet's cost per hour: the configured limits, lowered so that the month's budget lasts."""
+"""The limits on the fleet's cost per hour. They are the configured limits, lowered if needed so that the month's budget
+lasts.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ LEAST_LEFT_H = 1.0
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
-    """Returns the cost limits at which the month's budget lasts, if the fleet stays unchanged until the end of the
-    month.
+    """Returns the fleet's cost limits. They make the month's budget last if the fleet stays unchanged until the end of
+    the month.
 
-    `spent_micro_usd`: since the month began.
+    `spent_micro_usd` is the cost since the beginning of the month.
     """
     soft = None if section.soft_usd_h is None else micro_usd(section.soft_usd_h)
     hard = most = None if section.hard_usd_h is None else micro_usd(section.hard_usd_h)
@@ -39,6 +41,6 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
 
 
 def month_end_s(now_s: float) -> float:
-    """Returns the first instant of the next month, UTC."""
+    """Returns the first instant of the next month in UTC, as Unix time in seconds."""
     first = datetime.fromtimestamp(now_s, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     return (first + timedelta(days=32)).replace(day=1).timestamp()

@@ -1,6 +1,7 @@
-"""Physical utilization of the nodes, from the metrics endpoint of each: Ray's agent, or an exporter on the machine.
+"""The physical utilization of the nodes. It is read from the metrics endpoint of Ray's agent or of an exporter on each
+machine.
 
-One thread reads all endpoints every few seconds, each with a timeout; the controller uses the last readings.
+One thread reads all endpoints every few seconds, each with a timeout. The controller uses the last readings.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ and those of Ray's agent on a machine whose exporter has the meters.
 
 
 class MeterReader:
-    """Reads meters in a thread that starts with the first `watch`."""
+    """Reads the nodes' meters in a background thread. The first call of `watch` starts the thread."""
 
     def __init__(
         self,
@@ -74,19 +75,19 @@ class MeterReader:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def watch(self, machines: Iterable[Machine], idle: Container[str] = (), others: Iterable[Machine] = ()) -> None:
-        """Sets the machines to read. If there are too many, idle ones come first. The meters of the `others` influence
-        no decision, so these are read more rarely.
+        """Sets the machines to read. If there are too many for one round, those in `idle` are read first. The meters of
+        `others` influence no decision, and are read less often.
         """
         self._machines, self._idle, self._others = tuple(machines), idle, tuple(others)
         if (self._machines or self._others) and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
     def last_readings(self) -> Mapping[str, Use]:
-        """Returns the last reading of each meter by node, however old."""
+        """Returns the last reading of each meter, by node. A reading may be old."""
         return self._use
 
     def measured(self) -> Mapping[str, NodeMeasurement]:
-        """Returns the last reading of each machine by node, however old, with its power and energy."""
+        """Returns the last reading of each machine by node, with its power and energy. A reading may be old."""
         joules, readings = self.energy.joules(), self._readings
         return {
             node_id: NodeMeasurement(reading, self.energy.power_w(node_id, reading), joules.get(node_id, {}))
@@ -94,12 +95,14 @@ class MeterReader:
         }
 
     def agents(self) -> Mapping[str, str]:
-        """Returns the metrics addresses of Ray's agents, keyed by Ray's name of the machine, as last listed."""
+        """Returns the metrics addresses of Ray's agents, as last listed. They are keyed by Ray's name of the
+        machine.
+        """
         return self._agents
 
     def exporter_of(self, machine: Machine) -> str:
-        """Returns `host:port` of the machine's exporter: the exporter that the provider knows, else the one that
-        announced itself in Ray's GCS; empty if there is none.
+        """Returns the address `host:port` of the machine's exporter: the exporter that the provider knows, or else the
+        exporter that announced itself in Ray's GCS. Returns an empty string if there is none.
         """
         ray_name = machine.ray_id or machine.node_id
         agent, port = self._agents.get(ray_name), self._ports.get(ray_name)
@@ -111,7 +114,7 @@ class MeterReader:
         self._stopped.set()
 
     def read_all(self) -> None:
-        """Reads one round. A node that does not answer in time keeps its earlier readings."""
+        """Reads one round of machines. A node that does not answer in time keeps its earlier readings."""
         machines, others = self._machines, self._others
         batch = self._next_batch(machines)
         if self._round % _AGENT_ROUNDS == 1:

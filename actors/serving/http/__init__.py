@@ -1,1 +1,1 @@
-"""The ASGI application of a server, and the handling that every request gets, whatever its route."""
+"""The ASGI application of a server, and the handling of requests and responses that all routes share."""

@@ -1,4 +1,6 @@
-"""OpenAI's HTTP routes as a FastAPI app: for one engine under plain uvicorn, and for all endpoints in the gateway."""
+"""OpenAI's HTTP routes as a FastAPI app. The app serves one engine under plain uvicorn, or all endpoints in the
+gateway.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ class Version(BaseModel):
 
 
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
-    """Returns the ASGI app of one model. With `owns_server` the app starts and stops the server in its own lifespan;
-    else the caller does so.
+    """Returns the ASGI app of one model. With `owns_server`, the app's lifespan starts and stops the server. Otherwise
+    the caller starts and stops the server.
     """
 
     @asynccontextmanager
@@ -99,8 +101,8 @@ def openai_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """Returns an app with OpenAI's routes and errors for these models. `responses` stores the Responses API's objects,
-    by default in this process.
+    """Returns an app with OpenAI's routes and errors for `models`. `responses` stores the objects of the Responses API,
+    by default in this process's memory.
     """
     app = FastAPI(
         title="raytide",
@@ -200,12 +202,14 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def api_of(path: str) -> str:
-    """Returns the API that a path belongs to, such as `chat`; empty for other paths."""
+    """Returns the API under which metrics count a path: its first segment after the version, such as `chat`."""
     found = _API.search(path)
     return found[1] if found is not None else ""
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """Returns the error as OpenAI's or Anthropic's API writes it, depending on which of them the request used."""
+    """Returns the error in the format of Anthropic's API for requests of that API, and in OpenAI's format for all
+    others.
+    """
     body = error_body(error, scope.get(REQUEST_ID, "")) if is_anthropic(scope) else error.body.model_dump()
     return JSONResponse(body, status_code=error.status, headers=error.headers)

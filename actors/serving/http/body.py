@@ -76,8 +76,9 @@ class Outline:
 
 
 def parse_json(raw: bytes) -> object:
-    """Parses JSON in UTF-8. Raises ApiError (400) for invalid JSON, NaN, infinity, too long numbers and half a
-    surrogate pair. Of a repeated key the last value counts, and `5.0` is an integer, as in JSON Schema.
+    """Parses JSON in UTF-8. If a key is repeated, the last value counts. `5.0` is an integer, as in JSON Schema.
+
+    Raises ApiError (400) for invalid JSON, NaN, infinity, too long numbers and unpaired surrogates.
     """
     try:
         parsed: object = json.loads(raw.decode("utf-8-sig"), parse_float=_number, parse_constant=_no_constant)
@@ -107,8 +108,12 @@ class JsonBody(Request):
     """A request with a JSON body, which `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
-        """Reads and parses the body. Raises ApiError: 413 if the body is too large, 408 if it is too slow, 415 if it is
-        compressed or has another content type, 400 if it is not JSON.
+        """Reads and parses the body. Raises ApiError with one of these statuses:
+
+        - 413: the body is too large.
+        - 408: the body arrives too slowly.
+        - 415: the body is compressed or has another content type.
+        - 400: the body is not JSON.
         """
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)
@@ -139,7 +144,7 @@ class JsonBody(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads the body within the limits, before FastAPI does."""
+    """A FastAPI route that reads the request's body as a JsonBody, so that this module's limits apply."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

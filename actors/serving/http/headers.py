@@ -21,10 +21,10 @@ _MAX_ID_CHARS = 256
 class ResponseHeaders:
     """Middleware that adds `x-request-id`, `request-id`, `openai-processing-ms` and `x-raytide-replica` to a response.
 
-    Both ids are the client's `x-request-id`, if it sent one; Anthropic's clients read `request-id`. A HEAD request is
-    answered as a GET, and the HTTP server leaves the body out.
+    `x-request-id` and `request-id` have the same value: the client's `x-request-id` if there is one, else a new id.
+    Anthropic's clients read `request-id`. A HEAD request is answered as a GET, and the HTTP server leaves the body out.
 
-    Plain ASGI: Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
+    It is plain ASGI, because Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:

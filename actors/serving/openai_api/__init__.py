@@ -1,1 +1,1 @@
-"""The OpenAI API: its wire types, their translation into engine requests, and the answers."""
+"""The OpenAI API: wire types, the translation of requests for the engine, and the answers."""

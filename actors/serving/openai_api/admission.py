@@ -1,4 +1,6 @@
-"""The caller of a request and its rights: the interface to the component that keeps keys, limits and budgets."""
+"""The caller of a request and the caller's rights. This is the interface to the component that keeps keys, limits and
+budgets.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ HEADERS = "raytide.headers"
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """The row of a batch for which a request is sent, maybe once more after its gateway was killed.
+    """The row of a batch job for which a request is sent.
 
-    `id` names the row among those of all batches: it is billed once, and its answer is not computed again. If
-    `may_be_running` is False, no earlier gateway has begun it.
+    `id` is unique among the rows of all batch jobs. If the gateway is killed, the request is sent again with the same
+    id. The row is then billed once, and its answer is not computed twice. If `may_be_running` is False, no earlier
+    gateway has sent the request.
     """
 
     id: str
@@ -27,19 +30,21 @@ class BatchRow:
 
 
 class Grant(Protocol):
-    """An admitted request. Either `settle` or `release` ends the grant, once; later calls do nothing."""
+    """The admission of one request. Call either `settle` or `release`, once. Later calls do nothing."""
 
     id: str
     """The request's id in usage records; empty where no usage is recorded."""
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
-        """Bills the tokens so far (none for None) and records the response's HTTP status (499 if the client left)."""
+        """Bills the tokens in `usage` and records the response's HTTP status (499 if the client left). Bills nothing if
+        `usage` is None.
+        """
 
     def release(self) -> None:
-        """Ends a request that had no response."""
+        """Ends the grant of a request that had no response."""
 
     def headers(self) -> dict[str, str]:
-        """Returns headers for the response: the limits and, after `settle`, the cost."""
+        """Returns headers for the response: the caller's limits and, after `settle`, the request's cost."""
 
 
 class RequestCaller(Protocol):
@@ -50,11 +55,11 @@ class RequestCaller(Protocol):
 
     @property
     def account(self) -> str:
-        """The account of the caller's key; empty without a key."""
+        """The account of the caller's key. Empty if the caller has no key."""
 
     @property
     def weight(self) -> float:
-        """The weight of the caller's team in the fair share."""
+        """The weight of the caller's team in fair-share scheduling."""
 
     @property
     def is_known(self) -> bool:
@@ -62,7 +67,9 @@ class RequestCaller(Protocol):
 
     @property
     def priority(self) -> int:
-        """The default priority of the caller's requests, and the most urgent one allowed; lower is more urgent."""
+        """The default priority of the caller's requests. It is also the most urgent priority that the caller may ask
+        for. Lower numbers are more urgent.
+        """
 
     @property
     def keeps_answers(self) -> bool:
@@ -70,20 +77,20 @@ class RequestCaller(Protocol):
 
     @property
     def row(self) -> BatchRow | None:
-        """The row of a batch for which the caller sends the request; None for a client's request."""
+        """The batch row for which the caller sends the request. None if the request comes from a client."""
 
     def may_use(self, model: str) -> bool: ...
 
     async def admit(
         self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
     ) -> Grant:
-        """Admits a request that may generate up to `most_completion_tokens`, at `price` or, by default, the endpoint's
-        price. Raises ApiError if the caller has no right or budget left for it.
+        """Admits a request that may generate up to `most_completion_tokens`. The default of `price` is the endpoint's
+        price. Raises ApiError if the caller may not use the model or has no budget left.
         """
 
 
 class Anybody:
-    """Any caller of a server that keeps no keys."""
+    """The caller of every request to a server that has no API keys. It may use all models."""
 
     team = "default"
     account = ""
@@ -114,6 +121,6 @@ class _Free:
 
 
 def caller_of(scope: Any) -> RequestCaller:
-    """Returns the caller that a middleware has put into the scope, or Anybody."""
+    """Returns the caller that a middleware has put into the ASGI scope. Returns an Anybody if there is none."""
     caller: RequestCaller = scope.get(CALLER) or Anybody()
     return caller

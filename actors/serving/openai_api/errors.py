@@ -1,7 +1,7 @@
 """Failures as OpenAI's clients expect them: an HTTP status, and a body with message, type, param and code.
 
-The official client retries 408, 409, 429 and every status from 500 on by itself, so a status also decides whether the
-client tries again.
+The official client retries 408, 409, 429 and all statuses from 500 on. The choice of the status thus decides whether
+the client tries again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """One failed HTTP request."""
+    """The failure of one HTTP request: the status, headers and body of the response."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, *, param: str | None, code: str | None = None, status: int = 400) -> ApiError:
-    """Returns the error of an invalid request. A retry would not help."""
+    """Returns the error of an invalid request, which the client should not retry."""
     return ApiError(status, message, type=_INVALID, param=param, code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """Returns the error of a full queue (429), with the seconds after which to retry."""
+    """Returns the error of a full queue (429). Its header `retry-after` has the seconds after which to retry."""
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )
@@ -73,7 +73,9 @@ def client_gone() -> ApiError:
 
 
 def timed_out() -> ApiError:
-    """Returns the error of a request that reached its own deadline. It forbids a retry, which would take as long."""
+    """Returns the error of a request that reached its own deadline. The error tells the client not to retry, because a
+    retry would take as long.
+    """
     message = "The request did not end within its timeout."
     return ApiError(504, message, type="server_error", code="timeout", headers={"x-should-retry": "false"})
 
@@ -94,7 +96,9 @@ def too_large(limit: int) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Translates an internal error for the client. The text of unexpected errors stays in the log."""
+    """Returns an internal error as an error for the client. The text of an unexpected error is not sent to the
+    client.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, OverloadedError):
@@ -106,7 +110,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
-    """Returns FastAPI's validation errors as one 400 that names the first bad field, as OpenAI does."""
+    """Returns FastAPI's validation errors as one error (400) that names the first bad field, as OpenAI does."""
     first = errors[0]
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)

@@ -1,6 +1,7 @@
 """The choices of one HTTP request, generated in parallel and merged into batches in order of arrival.
 
-One task per prompt reads the engine's output, so `cancel()` needs no await: it also works inside a cancelled request.
+One task per prompt reads the engine's output. Because of that, `cancel()` needs no await and works inside a cancelled
+request.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from raytide.core.errors import EngineError
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """New text of one choice. Deltas that arrive while the client is slow are joined. `usage` comes with the last
-    choice of a prompt and covers all choices of that prompt.
+    """New text of one choice. Deltas that arrive while the client is slow are joined. `usage` is set on the delta that
+    ends the last choice of a prompt, and covers all choices of that prompt.
     """
 
     index: int
@@ -38,11 +39,12 @@ class ChoiceDelta:
 
 
 class GenerationStream:
-    """The merged streams of a request's prompts. Choice i of prompt p is number p * n + i, as OpenAI counts them.
-    `echoes` has, for each prompt, the text with which its choices begin; `tool_use` says how to parse their output. The
-    reader of the stream must settle `grant`.
+    """The merged streams of a request's prompts. Choice i of prompt p has the index p * n + i, as in OpenAI's API.
 
-    Unread output is limited: the generation of a client that reads too slowly fails.
+    `echoes` has one text for each prompt, with which the choices of the prompt begin. `tool_use` says how to parse the
+    output. The reader of the stream must settle `grant`.
+
+    The amount of unread output is limited. If the client reads too slowly, the generation fails.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class GenerationStream:
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Yields batches until every choice has finished. A batch has one delta for each choice with new output.
 
-        Raises the engine's error, or EngineError for a choice that the engine ended (drain, failure). Text that arrived
+        Raises the engine's error, or EngineError if the engine ended a choice (drain, failure). Text that arrived
         before a failure is yielded first.
         """
         while self._open or self._deltas or self._failure:
@@ -94,7 +96,9 @@ class GenerationStream:
                 raise failure
 
     def cancel(self) -> None:
-        """Aborts the choices that still run. The engine frees their blocks when its iterators are closed."""
+        """Aborts the choices that still run, and thereby closes the engine's iterators. The engine then frees the KV
+        cache blocks of these choices.
+        """
         for task in self._tasks:
             task.cancel()
 

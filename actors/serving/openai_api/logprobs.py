@@ -66,7 +66,9 @@ def prompt_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> Prom
 
 
 def token_names(token: int) -> bytes:
-    """Returns `token_id:N` in place of a token's text, as vLLM does for tokens that are not valid text on their own."""
+    """Returns `token_id:N` for the token N, in place of the token's text. vLLM does so for tokens that are not valid
+    text on their own.
+    """
     return f"token_id:{token}".encode()
 
 
@@ -88,7 +90,9 @@ def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLo
 
 
 def text_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes, offset: int = 0) -> TextLogprobs:
-    """Returns the log probabilities of a text. `offset` is the position of its first token, in characters."""
+    """Returns the log probabilities of a text in the format of OpenAI's completions. `offset` is the position of the
+    first token in the text, in characters.
+    """
     found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, figures in scored:
         text = _text(bytes_of(token))

@@ -1,4 +1,6 @@
-"""Translates request bodies into messages and sampling parameters. Unsupported fields are refused, never dropped."""
+"""Translates request bodies into messages and sampling parameters. Unsupported fields raise an error and are never
+dropped silently.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
-    """Returns the sampling parameters of a request. `forced` is the constraint of a tool call that it requires."""
+    """Returns the sampling parameters of a request. `forced` is the constraint that the request's tools put on the
+    output.
+    """
     refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -128,7 +132,9 @@ def _constraint(request: GenerationRequest, forced: Structured | None) -> Struct
 
 
 def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:
-    """Raises ApiError (400) if the request needs a feature that the engine lacks, and names the field of `body`."""
+    """Raises ApiError (400) if the request needs a feature that the engine lacks. The error names the responsible field
+    of `body`.
+    """
     for feature in required_features(request):
         if feature not in features:
             field = _field_of(feature, body, request.sampling)
@@ -162,7 +168,9 @@ def _max_tokens(request: GenerationRequest) -> int | None:
 
 
 def refuse_unknown(request: BaseModel) -> None:
-    """Raises ApiError (400) for a field that the request's class does not have, unless the answer stays the same."""
+    """Raises ApiError (400) for a field that the request's class does not have. Fields whose value would not change the
+    answer are allowed.
+    """
     for name, value in (request.model_extra or {}).items():
         if value is None or name in NO_EFFECT:
             continue
@@ -173,8 +181,10 @@ def refuse_unknown(request: BaseModel) -> None:
 
 
 def messages_of(messages: Sequence[ChatMessage], *, sees_images: bool = False) -> list[Message]:
-    """Returns the messages, the text parts of each joined. Refuses other parts by name, including images unless the
-    model `sees_images`. "developer" is OpenAI's newer name for "system".
+    """Returns the messages for the engine. The text parts of a message are joined.
+
+    Raises ApiError for a part of another type, and names the part. Images are allowed only if the model `sees_images`.
+    The role "developer" becomes "system", because it is OpenAI's newer name for that role.
     """
     return [
         Message(

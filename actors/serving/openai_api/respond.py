@@ -1,4 +1,4 @@
-"""Turns a generation into its HTTP response, whole or streamed, and cancels it when the client disconnects."""
+"""Turns a generation into an HTTP response, whole or streamed. Cancels the generation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ async def respond(
     writer_of: Callable[[GenerationStream], ResponseWriter],
     keep: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Returns the HTTP response to `body`. `writer_of` makes the writer of the answer from the generation, metrics
-    count the request under `api`, and `keep` is called when the answer is complete, before the client gets its end.
+    """Returns the HTTP response to `body`.
+
+    `writer_of` makes the answer's writer from the generation. Metrics count the request under the name `api`. `keep` is
+    called when the answer is complete, before the end of the answer is sent to the client.
     """
     track = server.metrics.track("probe" if PROBE in request.headers else api)
     if (trace := RequestTrace.of(request.scope)) is not None:
@@ -124,7 +126,9 @@ def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
 
 
 def session_of(body: BaseModel, headers: Mapping[str, str]) -> str:
-    """Returns the session that a request names in a header or in one of OpenAI's fields; empty if it names none."""
+    """Returns the session that a request names in a header or in one of OpenAI's fields. Returns an empty string if the
+    request names none.
+    """
     fields = body.model_extra or {}
     named = (headers.get(SESSION), *(fields.get(name) for name in ("prompt_cache_key", "session_id", "user")))
     return next((each[:MAX_NAME_CHARS] for each in named if isinstance(each, str) and each), "")
@@ -307,8 +311,8 @@ async def _in_time(deadline_s: float | None, work: Coroutine[None, None, _T]) ->
 
 
 async def in_request(request: Request, body: BaseModel | None, work: Coroutine[None, None, _T]) -> _T:
-    """Returns the result of `work`, which must end before the response begins. Raises ApiError at the request's
-    deadline, or as soon as the client closes its connection.
+    """Awaits `work` and returns its result. Use it for requests whose answer is not streamed. Raises ApiError at the
+    request's deadline, or as soon as the client closes its connection.
     """
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
@@ -326,7 +330,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def failed(error: Exception, track: RequestTracker) -> ApiError:
-    """Counts and logs a failure, and returns it as an API error."""
+    """Counts and logs the failure of a request, and returns it as an API error."""
     api_error = to_api_error(error)
     outcome = outcome_of(error)
     if outcome == "error" and api_error.status != _TIMED_OUT:  # the client has asked for its timeout
@@ -337,8 +341,8 @@ def failed(error: Exception, track: RequestTracker) -> ApiError:
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """Returns the outcome under which metrics count a failure: `limited` if the caller's key exceeds a limit,
-    `rejected` if the queue is full.
+    """Returns the outcome under which metrics count a failure. It is `limited` if the caller's key exceeds a limit,
+    `rejected` if the queue is full, `invalid` for other client errors, and `error` for server errors.
     """
     status = to_api_error(error).status
     if isinstance(error, OverloadedError):

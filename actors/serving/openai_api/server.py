@@ -44,7 +44,9 @@ class ChatPrompt:
 
 
 class Server:
-    """One model's server. Callers without a key get no priority more urgent (lower) than `min_priority`."""
+    """The state of one model's HTTP routes. `min_priority` is the most urgent (lowest) priority for callers without a
+    key.
+    """
 
     def __init__(self, engine: Engine, *, model: str, drain_s: float = 30.0, min_priority: int = 0) -> None:
         self.engine = engine
@@ -69,13 +71,13 @@ class Server:
         await self.engine.shutdown()
 
     def with_adapter(self, model: str, lora: str) -> Server:
-        """Returns a server of the same engine that is named `model` and answers with the adapter `lora`."""
+        """Returns a server that uses the same engine, is named `model`, and answers with the LoRA adapter `lora`."""
         adapted = copy(self)
         adapted.model, adapted.lora = model, lora
         return adapted
 
     def describe(self, info: EngineInfo) -> None:
-        """Sets the engine's description. Called where the engine runs elsewhere and its replicas may change."""
+        """Sets the engine's description. The gateway calls this whenever an endpoint's replicas describe themselves."""
         self._info = info
 
     @property
@@ -111,14 +113,14 @@ class Server:
             )
 
     def require(self, feature: Feature, *, param: str) -> None:
-        """Raises ApiError, naming the field `param`, if the engine lacks the feature."""
+        """Raises ApiError if the engine lacks the feature. The error names the field `param`."""
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     async def generate(
         self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None, session: str = ""
     ) -> GenerationStream:
-        """Starts a generation, after the whole request is validated and its caller admitted."""
+        """Validates the whole request, has its caller admitted, and then starts the generation."""
         caller = caller or Anybody()
         self.check_name(request.model)
         if self.info.num_labels:
@@ -161,8 +163,10 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat. It may exceed the context: engines cut a longer prompt to slightly more than
-        the context. `use` is the use of the chat's tools, if the caller has computed it already.
+        """Returns the prompt of a chat. `use` is the chat's use of tools. It is computed if it is not given.
+
+        The prompt may exceed the context, because engines cut longer prompts to slightly more than the context's
+        length.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)
@@ -181,7 +185,9 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns a prompt in any of OpenAI's four forms as token lists, cut by `cut`. They fit into the context."""
+        """Returns prompts, given in any of OpenAI's four forms, as token lists. `cut` truncates them. Raises ApiError
+        for a prompt that is empty or exceeds the context.
+        """
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
         texts = [item for item in items if not isinstance(item, int)]
@@ -202,7 +208,9 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of two read together. Raises ApiError if they exceed the context."""
+        """Returns the token ids of a text, or of a pair of texts that the model reads together. Raises ApiError if they
+        exceed the context.
+        """
         tokenize = partial(self.engine.tokenize, special=special)
         if cut is None:
             tokens = await tokenize(text, pair)
@@ -248,8 +256,8 @@ class Server:
         self.check_fits(prompt, field, answer=1)
 
     def check_fits(self, prompt: Sequence[int], field: str, *, answer: int = 0) -> None:
-        """Raises ApiError for a prompt that, with `answer` more tokens, exceeds the context. Its length is a lower
-        bound, because engines cut very long texts before they tokenize them.
+        """Raises ApiError if a prompt with `answer` more tokens exceeds the context. The error states the prompt's
+        length as a lower bound, because engines cut very long texts before they tokenize them.
         """
         limit = self.info.max_model_len
         if len(prompt) + answer > limit:
@@ -291,7 +299,9 @@ def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
 
 
 def prompt_options(request: ChatRequest) -> PromptOptions:
-    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as in vLLM."""
+    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as vLLM
+    does.
+    """
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -307,9 +317,11 @@ def prompt_options(request: ChatRequest) -> PromptOptions:
 async def reasoning_after(
     engine: Engine, prompt: Sequence[int], last: Message, options: PromptOptions
 ) -> Literal["", "tagged", "open"]:
-    """Returns the reasoning format in which the answer to this prompt begins. The format that the engine states holds
-    for plain prompts only: a template may open or close the reasoning itself, depending on its variables, and a
-    continued message has already begun.
+    """Returns the reasoning format with which the answer to this prompt begins.
+
+    Use it for prompts with options. The format that the engine states is valid only for prompts without options. With
+    options, a template may open or close the reasoning itself, and a continued message may have begun inside the
+    reasoning.
     """
     if options.ending == "open":
         return "open" if last.content.count(_OPENING) > last.content.count(_CLOSING) else ""

@@ -1,6 +1,6 @@
-"""The bodies of requests of OpenAI's HTTP API, field for field as the official client types them.
+"""The request bodies of OpenAI's HTTP API, field for field as the official client types them.
 
-Requests keep unlisted fields (`model_extra`): `params` ignores or refuses them.
+Requests keep fields that are not listed here in `model_extra`. `params` ignores or refuses these fields.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ else:
 
 
 def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that restricts a request's JSON schema to the request's own and the ignored fields, as
-    `params.refuse_unknown` does; other fields must be null.
+    """Returns a function that changes a request's JSON schema. In the changed schema, all fields must be null except
+    the request's own and the `ignored` ones. This describes the behaviour of `params.refuse_unknown`.
     """
 
     def change(schema: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ LogitBias = Annotated[
 
 
 class GenerationRequest(_Request, Constraints, TruncationFields):
-    """The fields that chats and plain completions share. Those from `top_k` on are extensions, as in vLLM."""
+    """The fields that chats and plain completions share. The fields from `top_k` on are extensions, as in vLLM."""
 
     model_config = ConfigDict(json_schema_extra=only_these(NO_EFFECT))
 
@@ -188,7 +188,7 @@ class GenerationRequest(_Request, Constraints, TruncationFields):
 
     @property
     def includes_usage_always(self) -> bool:
-        """True if each event of a stream must contain the usage so far."""
+        """True if each event of a stream must contain the usage up to that event."""
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
@@ -231,7 +231,9 @@ class NamedToolChoice(_Request):
 
 
 class AllowedToolsChoice(_Request):
-    """A choice that allows only some of the tools. `mode` says whether the model must call one of them."""
+    """A tool choice that allows only some of the tools. `mode` says whether the model must call one of the allowed
+    tools.
+    """
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -246,7 +248,7 @@ class FunctionCall(_Request):
 
 
 class ToolCall(_Request):
-    """A call that the assistant has made, in an answer or in the history."""
+    """A tool call of the assistant, in an answer or in the history of a chat."""
 
     id: Name
     type: Literal["function"] = "function"

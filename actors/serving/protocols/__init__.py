@@ -1,1 +1,3 @@
-"""The APIs other than OpenAI's completions and chat: Responses, Messages, tokens. Each is translated into chats."""
+"""The APIs besides OpenAI's completions and chat: Responses, Messages, and tokenization. The chats in their requests
+are translated into chat requests.
+"""

@@ -1,4 +1,4 @@
-"""Answers requests of the APIs that are translated into chats, and counts the tokens of their prompts."""
+"""Answers requests of APIs that are translated into chat requests, and counts the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """An API whose requests become chats. `renamed` replaces a chat's field names in an error by the API's own."""
+    """An API whose requests are translated into chat requests. `renamed` replaces the chat's field names in an error by
+    the API's own names.
+    """
 
     name: str
     chat_request: Callable[[B], ChatRequest]
@@ -38,7 +40,7 @@ class ChatApi(Generic[B]):
         writer_of: Callable[[GenerationStream], ResponseWriter],
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
-        """Returns the response to a request. `writer_of` and `keep` are those of `respond`."""
+        """Returns the response to a request. `writer_of` and `keep` have the same meaning as in `respond`."""
         await models.server(model, request)  # an unknown model is the first problem to name
         chat = self._chat_of(body)
 

@@ -18,25 +18,29 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class Models(Protocol):
-    """The models that an app serves: one engine's, or all endpoints of a cluster."""
+    """The models that an app serves: the model of one engine, or all endpoints of a cluster."""
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. Raises ApiError if the model is unknown or this caller may not use it."""
+        """Returns the server of a model. Raises ApiError if the model is unknown or the request's caller may not use
+        it.
+        """
 
     async def answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns the result of `respond` on a server of the model. If that server fails, another may be tried."""
+        """Returns the result of `respond`, which is called with a server of the model. If one server fails, another
+        server may be tried.
+        """
 
     def cards(self, request: Request) -> list[Model]:
-        """Returns the models that this caller may use."""
+        """Returns the models that the request's caller may use."""
 
     def count_refused_body(self, api: str) -> None:
-        """Counts a request whose body was refused before its model was known."""
+        """Counts a request that failed before its model was known, because its body was refused."""
 
 
 class SingleModel:
-    """The model of one server that runs in its engine's process."""
+    """The one model of a server whose engine runs in the same process."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -65,7 +69,9 @@ async def tracked(
     request: Request,
     work: Callable[[Server, B, RequestCaller], Awaitable[T]],
 ) -> T:
-    """Returns the result of `work` on a server of the model. Metrics count the request under `api`."""
+    """Returns the result of `work`, which is called with a server of the model. Metrics count the request under the
+    name `api`.
+    """
 
     async def answer(server: Server) -> T:
         track = server.metrics.track(api)

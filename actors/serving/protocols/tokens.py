@@ -1,4 +1,6 @@
-"""The routes `/tokenize` and `/detokenize`, as in vLLM: the tokens of a text or a chat, and the text of tokens."""
+"""The routes `/tokenize` and `/detokenize`, as in vLLM. They return the tokens of a text or a chat, and the text of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class _Request(BaseModel):
 
 
 class TokenizeRequest(_Request):
-    """A text in `prompt`, or a chat in `messages` with the fields that make its prompt. A text gets special tokens (a
-    BOS, if the tokenizer has one) unless `add_special_tokens` is false; a chat has those of its template.
+    """A text in `prompt`, or a chat in `messages` with the fields that make the chat's prompt.
+
+    A text gets special tokens (a BOS, if the tokenizer has one) unless `add_special_tokens` is false. A chat has only
+    the special tokens of its template.
     """
 
     prompt: str | None = None
@@ -76,7 +80,7 @@ def _model(models: Models, body: _Request, request: Request) -> str:
 
 
 async def tokenized(server: Server, body: TokenizeRequest, _: RequestCaller) -> TokenizedText:
-    """Returns the tokens of a text or a chat. Raises ApiError if they exceed the context."""
+    """Returns the tokens of the request's text or chat. Raises ApiError if the tokens exceed the context."""
     refuse_unknown(body)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages.", param="prompt")

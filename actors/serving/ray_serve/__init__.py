@@ -1,1 +1,1 @@
-"""Ray Serve: the deployment of replicas, their control, and the scaling policy."""
+"""Endpoints on Ray Serve: the deployment of replicas, its control by raytide's controller, and the scaling policy."""

@@ -19,7 +19,7 @@ _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
 class Application:
     """The state of an endpoint's Serve application, as Serve last reported it.
 
-    Plain data, without calls to Serve.
+    It is plain data. Its methods do not call Serve.
     """
 
     ready: int = 0
@@ -49,9 +49,9 @@ class Application:
     ) -> Application:
         """Reads one entry of `get_serve_instance_details()["applications"]`.
 
-        `node_of` returns the node of an actor by the actor's name, since Serve does not report a replica's node until
-        the replica is up. `nodes_of_group` returns the nodes of a replica's placement group, by the name of the
-        replica's actor, which the group shares.
+        `node_of` takes an actor's name and returns the actor's node. It is needed because Serve reports a replica's
+        node only once the replica is up. `nodes_of_group` takes the name of a replica's placement group, which is also
+        the name of the replica's actor, and returns the nodes of the group.
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []

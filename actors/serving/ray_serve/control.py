@@ -1,7 +1,7 @@
-"""Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts, reads their loads.
+"""Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts and reads their loads.
 
-Calls block, each with a timeout. No state is kept here: Serve's controller is a detached actor, so endpoints answer
-while raytide's controller is down, and a new controller makes the same calls again.
+Calls block, and each call has a timeout. No state is kept here. Serve's controller is a detached actor, and endpoints
+answer while raytide's controller is down. A new controller makes the same calls again.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class ServeControl:
         self._look_timeout_s = look_timeout_s
 
     def start(self) -> None:
-        """Starts Serve's controller, which takes no CPU, unless it runs already. Serve's own proxy stays off, because
-        it would serve requests without keys: requests come through raytide's gateway.
+        """Starts Serve's controller unless it is running. Serve's controller takes no CPU.
+
+        Serve's own proxy stays off, because it would serve requests without API keys. Requests come through raytide's
+        gateway.
         """
 
         def call() -> None:
@@ -71,10 +73,11 @@ class ServeControl:
         call_with_timeout(START_TIMEOUT_S, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
-        """Deploys an endpoint; its replicas start in the background. An unchanged endpoint is not deployed again.
+        """Deploys an endpoint. The endpoint's replicas start in the background. An unchanged endpoint is not deployed
+        again.
 
-        `is_there` is true if `applications` lists an application of that name. Returns whether Serve was called. It is
-        not if only fields have changed that running replicas follow by themselves.
+        `is_there` is true if `applications` lists an application of the endpoint's name. Returns whether Serve was
+        called. If only live fields have changed, running replicas apply them by themselves, and Serve is not called.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
         deployed = self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name), b"") if is_there else b""
@@ -102,17 +105,21 @@ class ServeControl:
         return True
 
     def publish(self, name: str, target: int) -> None:
-        """Publishes an endpoint's replica count, which Serve's controller follows within about a second."""
+        """Publishes an endpoint's replica count. Serve's controller follows it within about a second."""
         what = f"the GCS to store the target of {name}"
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._publish(name, target))
 
     def publish_route(self, name: str, route: bytes) -> None:
-        """Publishes which applications answer an endpoint's requests. Gateways follow within half a second."""
+        """Publishes an endpoint's route, which names the applications that answer its requests. Gateways follow within
+        half a second.
+        """
         what = f"the GCS to store the route of {name}"
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """Returns the loads of the endpoints that Serve reports on, and deletes records of replicas that are gone."""
+        """Returns the loads of those of the named endpoints on which Serve reports. Also deletes the GCS records of
+        replicas that no longer exist.
+        """
         wanted = tuple(names)
 
         def call() -> dict[str, EndpointLoad]:
@@ -133,12 +140,16 @@ class ServeControl:
         return call_with_timeout(self._look_timeout_s, "Ray Serve to report its load", call)
 
     def applications(self) -> dict[str, Application]:
-        """Returns Serve's applications by name, including deleted ones whose replicas still finish their requests."""
+        """Returns Serve's applications by name. Deleted applications are included while their replicas finish
+        requests.
+        """
         what = "Ray Serve's controller to answer"
         return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
 
     def delete(self, name: str, *, is_there: bool) -> None:
-        """Deletes an endpoint's records and, if `is_there`, its Serve application. Replicas finish their requests."""
+        """Deletes an endpoint's GCS records. If Serve has an application for the endpoint (`is_there`), deletes the
+        application. Replicas finish their running requests first.
+        """
 
         def call() -> None:
             from ray import serve
@@ -151,8 +162,11 @@ class ServeControl:
         call_with_timeout(START_TIMEOUT_S, f"Ray Serve to delete endpoint {name}", call)
 
     def restart_replica(self, name: str, replica: str) -> bool:
-        """Kills a replica. Serve starts another in its place at once, and its requests continue elsewhere. Returns
-        whether the replica was there: no id is used twice, so a second call does nothing.
+        """Kills a replica. Serve starts another replica in its place at once, and the killed replica's requests
+        continue elsewhere.
+
+        Returns whether the replica existed. Serve uses no replica id twice, so that a second call with the same id does
+        nothing.
         """
         return call_with_timeout(
             CALL_TIMEOUT_S,

@@ -1,4 +1,6 @@
-"""A Serve deployment whose replicas own one engine process each. Serve only places, counts and checks the replicas."""
+"""A Serve deployment in which each replica owns one engine process. Serve only places, counts and checks the
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class EngineReplica:
             raise EngineError(f"replica {self._name}: {problem}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the load counters. Serve polls them several times a second and passes them to `policy.py`."""
+        """Returns the engine's load counters. Serve polls this method and passes the counters to the policy in
+        `policy.py`.
+        """
         return self._child.load()
 
     async def __del__(self) -> None:
@@ -139,7 +143,7 @@ def _placing(spec: ServeSpec) -> dict[str, Any]:
 
 
 def actor_options(spec: ServeSpec) -> dict[str, Any]:
-    """Returns Ray's options for the actor of one member."""
+    """Returns Ray's options for the actor of one member of a replica."""
     resources = dict(spec.resources)
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
     if memory := resources.pop("memory", 0.0):
@@ -174,14 +178,16 @@ def _limit_threads(cpus: float) -> None:
 
 
 class MemberHost:
-    """An actor that starts and owns the members of a replica on one node."""
+    """An actor that starts and owns the member processes of a replica on one node."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = ServeSpec.parse(spec, where="endpoint")
         self._members: LocalMembers | None = None
 
     def start(self, invitation: Invitation, index: int, local_size: int, cpus: float) -> None:
-        """Starts the members of the replica's bundle `index`; they connect to the leader by themselves."""
+        """Starts the member processes in bundle `index` of the replica's placement group. The processes connect to the
+        replica's leader by themselves.
+        """
         model_dir = staged_model(self._spec.model, lambda *_: None).path
         module, options = member_module(self._spec)
         self._members = LocalMembers(
@@ -196,13 +202,15 @@ class MemberHost:
         self._members.launch(invitation)
 
     def problem(self) -> str | None:
-        """Returns which of the members has ended, or None."""
+        """Returns a text that names a member process that has ended. Returns None if all are running."""
         return None if self._members is None else self._members.problem()
 
 
 class MemberHosts:
-    """The other members of a replica that spans nodes. In each other bundle of its placement group, an actor owns the
-    processes that compute there; they end with the replica.
+    """The members of a replica outside its first bundle, for a replica that spans nodes.
+
+    In every bundle of the placement group except the first, a MemberHost actor owns the member processes. The processes
+    end with the replica.
     """
 
     def __init__(self, spec: ServeSpec, options: dict[str, Any]) -> None:
@@ -210,8 +218,8 @@ class MemberHosts:
         self._actors: list[Any] = []
 
     async def bring(self, invitation: Invitation) -> None:
-        """Starts the members in all other bundles, and watches them until it is cancelled. Raises EngineError if one
-        cannot start, or ends.
+        """Starts the members in all bundles except the first, and watches them until the call is cancelled. Raises
+        EngineError if a member cannot start or ends.
         """
         group = ray.util.get_current_placement_group()
         if group is None:
@@ -238,7 +246,7 @@ class MemberHosts:
             await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
     async def problem(self) -> str | None:
-        """Returns why the members on other nodes cannot compute, or None."""
+        """Returns the reason why the members on other nodes cannot compute. Returns None if they can."""
         asked = [actor.problem.remote() for actor in self._actors]
         try:
             async with asyncio.timeout(_MEMBER_TIMEOUT_S):

@@ -1,10 +1,11 @@
-"""Installs the packages of a replica, and stores pip's error in the GCS, where the controller and other replicas read
-it.
+"""Installs the packages of a replica. Stores pip's error in the GCS, where the controller and other replicas read it.
 
-After a failure that may pass, the same replica tries again, with growing waits. Packages that can never be installed
-are not tried again on that node until the endpoint is deployed anew. If no replica has become ready yet, this one
-fails, and Serve gives the endpoint up. Otherwise this one waits until Serve ends it, because Serve would replace a
-failed one for ever.
+After a failure that may pass, the same replica tries again, with growing waits. After a failure that cannot pass, the
+packages are not tried again on that node until the endpoint is deployed anew. What the replica does after such a final
+failure depends on the deployment:
+
+- If no replica of the deployment has become ready yet, the replica fails, and Serve gives the deployment up.
+- Otherwise the replica waits until Serve ends it, because Serve would restart a failed replica for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ async def wait_for_end() -> None:
 
 
 class KeyValues(Protocol):
-    """A key-value store that all replicas share."""
+    """The interface of a key-value store that all replicas share."""
 
     def get(self, key: bytes) -> bytes | None: ...
 
@@ -58,7 +59,7 @@ class GcsKeyValues:
 
 
 class Installation:
-    """Installs the packages of one replica on the node with the Ray id `node`."""
+    """Installs the packages of one replica on one node. `node` is Ray's id of the node."""
 
     def __init__(
         self,
@@ -72,8 +73,11 @@ class Installation:
         self._node, self._records, self._install, self._sleep = node, records, install, sleep
 
     async def python(self, requirements: Sequence[str]) -> str:
-        """Returns the path of a Python that has these packages, after as many tries as needed. Raises the last error of
-        `interpreter_with`; where Serve would restart the replica in vain, waits for its end instead.
+        """Returns the path of a Python interpreter with the required packages. Tries again, with waits, after failures
+        that may pass. If all tries fail, raises the last error of `interpreter_with`.
+
+        There is one exception. If the packages can never be installed and another replica has become ready, nothing is
+        raised. The call then waits until Serve ends the replica, because a restart would be in vain.
         """
         waits = iter(WAITS_S)
         while True:
@@ -93,7 +97,7 @@ class Installation:
                 return python
 
     def begun(self) -> None:
-        """Records that a replica of the present deployment has become ready."""
+        """Records that a replica of the current deployment has become ready."""
         self._records.put(self._begun_key, b"1")
 
     def _try(self, requirements: Sequence[str]) -> str:

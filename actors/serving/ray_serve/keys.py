@@ -1,8 +1,8 @@
-"""The keys in the GCS's internal key-value store through which controller, Serve's policy, replicas and gateways
+"""The keys of the GCS's internal key-value store through which controller, Serve's policy, replicas and gateways
 communicate.
 
-Serve pickles `policy.py` by value, and that module imports nothing of raytide, so the keys that it uses are defined
-there.
+The keys that `policy.py` uses are defined in `policy.py`. Serve pickles that module by value, and it imports nothing of
+raytide.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUTES = b"~route/"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """The address of a replica's engine process, and the secret that connections to it need."""
+    """The address of a replica's engine process, and the secret that a connection to the process needs."""
 
     host: str
     port: int
@@ -39,13 +39,13 @@ class ReplicaAddress:
 
 def spec_key(endpoint: str) -> bytes:
     """Returns the key of an endpoint's last deployed spec. The value is the endpoint's creation time, a space, and the
-    spec as JSON. The time distinguishes an endpoint that was deleted and created again.
+    spec as JSON. The creation time tells an endpoint from an earlier, deleted one of the same name.
     """
     return f"{endpoint}/spec".encode()
 
 
 def replica_key(endpoint: str, replica: str) -> bytes:
-    """Returns the key of a replica's address. The controller deletes the key of a replica that was killed."""
+    """Returns the key of a replica's address. If the replica was killed, the controller deletes the key."""
     return replica_prefix(endpoint) + replica.encode()
 
 
@@ -54,31 +54,35 @@ def replica_prefix(endpoint: str) -> bytes:
 
 
 def live_prefix(endpoint: str) -> bytes:
-    """Returns the prefix of the keys under which an endpoint's replicas report the state of the spec's live fields.
-    Each key ends with a replica's id; the value is JSON of ReplicaLive without the id.
+    """Returns the prefix of the keys under which an endpoint's replicas report the state of the spec's live fields. A
+    key ends with a replica's id. The value is ReplicaLive as JSON, without the id.
     """
     return f"{endpoint}/live/".encode()
 
 
 def log_prefix(endpoint: str) -> bytes:
-    """Returns the prefix of the keys of an endpoint's replica logs. Each key ends with a replica's id; the value is
-    JSON of ReplicaLog without the replica. The newest ones are kept after their replicas have ended.
+    """Returns the prefix of the keys of an endpoint's replica logs. A key ends with a replica's id. The value is
+    ReplicaLog as JSON, without the id. The newest logs are kept after their replicas have ended.
     """
     return f"{endpoint}/log/".encode()
 
 
 def startup_prefix(endpoint: str) -> bytes:
-    """Returns the prefix of the keys of an endpoint's replica starts. Each key ends with a replica's id."""
+    """Returns the prefix of the keys under which an endpoint's replicas publish the phases of their start. A key ends
+    with a replica's id.
+    """
     return f"{endpoint}/startup/".encode()
 
 
 def route_key(endpoint: str) -> bytes:
-    """Returns the key of an endpoint's route (JSON of EndpointRoute), which outlives the applications that it names."""
+    """Returns the key of an endpoint's route. The value is EndpointRoute as JSON. The route may outlive the
+    applications that it names.
+    """
     return ROUTES + endpoint.encode()
 
 
 def install_key(endpoint: str) -> bytes:
-    """Returns the key of the last failure to install an endpoint's packages: JSON of InstallFailure."""
+    """Returns the key of the last failure to install an endpoint's packages. The value is InstallFailure as JSON."""
     return f"{endpoint}/install".encode()
 
 
@@ -87,17 +91,19 @@ def install_record(failure: InstallFailure) -> bytes:
 
 
 def failure_of(record: bytes | None) -> InstallFailure | None:
-    """Returns the failure in a value of `install_key`; None without a value."""
+    """Returns the failure that a value of `install_key` describes. Returns None if there is no value."""
     return None if record is None else InstallFailure(**json.loads(record))
 
 
 def begun_key(endpoint: str) -> bytes:
-    """Returns the key that exists once a replica of the present deployment has become ready."""
+    """Returns the key that exists once a replica of the current deployment has become ready."""
     return f"{endpoint}/begun".encode()
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:
-    """Returns the key of the number of requests that wait in a gateway for a replica: JSON with `at_s` and `queued`."""
+    """Returns the key of a gateway's queue length: the number of requests that wait there for a replica. The value is
+    JSON with `at_s` and `queued`.
+    """
     return queue_prefix(endpoint) + gateway.encode()
 
 

@@ -1,4 +1,6 @@
-"""Applies the spec's live fields, adapters and weights, which running replicas take over without a restart."""
+"""Applies the spec's live fields: the adapters and the weights. Running replicas take over changes of these fields
+without a restart.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ UNLOAD_AFTER_S = 3.0
 
 
 class AdapterSync:
-    """Loads and unloads the adapters of one engine. A failed load changes neither the base model nor other adapters."""
+    """Loads and unloads the LoRA adapters of one engine. A failed load changes neither the base model nor other
+    adapters.
+    """
 
     def __init__(
         self,
@@ -45,12 +49,14 @@ class AdapterSync:
         self._wanted: dict[str, str] = {}
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each wanted adapter by name: empty if it is loaded, `loading`, or the error."""
+        """Returns the state of each wanted adapter by name. The state of a loaded adapter is empty. The state of any
+        other adapter is `loading`, or the error with which its load failed.
+        """
         return {name: self._state(adapter_id(name, at)) for name, at in sorted(self._wanted.items())}
 
     async def sync(self, wanted: Mapping[str, str]) -> None:
-        """Loads the wanted adapters that are missing, and unloads the others once no request uses them. `wanted` has
-        each adapter's location by name.
+        """Loads the wanted adapters that are not loaded yet. Unloads the adapters that are no longer wanted, once no
+        request uses them. `wanted` maps adapter names to locations.
         """
         self._wanted = dict(wanted)
         ids = {adapter_id(name, location): location for name, location in wanted.items()}
@@ -93,10 +99,11 @@ class AdapterSync:
 
 
 def is_its_turn(replica: str, wanted: str, serving: Mapping[str, str], replicas: Collection[str]) -> bool:
-    """Returns whether a replica may swap its weights: all `replicas` with smaller ids serve the wanted weights.
+    """Returns whether a replica may swap its weights now. It may if all `replicas` with smaller ids serve the wanted
+    weights.
 
-    Replicas therefore swap one after the other, and after a failure no further replica swaps. `serving` has, for each
-    replica that has reported, the location of its weights.
+    By this rule replicas swap one after the other, and after a failure no further replica swaps. `serving` maps the ids
+    of replicas that have reported to the locations of their weights.
     """
     return all(serving.get(other) == wanted for other in replicas if other < replica)
 
@@ -124,8 +131,8 @@ class WeightsSync:
         """The error of the swap to the weights that were wanted last; "" without one."""
 
     async def sync(self, wanted: str) -> None:
-        """Swaps to the weights at the location `wanted`, unless that swap has just failed. Running requests continue
-        with the new weights.
+        """Swaps to the weights at the location `wanted`. Does nothing for RETRY_S after a failed swap to the same
+        location. Running requests continue with the new weights.
         """
         if wanted != self.asked:
             self.asked, self.error, self._failed_s = wanted, "", -RETRY_S
@@ -148,7 +155,9 @@ class WeightsSync:
 
 
 class LiveFields:
-    """Applies the live fields to one replica, and reports its state to the GCS for controller and other replicas."""
+    """Applies the live fields to one replica. Reports their state to the GCS, where the controller and other replicas
+    read it.
+    """
 
     def __init__(self, application: str, replica: str, engine: Engine, model_dir: str) -> None:
         self._application, self._replica = application, replica
@@ -160,7 +169,7 @@ class LiveFields:
         await self._follow_once(is_alone=True)
 
     async def follow(self) -> None:
-        """Applies every change of the live fields, until it is cancelled."""
+        """Applies every change of the live fields until the call is cancelled."""
         while True:
             await asyncio.sleep(_PERIOD_S)
             try:

@@ -1,8 +1,8 @@
-"""Serve's autoscaling policy for raytide's endpoints: returns the replica count that raytide's controller published,
+"""Serve's autoscaling policy for raytide's endpoints. It returns the replica count that raytide's controller published,
 and publishes the load that Serve sees.
 
-Serve pickles this module by value and runs it in its own controller. So it imports nothing of raytide, and works while
-raytide's controller and API are down.
+Serve pickles this module by value and runs it in Serve's controller. For that reason the module imports nothing of
+raytide. It works while raytide's controller and API are down.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ that often would gain nothing.
 
 
 def target_key(endpoint: str) -> bytes:
-    """Returns the key of an endpoint's replica count; the value is a decimal number."""
+    """Returns the key of an endpoint's replica count. The value is a decimal number."""
     return f"{endpoint}/target".encode()
 
 
 def load_key(endpoint: str) -> bytes:
-    """Returns the key of the load that Serve last saw. The value is JSON with `at_s`, the number of running replicas,
-    and each replica's own statistics with their time.
+    """Returns the key of the load that Serve last saw. The value is JSON with the time `at_s`, the number of running
+    replicas, and the last statistics of each replica with their time.
     """
     return f"{endpoint}/load".encode()
 
 
 def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Returns the published replica count and the policy's state. Without a published count, or if the GCS never
-    answered, returns the present target.
+    """Returns the published replica count and the policy's new state. Returns the current target if no count is
+    published or the GCS has never answered.
     """
     state = dict(ctx.policy_state)
     now_s = float(ctx.current_time or 0.0)

@@ -1,6 +1,7 @@
-"""The files with a replica's output: the replica publishes their names in the GCS, and the controller reads the names.
+"""The files with a replica's output. The replica publishes the files' names in the GCS, and the controller reads the
+names.
 
-The files are those of Ray's worker process; the engine's process inherits its output.
+The files belong to the replica's Ray worker process. The engine's process inherits the worker's output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ MOST_LOGS = 16
 
 
 def own_log(began_at_s: float) -> bytes:
-    """Returns the record of this process's log, as JSON: start time, node, address of Ray's agent, and files."""
+    """Returns the log record of this process as JSON: the start time, the node, the address of Ray's agent, and the
+    output files.
+    """
     import ray
 
     agent, files = ray_internals.agent_address(), ray_internals.output_files()
@@ -26,7 +29,7 @@ def own_log(began_at_s: float) -> bytes:
 
 
 def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog, ...]:
-    """Returns the logs of an endpoint's replicas, newest first. `published` has values of the GCS by key."""
+    """Returns the log records of an endpoint's replicas, newest first. `published` maps GCS keys to values."""
     prefix, found = log_prefix(endpoint), []
     for key, value in published.items():
         if key.startswith(prefix):
@@ -38,5 +41,5 @@ def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog
 
 
 def forgotten(endpoint: str, logs: Iterable[ReplicaLog]) -> list[bytes]:
-    """Returns the keys of the logs beyond the newest MOST_LOGS. `logs` must be sorted, newest first."""
+    """Returns the GCS keys of the log records beyond the newest MOST_LOGS. `logs` must be sorted, newest first."""
     return [log_prefix(endpoint) + log.replica.encode() for log in tuple(logs)[MOST_LOGS:]]

@@ -1,7 +1,11 @@
-"""The start of a replica, phase by phase: the replica publishes the phases in the GCS, and the controller reads them.
+"""The start of a replica, phase by phase. The replica publishes the phases in the GCS, and the controller reads them.
 
-The phase `node` ends when a node runs a worker process for the replica, `process` (environment, image) when that worker
-runs raytide's code, and `stage` when the model is on the node. `load` and `warm-up` happen in the engine's process.
+The phases, in order:
+
+- `node` ends when a node runs a worker process for the replica.
+- `process` (environment, image) ends when that worker process runs raytide's code.
+- `stage` ends when the model is on the node.
+- `load` and `warm-up` happen in the engine's process.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ _PROGRESS_S = 1.0
 
 
 class StartupLog:
-    """Publishes the phases of this replica's start with `put`, which stores a value in the GCS."""
+    """Publishes the phases of this replica's start. `put` is a function that stores a value in the GCS."""
 
     def __init__(self, put: Callable[[bytes], object], process_at_s: float) -> None:
         self._put = put
@@ -26,19 +30,19 @@ class StartupLog:
         self._told_s = 0.0
 
     def begin(self, phase: str) -> None:
-        """Records that `phase` begins, and so that the previous one has ended."""
+        """Records and publishes that `phase` begins. The previous phase has thereby ended."""
         self._phases.append((phase, time.time()))
         self._publish()
 
     def progress(self, done: int, total: int) -> None:
-        """Publishes how many bytes of the model have been copied, at most once a second."""
+        """Publishes how many bytes of the model have been copied. Publishes at most once a second."""
         if time.monotonic() - self._told_s > _PROGRESS_S:
             self._told_s = time.monotonic()
             self._detail = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
             self._publish()
 
     def staged(self, copied: int) -> None:
-        """Records the total number of copied bytes; the next phase publishes it."""
+        """Records the total number of copied bytes. The next call of `begin` publishes the number."""
         self._detail = f"{copied / 1e9:.2f} GB copied" if copied else ""
 
     def _publish(self) -> None:
@@ -46,8 +50,8 @@ class StartupLog:
 
 
 def startup_of(replica: str, ordered_at_s: float, published: bytes | None, now_s: float) -> ReplicaStartup:
-    """Returns the start of a replica that Serve ordered at `ordered_at_s`. A replica that has published nothing is in
-    the phase `node`.
+    """Returns the startup phases of a replica that Serve ordered at `ordered_at_s`. A replica that has published
+    nothing is in the phase `node`.
     """
     report: Mapping[str, object] = json.loads(published) if published else {}
     phases = report.get("phases")

@@ -1,1 +1,1 @@
-"""Tool calls: models' syntaxes for them, a parser of calls in outputs, and the constraint that makes calls parse."""
+"""Tool calls: the call syntaxes of models, and a parser that finds the calls in a model's output."""

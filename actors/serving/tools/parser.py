@@ -1,6 +1,6 @@
-"""Splits a model's output into reasoning, text and tool calls while it is generated.
+"""Splits a model's output into reasoning, text and tool calls while the output is generated.
 
-Text is sent only once its kind is certain: text that may begin a marker is held back. A call whose JSON is broken is
+Text that may be the beginning of a marker is held back until it is certain what the text is. A call with broken JSON is
 returned as text, as the model wrote it.
 """
 
@@ -21,12 +21,17 @@ _THINK, _END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """The syntax in which a model writes calls: `begin`, the call, `end`.
+    """The syntax in which a model writes a tool call: `begin`, the body of the call, `end`.
 
-    The call is one of: an object with name and arguments (`object`), an array of such objects (`array`), a name,
-    `separator` and the arguments (`named`), or only the arguments of the tool `name` (`arguments`). `starts` are texts
-    that begin a call at the start of an output without `begin`: a marker that is a special token does not appear in the
-    text.
+    `body` is one of these forms:
+
+    - `object`: an object with the tool's name and the arguments.
+    - `array`: an array of such objects.
+    - `named`: the tool's name, `separator`, and the arguments.
+    - `arguments`: only the arguments; the tool is `name`.
+
+    `begin` may be a special token, and special tokens do not appear in the text. `starts` are the texts that begin a
+    call at the start of an output even without `begin`.
     """
 
     body: Literal["object", "array", "named", "arguments"]
@@ -38,7 +43,7 @@ class ToolSyntax:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The texts that may follow a call and are part of its syntax."""
+        """The texts that may follow the body of a call and are part of the call's syntax."""
         fence = ("```", *_GROUP_MARKERS) if self.body == "named" else ()
         return (*((self.end,) if self.end else ()), *fence)
 
@@ -58,13 +63,17 @@ _GROUP_MARKERS = tuple(
 
 
 def syntax_of(chat_format: str) -> ToolSyntax:
-    """Returns the call syntax of a chat template's format; Hermes's for a template without one of its own."""
+    """Returns the call syntax of a chat template's format. Returns Hermes's syntax for formats that have none of their
+    own.
+    """
     return _SYNTAXES.get(chat_format, _SYNTAXES["hermes"])
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of call number `index`. The first piece has `id` and `name`; later ones have more of the arguments."""
+    """A piece of a tool call. `index` is the call's number in the output. The first piece has `id` and `name`. Later
+    pieces continue the arguments.
+    """
 
     index: int
     id: str = ""
@@ -84,8 +93,8 @@ _NOTHING = Piece()
 
 @dataclass(slots=True)
 class OutputParser:
-    """Parses one output. `feed` takes its text as it arrives, `finish` marks the end; both return the pieces that have
-    become certain.
+    """Parses one output. Call `feed` with text as it arrives, and `finish` at the end. Both return the new pieces that
+    can no longer change.
     """
 
     tools: ToolSyntax | None = None
@@ -327,8 +336,8 @@ def _without_noise(text: str) -> str:
 class JsonScanner:
     """Finds the end of one JSON value while its text arrives.
 
-    An object, an array or a string ends at its last character; any other value ends before the first character that
-    cannot belong to it.
+    An object, an array or a string ends with its closing character. Any other value ends before the first character
+    that cannot belong to it.
     """
 
     def __init__(self) -> None:
@@ -339,13 +348,15 @@ class JsonScanner:
 
     @classmethod
     def inside(cls) -> JsonScanner:
-        """Returns a scanner for the rest of an object whose beginning was already read."""
+        """Returns a scanner that starts inside an object, for an object whose beginning was already read."""
         scanner = cls()
         scanner._depth, scanner._kind = 1, "nested"
         return scanner
 
     def feed(self, text: str) -> int:
-        """Returns how many of the text's characters belong to the value: all, unless the value ends in this text."""
+        """Returns the number of characters at the start of `text` that belong to the value. The number is smaller than
+        the text's length if the value ends in the text.
+        """
         for at, char in enumerate(text):
             if self.is_complete:
                 return at

@@ -1,7 +1,7 @@
 """Writes checkpoints on a background thread: plan, write, hash, commit, prune.
 
-The thread may outlive its generation for a moment, so it holds no process group but its own: a group stays open while a
-thread holds it, and peers would not notice that this rank has left.
+The thread may outlive its generation of ranks for a moment. For that reason it has a process group of its own. If it
+used the generation's group, the group would stay open, and peers would not notice that this rank has left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ folders.
 
 
 class AsyncSaver:
-    """Saves the checkpoints of one rank in one generation."""
+    """Saves the checkpoints of one rank in one generation of ranks."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class AsyncSaver:
         self._closed = threading.Event()
 
     def start(self, store: CheckpointStorage, name: str, step: int, samples: int) -> None:
-        """Starts writing the staging buffer. The previous save must have been waited for."""
+        """Starts to write the staging buffer in the background. The caller must have waited for the previous save."""
         began_s = time.monotonic()
         self.task.start(lambda: self._save(store, name, step, samples, began_s))
 
@@ -102,7 +102,7 @@ class AsyncSaver:
 
 
 class BackgroundTask:
-    """Runs one job at a time on a thread: writing a checkpoint, or exchanging a snapshot."""
+    """Runs one job at a time on a thread. The jobs are checkpoint writes and snapshot exchanges."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -119,13 +119,13 @@ class BackgroundTask:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Runs `job` after the previous one has ended. Raises the previous one's error."""
+        """Waits for the previous job, then starts `job`. Raises the previous job's error."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the job and raises its error once. Returns False if it still runs after `timeout_s`."""
+        """Waits for the job and raises the job's error once. Returns False if the job still runs after `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self.is_running:
@@ -143,7 +143,9 @@ class BackgroundTask:
 
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
-    """Runs `work`, which one rank does while others wait. Returns its result, or the RaytideError that it raised."""
+    """Runs `work` and returns a pair: its result, and the RaytideError that it raised. The error is None if `work`
+    succeeded. One rank uses it to send its error to the ranks that wait.
+    """
     try:
         return work(), None
     except RaytideError as error:

@@ -1,7 +1,8 @@
 """Saves and loads checkpoints with torch's distributed checkpoint (DCP), for any number of ranks.
 
-A save blocks training only while the state is copied in memory. A thread writes the copy, on its own process group,
-because two threads must not share a gloo group. At most one save is in flight; `wait` raises its error on all ranks.
+A save blocks training only while the state is copied in memory. A background thread writes the copy. The thread has its
+own process group, because two threads must not share a gloo group. At most one save is in flight. `wait` raises the
+save's error on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class Listing:
-    """The checkpoints in storage, newest first. Their files have not been read yet."""
+    """The checkpoints in storage, newest first. Only the manifests of the checkpoints have been read."""
 
     committed: list[Checkpoint] = field(default_factory=list)
     rejected: list[CheckpointError] = field(default_factory=list)
@@ -46,7 +47,9 @@ class Listing:
 
 
 class UnsavedNotice:
-    """The reason why the last checkpoint was not written. It is shown until a later one is complete, at least once."""
+    """The reason why the last checkpoint was not written. It is shown at least once, and until a later checkpoint is
+    complete.
+    """
 
     def __init__(self) -> None:
         self._why, self._is_shown, self._is_over = "", True, True
@@ -65,7 +68,9 @@ class UnsavedNotice:
 
 
 class CheckpointManager:
-    """A run's checkpoints, for one generation of ranks. All ranks call every method except `close` together."""
+    """The checkpoints of a run, for one generation of ranks. All ranks must call its methods together, except
+    `close`.
+    """
 
     def __init__(
         self, spec: TrainSpec, digests: Mapping[str, str], group: ProcessGroup, commit: Commit = nullcontext
@@ -81,17 +86,17 @@ class CheckpointManager:
 
     @property
     def save_s(self) -> float:
-        """The seconds that the last save took, from the copy to the manifest; 0.0 before the first save."""
+        """The duration of the last save in seconds, from the copy to the manifest. 0.0 before the first save."""
         return self._saver.last_save_s
 
     @property
     def has_failed(self) -> bool:
-        """True if a save has failed; `wait` raises its error."""
+        """True if the last save has failed and `wait` has not raised its error yet."""
         return self._saver.task.has_failed
 
     @property
     def has_saved(self) -> bool:
-        """True if a save was started and has completed."""
+        """True if a save was started and has completed, and `wait` has not been called since."""
         return self._in_flight and not self.is_saving and not self.has_failed
 
     @property
@@ -103,7 +108,9 @@ class CheckpointManager:
         self._saver.buffer.prepare(state.shards())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copies the state and writes the copy in the background. Waits for the previous save and raises its error."""
+        """Copies the state and starts to write the copy in the background. First waits for the previous save and raises
+        its error.
+        """
         self.wait()
         self._saver.buffer.copy_from(state.shards())
         self._count += 1
@@ -113,23 +120,30 @@ class CheckpointManager:
         self._in_flight = True
 
     def before_update(self) -> None:
-        """Call this before weights change: a copy may still be reading them on the GPU."""
+        """Makes weight updates wait for a copy that may still read the weights on the GPU. Call it before weights
+        change.
+        """
         self._saver.buffer.before_update()
 
     def wait(self) -> bool:
-        """Waits for the save in flight. Returns whether there was one. Raises StorageError if it failed (full disk,
-        unreachable bucket); older checkpoints are intact.
+        """Waits for the save in flight. Returns whether there was one.
+
+        Raises StorageError if the save failed (full disk, unreachable bucket). Older checkpoints remain intact.
         """
         in_flight, self._in_flight = self._in_flight, False
         self._saver.task.wait()
         return in_flight
 
     def close(self) -> None:
-        """Abandons a save in flight; its folder remains an unfinished write. Quick, because it does not communicate."""
+        """Abandons a save in flight. The folder of the save remains in storage as an unfinished write. Returns quickly,
+        because it does not communicate.
+        """
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """Returns the committed checkpoints. Removes unfinished writes, to which no rank writes any more."""
+        """Returns the committed checkpoints. Removes the folders of unfinished writes, which no rank writes any
+        more.
+        """
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)
         )
@@ -140,10 +154,11 @@ class CheckpointManager:
         return listing
 
     def select(self, listing: Listing) -> Checkpoint | None:
-        """Returns the newest intact checkpoint, which all ranks together have read completely; None if there are none.
+        """Returns the newest intact checkpoint. Returns None if there are no checkpoints. The ranks share the work of
+        reading the checkpoint's files completely.
 
-        Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all are bad,
-        because silently starting over would lose work, or if another run wrote the checkpoint.
+        Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all checkpoints
+        are bad, because silently starting over would lose work. Also raises it if another run wrote the checkpoint.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)

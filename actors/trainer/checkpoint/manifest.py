@@ -1,7 +1,9 @@
-"""Checkpoint folders: `step-00000050-5f3a9c01` holds files and, written last, a manifest with their hashes.
+"""Checkpoint folders: a folder such as `step-00000050-5f3a9c01` holds files and, written last, a manifest with their
+hashes.
 
-A folder without a manifest is an unfinished write and is never loaded; the hashes detect later damage. Each save has
-its own folder, so a rank that still saves for a broken generation cannot touch another's files. No torch here.
+A folder without a manifest is an unfinished write and is never loaded. The hashes detect later damage. Each save has
+its own folder. A rank that still saves for a broken generation therefore cannot touch the files of another generation.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -73,18 +75,18 @@ class Checkpoint:
 
 
 def folder_name(step: int, attempt: str) -> str:
-    """Returns a folder name. `attempt` is eight hexadecimal digits, unique among the run's saves."""
+    """Returns the name of a checkpoint folder. `attempt` is eight hexadecimal digits, unique among the run's saves."""
     return f"step-{step:08d}-{attempt}"
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step in a checkpoint folder's name; None for other names."""
+    """Returns the step in the name of a checkpoint folder. Returns None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoint:
-    """Publishes the manifest, which makes the folder a checkpoint."""
+    """Publishes the manifest. With the manifest, the folder becomes a checkpoint."""
     body = manifest.model_dump()
     with named_failures(f"{store.url}/{name}"):
         store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
@@ -92,7 +94,7 @@ def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoin
 
 
 def read(store: CheckpointStorage, name: str) -> Checkpoint:
-    """Reads a folder's manifest, not its files. Raises CheckpointError if it is missing or altered."""
+    """Reads a folder's manifest, but not the files. Raises CheckpointError if the manifest is missing or altered."""
     where = f"{store.url}/{name}"
     try:
         with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
@@ -115,7 +117,7 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
 
 
 def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
-    """Returns the problems of these files (all files if None), after reading every byte of them."""
+    """Reads the named files of a checkpoint completely and returns their problems. The default is all files."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
         path, expected = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
@@ -150,7 +152,7 @@ def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[s
 
 
 def verify(store: CheckpointStorage, name: str) -> Checkpoint:
-    """Reads a checkpoint and checks every byte. Raises a CheckpointError that names the first bad file."""
+    """Reads a checkpoint completely and checks every byte. Raises a CheckpointError that names the first bad file."""
     checkpoint = read(store, name)
     for problem in find_problems(store, checkpoint):
         raise bad_checkpoint(problem)
@@ -162,22 +164,23 @@ def bad_checkpoint(problem: str) -> CheckpointError:
 
 
 def folders_newest_first(store: CheckpointStorage) -> list[str]:
-    """Returns the folders of checkpoints and unfinished writes, newest first."""
+    """Returns the names of the folders of checkpoints and unfinished writes, newest first."""
     with named_failures(store.url):
         steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
 def unfinished_folders(store: CheckpointStorage) -> list[str]:
-    """Returns folders whose write is in progress or was interrupted."""
+    """Returns the names of folders whose write is in progress or was interrupted."""
     return [name for name in folders_newest_first(store) if MANIFEST not in sizes_of(store, name)]
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Keeps the intact checkpoints of the newest `keep` steps up to the committed one, and removes all others up to it.
+    """Removes old checkpoints after the checkpoint `committed` was written. Only checkpoints up to the step of
+    `committed` are considered. Of these, the intact ones of the newest `keep` steps stay, and all others are removed.
 
-    Folders newer than the committed one belong to another generation: they are neither counted nor removed. Unfinished
-    folders stay too, because until a restart a rank may still be writing to them.
+    Folders of later steps belong to another generation. They are neither counted nor removed. Unfinished folders stay,
+    because a rank may be writing to them until the next restart.
     """
     kept_steps: set[int] = set()
     for name in folders_newest_first(store):
@@ -194,7 +197,9 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
 
 
 def remove(store: CheckpointStorage, name: str) -> None:
-    """Removes a folder, manifest first: an interrupted removal leaves an unfinished write, not a bad checkpoint."""
+    """Removes a folder, the manifest first. An interrupted removal thus leaves an unfinished write, not a bad
+    checkpoint.
+    """
     with named_failures(f"{store.url}/{name}"):
         store.remove(name, first=MANIFEST)
 
@@ -208,7 +213,9 @@ def _looks_whole(store: CheckpointStorage, name: str, sizes: dict[str, int]) -> 
 
 
 def sizes_of(store: CheckpointStorage, name: str) -> dict[str, int]:
-    """Returns the sizes of a folder's files in bytes, by name. Raises StorageError if the storage cannot be reached."""
+    """Returns the size of each file in a folder, in bytes, by file name. Raises StorageError if the storage cannot be
+    reached.
+    """
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)
 

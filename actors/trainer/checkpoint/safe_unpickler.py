@@ -1,8 +1,8 @@
-"""Reads the pickle in a checkpoint's `.metadata` as data: nothing in it is imported or called. No torch here.
+"""Reads the pickle in a checkpoint's `.metadata` file as data. Nothing in the pickle is imported or called.
 
-Torch's distributed checkpoint (DCP) writes that file with pickle, and unpickling an untrusted file runs any code that
-it names. This reader accepts only the names of DCP's metadata. It returns each object as its arguments and state, which
-`dcp/metadata.py` converts to DCP's classes.
+Torch's distributed checkpoint (DCP) writes this file with pickle. Unpickling an untrusted file would run any code that
+the file names. This reader accepts only the names that occur in DCP's metadata. It returns each object as its arguments
+and state, and `dcp/metadata.py` converts them to DCP's classes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HINT = "Delete the folder and find its writer: the run then resumes from the pr
 
 
 class GlobalName:
-    """A global name in the pickle."""
+    """The name of a class or function in the pickle."""
 
     __slots__ = ("name",)
 
@@ -54,7 +54,7 @@ class GlobalName:
 
 
 class PickledObject:
-    """An object in the pickle: the result of calling `name` with `args` and then setting `state`."""
+    """An object in the pickle. Unpickling it would call `name` with `args` and then set `state`."""
 
     __slots__ = ("args", "name", "state")
 
@@ -64,8 +64,8 @@ class PickledObject:
 
 
 def read(body: bytes, where: str) -> object:
-    """Returns the pickle as a tree of plain values, GlobalNames and PickledObjects. Raises CheckpointError for anything
-    but DCP's metadata.
+    """Returns the pickle as a tree of plain values, GlobalNames and PickledObjects. Raises CheckpointError for a pickle
+    that is not DCP's metadata.
     """
     if len(body) > MAX_BYTES:
         raise CheckpointError(f"{where} has {len(body)} bytes, above the limit of {MAX_BYTES}.", hint=_HINT)

@@ -1,4 +1,6 @@
-"""The staging buffer: a copy of a rank's shards in one reusable block of memory, written while training continues."""
+"""The staging buffer: a copy of a rank's shards in one reusable block of memory. The copy is written to storage while
+training continues.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class BufferEntry:
-    """The place of a shard in the block."""
+    """The place of a shard in the staging buffer's block of memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +49,7 @@ class StagingBuffer:
 
     @property
     def size(self) -> int:
-        """The bytes in use, from the start of the block."""
+        """The number of bytes in use, from the start of the block."""
         return self.entries[-1].end if self.entries else 0
 
     @property
@@ -55,7 +57,9 @@ class StagingBuffer:
         return self.block[: self.size]
 
     def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
-        """Allocates the block. Its memory is touched once, so that no copy waits for page faults."""
+        """Allocates the buffer's block of memory. The whole block is touched once, so that no copy waits for page
+        faults.
+        """
         if entries == self.entries:
             return
         self.entries = entries
@@ -70,7 +74,9 @@ class StagingBuffer:
         self.allocate(_entries(shards), pinned=any(shard.local.is_cuda for shard in shards))
 
     def copy_from(self, shards: Sequence[TensorShard]) -> None:
-        """Copies the shards' values. The copy from a GPU is asynchronous: call `before_update` and `wait`."""
+        """Copies the shards' values into the buffer. The copy from a GPU is asynchronous: call `before_update` and
+        `wait` afterwards.
+        """
         self.prepare(shards)
         if not any(shard.local.is_cuda for shard in shards):
             self._copy(shards)
@@ -82,7 +88,7 @@ class StagingBuffer:
             self._copied = self._stream.record_event()
 
     def before_update(self) -> None:
-        """Makes the GPU's next updates wait for the copy; the host does not wait."""
+        """Makes the GPU's next updates wait for the copy. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 

@@ -1,7 +1,8 @@
-"""Checkpoint storage: a local directory, or any fsspec URL. No torch here.
+"""The storage of checkpoints: a local directory, or any fsspec URL. This module does not import torch.
 
-A file is complete once its stream is closed. A folder becomes a checkpoint when its manifest is published, last,
-because object stores cannot rename. Local storage needs no fsspec, so a bare GPU machine can train.
+A file is complete once its stream is closed. A folder becomes a checkpoint when its manifest is published, after all
+other files. No rename is used, because object stores cannot rename. Local storage needs no fsspec, so that a bare GPU
+machine can train.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from raytide.core.io.private_paths import check_opened, safe_opener
 class CheckpointStorage(Protocol):
     """The storage of a run's checkpoints: a local folder or an object store.
 
-    Paths are relative to the storage root and use `/`. Raises FileNotFoundError for missing files.
+    Paths are relative to the storage root and use `/`. Methods raise FileNotFoundError for missing files.
     """
 
     url: str
@@ -33,19 +34,23 @@ class CheckpointStorage(Protocol):
     def folders(self) -> list[str]: ...
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Returns the bytes of each file directly in a folder, by name; empty if the folder does not exist."""
+        """Returns the size in bytes of each file directly in a folder, by file name. Returns an empty dict if the
+        folder does not exist.
+        """
 
     def read(self, path: str) -> AbstractContextManager[BinaryIO]:
         """Opens a file. Raises CheckpointError for a link, a pipe or a device."""
 
     def write(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Opens a new file, which is durable when the block ends. A failed block leaves no complete file."""
+        """Opens a new file as a context manager. The file is durable when the `with` block ends. If the block raises,
+        no complete file is left.
+        """
 
     def publish(self, path: str, body: bytes) -> None:
-        """Writes a file atomically: a reader sees all of it or none."""
+        """Writes a file atomically: a reader sees the whole file or no file."""
 
     def remove(self, folder: str, first: str) -> None:
-        """Removes a folder with its files, `first` before all others."""
+        """Removes a folder and its files. The file `first` is removed before all others."""
 
 
 def open_store(url: str) -> CheckpointStorage:
@@ -54,7 +59,9 @@ def open_store(url: str) -> CheckpointStorage:
 
 @contextmanager
 def named_failures(what: str) -> Iterator[None]:
-    """Converts a filesystem's errors to StorageErrors that can cross processes; FileNotFoundError passes."""
+    """Converts a filesystem's errors to StorageErrors that name `what` and can be sent to other processes.
+    FileNotFoundError is not converted.
+    """
     try:
         yield
     except (RaytideError, FileNotFoundError):

@@ -1,7 +1,7 @@
-"""The training state as named tensor shards, independent of the layout, for checkpoints and snapshots.
+"""The training state as named tensor shards, independent of the layout. Checkpoints and snapshots use this form.
 
-Names contain nothing of the layout: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A shard
-knows its offsets in the whole tensor, so any layout can read what any other layout wrote.
+Names contain nothing of the layout: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A shard has
+its offsets in the whole tensor. Any layout can therefore read what any other layout wrote.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ class TensorShard:
 
 class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the state by `<parameter>.<key>`, as DTensors where parameters are, also before the first step."""
+        """Returns the state's tensors by `<parameter>.<key>`. A tensor is a DTensor where the parameter is a DTensor.
+        The tensors exist before the first step.
+        """
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Applies the values that were written into the tensors of `tensors()`."""
+        """Takes over the values that were written into the tensors returned by `tensors()`."""
 
 
 class Stateful(Protocol):
-    """An object with state other than weights (a loss scale, a guard's window). Its tensors have fixed shapes, and are
-    equal on all ranks or have the rank in their names.
+    """An object with training state other than weights, such as a loss scale. The tensors of the state have fixed
+    shapes. A tensor is equal on all ranks, or its name contains the rank.
     """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -49,8 +51,8 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """The state of a model, an optimizer and other stateful objects. Build it before the first step: later, FSDP may
-    have other tensors under the same names.
+    """The state of a model, an optimizer and other stateful objects. Create it before the first step. After that step,
+    FSDP may have replaced tensors under the same names.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class TrainState:
         self._offsets: dict[str, tuple[int, ...]] = {}
 
     def shards(self) -> list[TensorShard]:
-        """Returns this rank's shard of every tensor of which it has a part, without a copy."""
+        """Returns this rank's shards of all tensors, without a copy. Tensors of which the rank has no part are left
+        out.
+        """
         return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
-        """Loads the state. `fill` must write the values of every shard in place."""
+        """Loads the state. `fill` is called with this rank's shards and must write all values in place."""
         moments = self.optimizer.tensors()
         extras = self._extras()
         fill(self._shards(moments, extras))

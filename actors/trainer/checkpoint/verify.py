@@ -1,4 +1,6 @@
-"""Verifies every byte of checkpoints, for `raytide checkpoint verify`. No torch here."""
+"""Verifies every byte of checkpoints, for the command `raytide checkpoint verify`. This module does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class VerifyResult:
 
 
 def verify(target: str) -> list[VerifyResult]:
-    """Verifies a checkpoint, or all checkpoints of a run or a folder (a path or an fsspec URL), newest first.
+    """Verifies one checkpoint, or all checkpoints of a run or a folder, newest first. `target` is a path or an fsspec
+    URL.
 
-    Raises NotFoundError if there are none, and StorageError if the storage cannot be reached.
+    Raises NotFoundError if there are no checkpoints, and StorageError if the storage cannot be reached.
     """
     target = target.rstrip("/")
     parent, _, name = target.rpartition("/")

@@ -1,1 +1,1 @@
-"""The training data: the tokens of step k are a function of the seed and of k alone."""
+"""The training data. The tokens of a step depend only on the seed and the step's number."""

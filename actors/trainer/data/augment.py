@@ -1,5 +1,5 @@
-"""Changes samples as they are read, depending only on (seed, step, sample id), so that ranks, resizes and resumes do
-not matter.
+"""Changes samples as they are read. A change depends only on (seed, step, sample id), and not on ranks, resizes or
+resumes.
 
 Random numbers are counters hashed by splitmix64, because the random streams of libraries change between releases.
 """
@@ -43,17 +43,20 @@ class Augmentation:
 
 
 def uniform(keys: npt.NDArray[np.uint64], count: int) -> Floats:
-    """Returns [len(keys), count] numbers in [0, 1), a row for each key."""
+    """Returns random numbers in [0, 1) with the shape [len(keys), count]. Each row depends only on its key."""
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     out: Floats = (mix(keys[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return out
 
 
 def fill_in_the_middle(document: Ids, spec: FillInTheMiddle, chances: Floats) -> Ids:
-    """Returns the document in the order prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM, in the variant
-    that starts with both sentinels). The length stays the same: the suffix loses three tokens to the sentinels.
+    """Returns the document rearranged for fill-in-the-middle training.
 
-    `document` has no end token; `chances` are four random numbers in [0, 1). A document whose suffix is too short is
+    The order is prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM). SPM is the variant that starts with the
+    sentinels of both prefix and suffix. The length stays the same, because the suffix loses as many tokens as there are
+    sentinels: three.
+
+    `document` has no end token. `chances` are four random numbers in [0, 1). A document whose suffix is too short is
     returned unchanged.
     """
     length = len(document)

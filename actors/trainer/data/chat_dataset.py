@@ -1,6 +1,7 @@
-"""Chat datasets: sequence i is conversation i, rendered by the model's chat template.
+"""Chat datasets. Sequence i is conversation i, rendered by the model's chat template.
 
-Lines are checked when the file is opened and tokenized when a step needs them, so a rank keeps no text in memory.
+Lines are checked when the file is opened. They are tokenized when a step needs them, so that a rank keeps no text in
+memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CHECK = "Check chat.tokenizer and chat.template."
 
 
 class ChatDataset:
-    """A TokenDataset of conversations, each truncated or padded to `seq_len` + 1 tokens."""
+    """A TokenDataset of conversations. Each conversation is truncated or padded to `seq_len` + 1 tokens."""
 
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:
         self.name, self.seq_len = chat.file, seq_len

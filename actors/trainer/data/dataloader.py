@@ -1,4 +1,4 @@
-"""Loads a rank's part of each step's batch, one step ahead, and cuts it into microbatches."""
+"""Loads a rank's part of each step's batch, one step ahead, and cuts the part into microbatches."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class DataLoader:
         self._rows = Prefetch(self._read, spec.steps)
 
     def next_batch(self, step: int, size: int) -> RankBatch:
-        """Returns this rank's part of a step, in microbatches of up to `size` sequences.
+        """Returns this rank's part of a step's batch, in microbatches of up to `size` sequences.
 
-        A rank with fewer sequences than others gets padding that is ignored. In a pipeline all microbatches have the
-        same shape.
+        A rank with fewer sequences than others gets padding, which the loss ignores. In a pipeline, all microbatches
+        have the same shape.
         """
         read = self._rows.get(step)
         ids, inputs, targets, documents = read
@@ -123,7 +123,7 @@ class DataLoader:
 
 
 class Prefetch(Generic[T]):
-    """Runs `read(step)` on a thread, one step ahead. `read` must depend on the step alone."""
+    """Runs `read(step)` on a thread, one step ahead. The result of `read` must depend on the step alone."""
 
     def __init__(self, read: Callable[[int], T], last: int) -> None:
         self._read, self._last = read, last
@@ -131,7 +131,9 @@ class Prefetch(Generic[T]):
         self._ahead: tuple[int, Future[T]] | None = None
 
     def get(self, step: int) -> T:
-        """Returns the result of `read(step)`, or raises its error, and starts reading the next step."""
+        """Returns the result of `read(step)` or raises its error. Then starts to read the next step in the
+        background.
+        """
         ahead, self._ahead = self._ahead, None
         future = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._read, step)
         value = future.result()

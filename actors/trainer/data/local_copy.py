@@ -14,11 +14,11 @@ from raytide.core.io.token_dataset import CONFIG, END_BYTES, ITEM_BYTES, MANIFES
 
 
 def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
-    """Returns the dataset's local directory. A remote dataset is copied once per machine, user and hash of its
+    """Returns the local directory of a dataset. A remote dataset is copied once per machine, user and hash of its
     manifest.
 
-    Only the files that the manifest names are copied; without `with_shards`, only the manifest and the tokenizer.
-    Raises StorageError if they do not fit on the disk; a partial copy is removed.
+    Only the files that the manifest names are copied. Without `with_shards`, only the manifest and the tokenizer are
+    copied. Raises StorageError if the files do not fit on the disk. A partial copy is removed.
     """
     if "://" not in dataset:
         return Path(dataset)
@@ -35,7 +35,7 @@ def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
 
 
 def local_file_copy(url: str, version: str, suffix: str) -> Path:
-    """Returns a local copy of one remote file, made once per machine, user and version."""
+    """Returns a local copy of one remote file. The copy is made once per machine, user and `version`."""
     home = private_folder("datasets") / f"{version}{suffix}"
     if home.exists():
         return home

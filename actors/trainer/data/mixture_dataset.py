@@ -1,6 +1,7 @@
-"""Opens the data that a spec trains and evaluates on: one token dataset or a mixture, in chopped or packed rows.
+"""Opens the data that a spec trains and evaluates on: one token dataset or a mixture of several. The rows are equal
+slices of the token stream, or documents packed into rows.
 
-The sequences of a mixture's sources are numbered one source after the other, so a reader sees one dataset.
+The sequences of a mixture are numbered consecutively, source after source. To a reader, the mixture is one dataset.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class JoinedData:
-    """Joins several datasets into one RowData, one after the other."""
+    """A RowData that joins several datasets, one after the other."""
 
     def __init__(self, parts: Sequence[RowData], order: object = None) -> None:
         """`order` describes the order in which sequences are drawn; it becomes part of the digest."""
@@ -76,8 +77,8 @@ class JoinedData:
 
 
 class MixtureData(JoinedData):
-    """The sources of a mixture, and its phases, each of which gives the sources' shares. The digest covers sources and
-    phases.
+    """The joined sources of a mixture, with the mixture's phases. A phase has one share per source. The digest covers
+    sources and phases.
     """
 
     def __init__(self, parts: Sequence[RowData], mixture: MixtureSpec, spec: TrainSpec) -> None:
@@ -100,8 +101,8 @@ def open_tokens(spec: TrainSpec) -> TokenDataset:
 
 
 def open_evaluation(spec: TrainSpec, training: TokenDataset) -> RowData:
-    """Opens the held-out sequences of `spec.eval`. Raises DataError if their tokenizer is not that of the training
-    data.
+    """Opens the held-out sequences of `spec.eval`. Raises DataError if their tokenizer differs from that of the
+    training data.
     """
     assert spec.eval is not None  # the caller evaluates
     if spec.eval.dataset is None:

@@ -1,4 +1,6 @@
-"""Sequences of whole documents: rows of a packing plan, padded with end tokens, for training and evaluation."""
+"""Sequences made of whole documents, for training and evaluation. The rows of a packing plan are filled with documents
+and padded with end tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ _POSITION = np.uint64(0x9E3779B97F4A7C15)
 class PackedData:
     """A RowData whose rows are documents of a token dataset, packed by best fit.
 
-    `held_out` is the share of documents kept from training; with `of_held_out` the rows have these documents instead of
-    the others.
+    `held_out` is the fraction of documents that are kept from training. With `of_held_out`, the rows contain the
+    held-out documents. Otherwise they contain all others.
     """
 
     def __init__(self, data: TokenData, held_out: float = 0.0, *, of_held_out: bool = False) -> None:
@@ -86,13 +88,15 @@ class PackedData:
 
 
 def is_held_out(hashes: Hashes, fraction: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the held-out documents. The same document is on the same side in every dataset and build."""
+    """Returns a mask of the held-out documents. A document's hash alone decides whether it is held out. The same
+    document is therefore held out in every dataset and build, or in none.
+    """
     out: npt.NDArray[np.bool_] = mix(hashes) < np.uint64(int(fraction * 2**64))
     return out
 
 
 def pairs_of(documents_BT: Ids) -> Ids:
-    """Returns, for each row, the sum of the squared lengths of its documents."""
+    """Returns, for each row, the sum of the squared lengths of the row's documents."""
     rows, length = documents_BT.shape
     counts = np.bincount((documents_BT + np.arange(rows)[:, None] * length).ravel(), minlength=rows * length)
     out: Ids = (counts.reshape(rows, length) ** 2).sum(axis=1)
@@ -100,7 +104,9 @@ def pairs_of(documents_BT: Ids) -> Ids:
 
 
 def document_ends(data: TokenData) -> Ids:
-    """Returns the index of the token after each document. Tokens behind the last end token count as a document."""
+    """Returns the index of the token after each document. Tokens behind the last end token count as one more
+    document.
+    """
 
     def find() -> Ids:
         ends = token_dataset.document_ends(data.location, data.manifest)
@@ -110,7 +116,9 @@ def document_ends(data: TokenData) -> Ids:
 
 
 def document_hashes(data: TokenData, ends: Ids) -> Hashes:
-    """Returns a 64-bit hash of each document's tokens. Equal documents have equal hashes, wherever they are."""
+    """Returns a 64-bit hash of each document's tokens. Documents with equal tokens have equal hashes, wherever they are
+    in the dataset.
+    """
 
     def find() -> Hashes:
         hashes = np.zeros(len(ends), np.uint64)

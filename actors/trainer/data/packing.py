@@ -1,9 +1,9 @@
-"""Best-fit packing: whole documents in rows of `seq_len` tokens (Ding et al., 2404.10830).
+"""Best-fit packing: puts whole documents into rows of `seq_len` tokens (Ding et al., 2404.10830).
 
-Long documents are first cut into full rows. The remaining pieces are placed longest first, each into the fullest row
-with enough room; of equally full rows, the one opened first gets it. Sorting is stable and rows are first in, first
-out, so a plan depends only on the documents' lengths, on any machine. Pieces of equal length are placed all at once,
-which makes it fast.
+Long documents are first cut into full rows. The remaining pieces are placed longest first. A piece goes into the
+fullest row with enough room, and among equally full rows into the one that was opened first. A plan therefore depends
+only on the documents' lengths and is the same on any machine. Pieces of equal length are placed all at once, which
+makes packing fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from raytide.actors.trainer.data.order.shuffle import Ids
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """The pieces of each row. They are sorted by row, and within a row by the order in which they were placed."""
+    """The pieces of documents in each row. The pieces are sorted by row, and within a row by the order of their
+    placement.
+    """
 
     seq_len: int
     starts: Ids
@@ -36,7 +38,7 @@ class PackingPlan:
 
     @property
     def padding(self) -> float:
-        """Returns the share of positions that hold no token."""
+        """Returns the fraction of positions that hold no token."""
         return 1.0 - self.tokens / max(1, self.rows * self.seq_len)
 
     def pieces(self, row: int) -> tuple[Ids, Ids]:
@@ -45,14 +47,18 @@ class PackingPlan:
         return self.starts[here], self.lengths[here]
 
     def attention_pairs(self, rows: Ids) -> Ids:
-        """Returns, for each row, the sum of the squared lengths of its pieces: twice its causal query-key pairs."""
+        """Returns, for each row, the sum of the squared lengths of the row's pieces. This is about twice the number of
+        causal query-key pairs.
+        """
         sums = np.concatenate(([0], np.cumsum(self.lengths**2)))
         out: Ids = sums[self.first[rows + 1]] - sums[self.first[rows]]
         return out
 
 
 def best_fit(starts: Ids, lengths: Ids, seq_len: int) -> PackingPlan:
-    """Returns the plan for documents, each given by its first token and its number of tokens, in dataset order."""
+    """Returns the packing plan for documents in dataset order. `starts` has the first token of each document, and
+    `lengths` its number of tokens.
+    """
     full = lengths // seq_len
     documents = np.repeat(np.arange(len(lengths)), full)
     ordinal = np.arange(len(documents)) - np.repeat(np.cumsum(full) - full, full)

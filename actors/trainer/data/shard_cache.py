@@ -1,9 +1,10 @@
-"""Fetches remote shards, as steps need them, into this user's cache folder, from which the least recently used are
-deleted.
+"""Fetches remote shards, as steps need them, into this user's cache folder. When the cache is full, the least recently
+used shards are deleted.
 
-A shard is hashed while it arrives and gets its final name only if it is whole, so any file with such a name can be read
-at once. Processes of a machine share the folder: one fetches a shard, the others wait for it. A file that another
-process evicts while it is read stays readable; one that is evicted before it is opened is fetched again.
+A shard is hashed while it arrives. It gets its final name only if it is whole, so that a file with a final name can be
+read at once. The processes of a machine share the folder. One process fetches a shard, and the others wait for it. A
+shard that is evicted while a process reads it stays readable for that process. A shard that is evicted before it is
+opened is fetched again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ShardCache:
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def read_shard(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        """Returns the tokens of a shard. Raises DataError if it is missing or differs from the manifest."""
+        """Returns the tokens of a shard. Raises DataError if the shard is missing or differs from the manifest."""
         with self._guard:
             coming = self._coming.pop(index, None)
         if coming is not None:
@@ -68,7 +69,7 @@ class ShardCache:
         )
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Starts fetching those shards that are not in the cache. Errors are raised later, by `read_shard`."""
+        """Starts to fetch the given shards, except those in the cache. `read_shard` raises the errors later."""
         for index in indices:
             with self._guard:
                 if index not in self._coming and not self._file(index).exists():

@@ -1,8 +1,8 @@
-"""Verifies a dataset's shards, once per machine and user for all processes and runs.
+"""Verifies a dataset's shards, once per machine and user. All processes and runs share the result.
 
 Every byte is hashed (measured: 0.67 s/GB on one core), and the largest token id is found (0.05 s/GB). The result is
-cached under the file's name, size, times and inode, so a changed file is hashed again. Processes on a machine share the
-work: each takes a shard that no other process is hashing.
+cached under the file's name, size, times and inode, so that a changed file is hashed again. The processes of a machine
+share the work: a process takes a shard that no other process is hashing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Result:
 
 
 class ShardCheck:
-    """Hashes shards on a background thread; `wait` and `check` raise the DataError of a bad shard."""
+    """Hashes shards on a background thread. `wait` and `check` raise the DataError of a bad shard."""
 
     def __init__(self, name: str, folder: Path, shards: Sequence[Shard], dtype: TokenDtype, vocab_size: int) -> None:
         self.name, self.folder, self.dtype, self.vocab_size = (
@@ -57,19 +57,19 @@ class ShardCheck:
         self._thread.start()
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Returns whether all shards are verified within `timeout_s`. Raises DataError for a bad shard."""
+        """Waits up to `timeout_s` and returns whether all shards are verified. Raises DataError for a bad shard."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         self.check()
         return self._thread is not None and not self._thread.is_alive()
 
     def check(self) -> None:
-        """Raises the error of a bad shard, if one was found so far."""
+        """Raises the error of a bad shard, if one has been found."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Stops hashing. Does not wait."""
+        """Stops hashing. Returns at once, without waiting for the thread."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads the tokens of training sequences by number."""
+"""Reads the tokens of training sequences by the sequences' numbers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from raytide.core.specs.mixture import StreamSpec
 
 
 class TokenDataset(Protocol):
-    """Training sequences by number. Every rank opens the dataset itself."""
+    """A dataset of numbered training sequences. Every rank opens the dataset itself."""
 
     @property
     def name(self) -> str:
-        """The place that the dataset comes from, for error messages."""
+        """The path or URL of the dataset, for error messages."""
 
     @property
     def digest(self) -> str:
-        """Hash of the content that `examples` returns."""
+        """The hash of the content that `examples` returns."""
 
     @property
     def n_sequences(self) -> int: ...
@@ -51,14 +51,18 @@ class TokenDataset(Protocol):
 
     @property
     def template(self) -> Mapping[str, Path]:
-        """The chat template that the data was rendered with, if it is not the model's own."""
+        """The file of the chat template with which the data was rendered. Empty if that is the model's own template, or
+        if there is none.
+        """
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns inputs and targets, each [len(ids), seq_len]. Targets that do not count are IGNORE."""
+        """Returns inputs and targets, each of shape [len(ids), seq_len]. Targets that the loss must ignore are
+        IGNORE.
+        """
 
 
 class Rows(NamedTuple):
-    """Whole sequences, not yet split into inputs and targets. Augmentation changes them in this form."""
+    """Whole sequences, not yet split into inputs and targets. Augmentation works on this form."""
 
     tokens: Ids
     """The tokens of the sequences [rows, seq_len + 1]."""
@@ -72,7 +76,7 @@ class Rows(NamedTuple):
 
 
 class RowData(TokenDataset, Protocol):
-    """A dataset of tokens, whose sequences can be augmented."""
+    """A token dataset whose sequences can be augmented."""
 
     @property
     def n_tokens(self) -> int:
@@ -81,17 +85,20 @@ class RowData(TokenDataset, Protocol):
     def rows(self, ids: Ids) -> Rows: ...
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
-        """Returns each row's sum of squared document lengths, without reading tokens; None if that is not known."""
+        """Returns, for each row, the sum of the squared lengths of its documents, without reading tokens. Returns None
+        if the lengths are not known.
+        """
 
     def prefetch(self, ids: Ids) -> None:
-        """Starts fetching the remote data that these rows need, if any."""
+        """Starts to fetch the remote data of these rows, if the dataset is remote."""
 
 
 class TokenData:
     """Sequences of `seq_len` + 1 tokens (inputs and targets) from memory-mapped shards.
 
-    A remote dataset is copied to this machine first or, with `stream`, shard by shard as it is read. A damaged shard
-    raises DataError when it is opened or fetched or, in a large dataset, in a later call of `examples`.
+    A remote dataset is first copied to this machine. With `stream`, its shards are instead copied one by one as they
+    are read. A damaged shard raises DataError when it is opened or fetched. In a large dataset, the error may come in a
+    later call of `examples`.
     """
 
     def __init__(self, dataset: str, seq_len: int, stream: StreamSpec | None = None) -> None:
@@ -126,20 +133,22 @@ class TokenData:
         self._check.wait()
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns inputs and targets; no target is ignored."""
+        """Returns inputs and targets. All targets count."""
         self.check()
         tokens = self.batch(ids)
         return tokens[:, :-1], tokens[:, 1:]
 
     def rows(self, ids: Ids) -> Rows:
-        """Returns rows in which every token is a target, also across documents. A document ends with its end token."""
+        """Returns rows in which every token is a target, even the first token of a document. A document ends with its
+        end token.
+        """
         self.check()
         tokens = self.batch(ids)
         ends = tokens[:, :-1] == self.eos_id
         return Rows(tokens, np.ones(ends.shape, np.bool_), np.cumsum(ends, axis=1) - ends)
 
     def check(self) -> None:
-        """Raises the error of a damaged shard, if one was found so far."""
+        """Raises the error of a damaged shard, if one has been found."""
         self._check.check()
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
@@ -149,8 +158,8 @@ class TokenData:
         self.prefetch_tokens(ids * self.seq_len, ids * self.seq_len + self.seq_len)
 
     def prefetch_tokens(self, firsts: Ids, lasts: Ids) -> None:
-        """Starts fetching the shards that hold the tokens from each of `firsts` to the corresponding one of `lasts`,
-        both included.
+        """Starts to fetch the shards of several token ranges. Range i is from `firsts[i]` to `lasts[i]`, both
+        included.
         """
         if self._cache is not None:
             pairs = zip(*(np.searchsorted(self._ends, each, side="right") for each in (firsts, lasts)), strict=True)
@@ -160,7 +169,7 @@ class TokenData:
             )
 
     def batch(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Returns [len(ids), seq_len + 1] tokens; sequence i starts at token i * seq_len of the dataset."""
+        """Returns tokens of shape [len(ids), seq_len + 1]. Sequence i starts at token i * seq_len of the dataset."""
         out = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
         for row, index in enumerate(ids):
             self.read(int(index) * self.seq_len, out[row])

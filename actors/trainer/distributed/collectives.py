@@ -1,5 +1,6 @@
-"""Collectives along a dimension of a tensor, with gradients: an all-gather's backward is a reduce-scatter, and vice
-versa."""
+"""Collectives along one dimension of a tensor, with gradients. The backward pass of an all-gather is a reduce-scatter,
+and vice versa.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,24 @@ from raytide.actors.trainer.distributed import torch_compat
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns all ranks' parts, joined along `dim`. Gradients are summed over the ranks, so all must use the result."""
+    """Returns all ranks' parts, joined along `dim`. The backward pass sums gradients over the ranks, so every rank must
+    use the result.
+    """
     out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of `x` over the ranks, cut along `dim` to this rank's part. Its backward pass is `gather`."""
+    """Sums `x` over the ranks and returns this rank's part of the sum, cut along `dim`. The backward pass is
+    `gather`.
+    """
     out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter on the tensor axis. The gradient of a replicated parameter is a partial
-    sum.
+    """Returns this rank's shard of a parameter on the tensor axis. If the parameter is replicated, its gradient is
+    declared a partial sum.
     """
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
@@ -35,7 +40,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the result of `gather`, without gradients."""
+    """Returns the same as `gather`, without gradients."""
     world = dist.get_world_size(group)
     parts = x.new_empty(world * x.shape[0], *x.shape[1:])
     torch_compat.all_gather(parts, x.contiguous(), group=group)
@@ -44,7 +49,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the result of `scatter`, without gradients."""
+    """Returns the same as `scatter`, without gradients."""
     world = dist.get_world_size(group)
     parts = x.unflatten(dim, (world, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])

@@ -1,8 +1,8 @@
-"""Local shards of parameters: access to them, reductions over the ranks with the other shards, and cutting shards from
-a whole.
+"""Local shards of parameters: access to a shard, reductions over the ranks that hold the other shards, and cutting a
+shard from a whole tensor.
 
-Optimizers compute on these plain tensors. The result is exact for every layout, and avoids DTensor's limits: failing
-in-place powers, fused kernels without a sharding rule, lists over two meshes.
+Optimizers compute on these plain tensors. The result is exact for every layout. Plain tensors avoid three limits of
+DTensors: in-place powers fail, some fused kernels have no sharding rule, and lists may not mix two meshes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of the tensor, without a copy."""
+    """Returns this rank's shard of the tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """Returns the tensor dimension that a placement shards, None if it shards none. FSDP over tensor parallelism uses a
-    strided placement.
+    """Returns the tensor dimension that a placement shards. Returns None if it shards none. Strided placements, which
+    FSDP uses over tensor parallelism, are included.
     """
     return None if placement.is_replicate() or placement.is_partial() else placement.dim  # type: ignore[attr-defined]
 
 
 def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
-    """Adds up `value` in place over the ranks that share the parameter's dimensions `dims`, and returns it. Each rank's
-    `value` is a sum over its own part of these dimensions.
+    """Sums `value` in place over the ranks that shard the parameter's dimensions `dims`, and returns it. The `value` of
+    a rank is a sum over the rank's own part of these dimensions.
     """
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):
@@ -40,13 +40,15 @@ def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 def square_sum(value: Tensor, parameter: Tensor) -> Tensor:
     """Returns the squared norm, over all ranks, of a tensor that is sharded like the parameter. `value` is this rank's
-    shard.
+    shard of the tensor.
     """
     return sum_over(value.square().sum(), parameter, range(parameter.ndim))
 
 
 def whole(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the whole of a tensor that is sharded like the parameter. `value` is this rank's shard."""
+    """Gathers and returns the whole tensor of which `value` is this rank's shard. The tensor is sharded like the
+    parameter.
+    """
     if not isinstance(parameter, DTensor):
         return value
     placed = like(value, parameter)
@@ -56,7 +58,7 @@ def whole(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part(full: Tensor, parameter: Tensor) -> Tensor:
-    """Returns this rank's part of `full`, cut as the parameter is. Needs no communication."""
+    """Returns this rank's shard of `full`, cut in the same way as the parameter. Needs no communication."""
     if not isinstance(parameter, DTensor):
         return full
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -73,7 +75,7 @@ def part(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns this rank's `value` as a DTensor with the parameter's shape and layout."""
+    """Returns this rank's shard `value` as a DTensor with the parameter's shape and layout."""
     if not isinstance(parameter, DTensor):
         return value
     return DTensor.from_local(
@@ -87,8 +89,10 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Returns `value`, this rank's part of a reduction over `dim` of the parameter, as a DTensor. It has the
-    parameter's layout without that dimension: ranks that shard `dim` hold copies.
+    """Returns `value` as a DTensor. `value` is this rank's part of the result of a reduction over `dim` of the
+    parameter.
+
+    The DTensor has the parameter's layout without `dim`. Ranks that shard `dim` hold copies of the result.
     """
     if not isinstance(parameter, DTensor):
         return value

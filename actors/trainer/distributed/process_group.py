@@ -1,7 +1,7 @@
 """The process group of one generation of ranks, and the collectives that the training loop needs.
 
-When the gang changes, a process leaves its group and joins the next one without a restart: starting a process costs 10
-s of imports, joining a group less than one second.
+When the gang changes, a process leaves its group and joins the next group without a restart. Starting a process costs
+10 s of imports. Joining a group costs less than one second.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ProcessGroup:
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The ranks that hold copies of this rank's shards."""
+        """The group of ranks that hold copies of this rank's shards."""
         return self.mesh.get_group("replicate")
 
     @property
@@ -80,36 +80,40 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to get the sums."""
+        """The number of ranks over which FSDP averages gradients. The trainer multiplies gradients by it, because it
+        needs sums.
+        """
         return self.sizes.data * self.sizes.context
 
     @property
     def is_data_first(self) -> bool:
-        """True on the one rank that reports for its part of the global batch."""
+        """True on exactly one of the ranks that share a part of the global batch. This rank reports for the part."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Returns each value summed over the ranks, in fp64."""
+        """Returns the sum of each value over the ranks, in fp64."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
         summed: list[float] = totals.tolist()
         return summed
 
     def from_first(self, value: T) -> T:
-        """Returns rank 0's value on every rank. The timeout is the long one, since rank 0 may be busy with files."""
+        """Returns rank 0's value on every rank. It uses the group with the long timeout, because rank 0 may be busy
+        with files.
+        """
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.io)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns a list of every rank's value, in the order of ranks."""
+        """Returns the values of all ranks as a list, in the order of ranks."""
         values = [value] * self.world
         dist.all_gather_object(values, value, group=self.io)
         return values
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Runs `work`, and returns this rank's result once all ranks are done; the timeout is the long one. If `work`
-        raises a RaytideError on one rank, all ranks raise it.
+        """Runs `work` on every rank, waits for all ranks, and returns this rank's result. If `work` raises a
+        RaytideError on one rank, all ranks raise it. It uses the group with the long timeout.
         """
         done, failed = None, None
         try:
@@ -122,7 +126,7 @@ class ProcessGroup:
         return cast(T, done)
 
     def new_channel(self) -> dist.ProcessGroup:
-        """Returns a new group of all ranks for a background thread: threads must not share a gloo group."""
+        """Returns a new gloo group of all ranks for a background thread. Two threads must not share a gloo group."""
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
         assert isinstance(channel, dist.ProcessGroup)
         return channel
@@ -140,7 +144,9 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 def join(
     store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
-    """Joins the other ranks at `store`. `address` is this rank's own: nodes on loopback must not resolve host names."""
+    """Joins the process group whose ranks meet at `store`. `address` is this rank's own address. A rank on a loopback
+    address uses the loopback interface, so that gloo does not resolve the host name.
+    """
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
@@ -151,7 +157,9 @@ def join(
 
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
-    """Returns a ProcessGroup, without spares, for a group that other code such as Ray Train made and will destroy."""
+    """Returns a ProcessGroup for a torch process group that other code, such as Ray Train, made and will destroy. All
+    ranks get a role in the layout, so that there are no spares.
+    """
     world = dist.get_world_size()
     sizes = layout.sizes(world)
     if sizes.world != world:
@@ -162,7 +170,9 @@ def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Leaves the group, healthy or not. Closing its sockets wakes peers that wait for this rank."""
+    """Leaves the group, healthy or broken. This closes the group's sockets, which wakes peers that wait for this
+    rank.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     torch_compat.forget_meshes()
@@ -193,7 +203,7 @@ def _context(sizes: Sizes) -> dist.ProcessGroup | None:
 
 @contextmanager
 def single_process() -> Iterator[ProcessGroup]:
-    """Yields a group of one rank, for a run in this process."""
+    """Yields a process group of one rank, for a run in this process."""
     group = join(HashStore(), 0, Sizes(), timeout_s=60.0)
     try:
         yield group

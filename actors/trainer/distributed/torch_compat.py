@@ -1,4 +1,4 @@
-"""Workarounds for private torch APIs and differences between torch 2.11 and 2.13."""
+"""Workarounds for limits of torch's private APIs, and for differences between torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _with_groups: list[DeviceMesh] = []
 
 
 def tell_meshes_apart() -> None:
-    """Makes meshes created from now on unequal to all earlier ones.
+    """Makes meshes that are created from now on unequal to all earlier meshes.
 
-    Torch treats two meshes of the same ranks as one, and reuses what it cached for the first. A rank whose number has
-    changed would then get the shards of its old number (torch 2.13: checkpoints with half of every tensor twice).
+    Torch treats two meshes of the same ranks as equal, and reuses what it cached for the first one. A process that has
+    another rank now would get the shards of its old rank. With torch 2.13, this wrote checkpoints with half of every
+    tensor twice.
     """
     global _forming
     _forming += 1
 
 
 def forget_meshes() -> None:
-    """Clears DTensor's caches. The caches keep every mesh alive, with the sockets of its groups, so that peers waiting
-    for this rank would not wake.
+    """Clears DTensor's caches. The caches keep every mesh alive, together with the sockets of its groups. While the
+    sockets are open, peers that wait for this rank do not wake.
     """
     for mesh in _with_groups:
         mesh._pg_registry.clear()

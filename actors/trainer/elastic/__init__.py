@@ -1,1 +1,1 @@
-"""Elastic training: members join and leave, ranks are reassigned, and the run continues."""
+"""Elastic training. Members join and leave, ranks are reassigned, and the run continues."""

@@ -1,4 +1,4 @@
-"""Times a rank's own computing, without its waiting for other ranks."""
+"""Measures the time that a rank computes, without the time that it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from raytide.actors.trainer.run_log.step_timer import StepTimer
 
 
 class ComputeTimer:
-    """Times the forward pass through the first block of each part of the model.
+    """Times the forward pass through the first block of each model part on this rank.
 
-    Nothing is sent within a block unless it is split itself (tensor and context parallelism): sharded weights are
-    gathered before it, and gradients are reduced after its backward pass. One block stands for the others of its part.
+    Normally nothing is sent within a block: sharded weights are gathered before the block, and gradients are reduced
+    after its backward pass. Only tensor and context parallelism communicate within a block. The first block stands for
+    all blocks of its part.
     """
 
     def __init__(self, parts: Iterable[Transformer], device: torch.device) -> None:
@@ -28,5 +29,7 @@ class ComputeTimer:
                 self._timers.append((timer, len(blocks)))
 
     def drain_forward_s(self) -> float:
-        """Returns the seconds of the forward passes since the last call, as far as the device has finished them."""
+        """Returns the estimated seconds of all forward passes since the last call. Passes that the device has not
+        finished are counted by a later call.
+        """
         return sum(timer.drain_times().get("block", 0.0) * blocks for timer, blocks in self._timers)

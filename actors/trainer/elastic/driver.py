@@ -1,8 +1,8 @@
-"""Runs a training job over a lease, in the job's driver process on the head.
+"""Runs a training job over a lease. It runs in the job's driver process on the head node.
 
-The driver runs one generation of ranks after another: start workers on the lease's members, assign ranks to ready
-workers, train until the generation ends. A failure costs the steps since the last snapshot or checkpoint; a planned
-change costs none.
+The driver runs one generation of ranks after another. For each generation it starts workers on the lease's members,
+assigns ranks to ready workers, and trains until the generation ends. A failure costs the steps since the last snapshot
+or checkpoint. A planned change costs no steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TICK_S = 0.05
 
 
 def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start: StartWorker = RayWorker) -> RunResult:
-    """Trains `spec` to its end on the lease of `job_id`, while members are lost, leave and return.
+    """Trains `spec` to its end on the lease of `job_id`. Members may be lost, leave and return meanwhile.
 
     Needs a process connected to Ray, unless `start` makes other workers. Resumes from the latest checkpoint in
-    `spec.out`. Raises the error that ended the run early: LeaseLostError, DataError, CheckpointError, StorageError,
-    TrainError, or ConflictError while another run writes to `spec.out`.
+    `spec.out`. Raises the error that ended the run early: LeaseLostError, DataError, CheckpointError, StorageError or
+    TrainError. Raises ConflictError if another run is writing to `spec.out`.
     """
     claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
     try:

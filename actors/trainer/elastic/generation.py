@@ -1,7 +1,8 @@
-"""Runs one generation of ranks: starts `train` on the workers, watches them and the lease, and returns how it ended.
+"""Runs one generation of ranks: starts `train` on the workers, watches the workers and the lease, and returns how the
+generation ended.
 
-Every wait is bounded. A rank that does not answer, or does not join a collective in which its peers wait, is reported
-with its host and stack, and its process is killed.
+Every wait is bounded. A hung rank is one that does not answer, or does not join a collective in which its peers wait.
+It is reported with its host and stack, and its process is killed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """The last status of a rank."""
+    """The last status of a rank, and the number of polls in which it was found outside of collectives."""
 
     status: WorkerStatus = field(default_factory=lambda: WorkerStatus(-1, "starting", 0.0))
     polls_outside: int = 0
@@ -65,7 +66,7 @@ class LastHeartbeat:
 
 
 class HeartbeatMonitor:
-    """Polls every rank, with one call in flight per rank, and measures how long each rank has not answered."""
+    """Polls every rank, with at most one call in flight per rank. Measures for how long a rank has not answered."""
 
     def __init__(self, workers: list[WorkerHandle]) -> None:
         self._workers = workers
@@ -76,7 +77,9 @@ class HeartbeatMonitor:
         self._timed_out_at_s: float | None = None
 
     def poll(self, ranks: Iterable[int]) -> list[tuple[int, WorkerStatus]]:
-        """Returns the ranks whose status has arrived since the last call, and polls those of `ranks` that are due."""
+        """Returns the ranks whose status has arrived since the last call, each with the status. Starts new polls of
+        those `ranks` that are due.
+        """
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._pending and now >= self._next_s[rank]:
@@ -91,7 +94,7 @@ class HeartbeatMonitor:
         return found
 
     def on_collective_timeout(self) -> None:
-        """Records that a collective timed out. From now on ranks are polled without delay, to find those that are
+        """Records that a collective timed out. From now on ranks are polled without delay, to find the ranks that are
         outside of collectives.
         """
         if self._timed_out_at_s is None:
@@ -99,7 +102,9 @@ class HeartbeatMonitor:
             self._next_s = dict.fromkeys(self._next_s, 0.0)
 
     def silent_s(self, rank: int) -> float:
-        """Returns the seconds for which the rank's pending poll has been unanswered."""
+        """Returns for how many seconds the current poll of the rank has been unanswered. Returns 0.0 if no poll is in
+        flight.
+        """
         return time.monotonic() - self._pending[rank][1] if rank in self._pending else 0.0
 
     def last(self, rank: int) -> LastHeartbeat:
@@ -146,7 +151,7 @@ class GenerationRunner:
         """Monotonic time and reason of the generation's end."""
 
     def run(self) -> GenerationResult:
-        """Trains until the generation ends, and returns how it ended."""
+        """Trains until the generation ends, and returns how the generation ended."""
         if self._start_ranks():
             while self._running:
                 self._collect()

@@ -1,4 +1,4 @@
-"""Assigns ranks of the next generation to workers. Workers without a rank are warm spares."""
+"""Assigns the ranks of the next generation to workers. Workers without a rank are warm spares."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ S = TypeVar("S", bound=RankCandidate)
 
 
 def slots_of(shape: Shape) -> int:
-    """Returns the number of ranks of a member: one per GPU, at least one."""
+    """Returns the number of ranks of one member: one per GPU, or one if the member has no GPU."""
     return max(1, int(shape.resources.get("GPU", 0)))
 
 
 def most_ranks(spec: TrainSpec, shape: Shape) -> int:
-    """Returns the number of ranks of a full gang. Further members of the lease are spares."""
+    """Returns the number of ranks of a full gang. It excludes the ranks of `spec.spares` members, which are spares."""
     return (shape.members - spec.spares) * slots_of(shape)
 
 
 def usable(spec: TrainSpec, ranks: int) -> int:
-    """Returns how many of `ranks` the layout can use; 0 if they are too few."""
+    """Returns how many ranks the layout can use if `ranks` ranks are available. Returns 0 if there are too few ranks
+    for the layout.
+    """
     try:
         return spec.layout.sizes(ranks).world if ranks else 0
     except ConfigError:
@@ -42,9 +44,11 @@ def usable(spec: TrainSpec, ranks: int) -> int:
 def assign_ranks(
     candidates: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], current: Collection[S] = ()
 ) -> list[S]:
-    """Returns the candidates that get a rank, in rank order; empty if there are fewer members than the gang's minimum.
+    """Returns the candidates that get a rank, in rank order. Returns an empty list if there are fewer members than the
+    gang's minimum.
 
-    Candidates that have a rank now are preferred, because their memory holds state. Ranks of one member are adjacent.
+    Candidates that have a rank now are preferred, because their memory holds training state. The ranks of one member
+    are adjacent.
     """
     complete = _complete_members(candidates, slots_of(shape))
     if len({candidate.key[0] for candidate in complete}) < shape.at_least:

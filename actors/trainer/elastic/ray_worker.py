@@ -1,6 +1,7 @@
-"""A rank's worker process, as the driver calls it. The implementation is a Ray actor in its member's placement group.
+"""A rank's worker process, as the driver calls it. The implementation is a Ray actor in the placement group of the
+rank's member.
 
-Results are futures, so the driver does not depend on Ray: tests run the same driver over forked processes.
+Calls return futures, and the driver does not depend on Ray. Tests run the same driver over forked processes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ THREADS = 8
 class RemoteWorker(Protocol):
     @property
     def image(self) -> str:
-        """The image that the worker runs in, by its digest; empty without one."""
+        """The digest of the image in which the worker runs. Empty if it runs in no image."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Calls a method of the remote TrainWorker. The future fails if its process dies."""
+        """Calls a method of the remote TrainWorker. The returned future fails if the worker's process dies."""
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Kills the worker's process."""
 
 
 StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]
@@ -36,7 +37,7 @@ StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]
 
 class RayWorker(PreparedActor):
     """A TrainWorker in a Ray actor. If the spec has packages or an image of its own, a task first prepares them on the
-    member's node, and then the actor starts in their Python.
+    member's node. The actor then starts with the prepared Python interpreter.
     """
 
     def __init__(self, spec: TrainSpec, member: Member, shape: Shape) -> None:

@@ -1,5 +1,7 @@
-"""Measures a run's recoveries, step rate and scaling efficiency. A recovery lasts from the first sign that a
-generation ends, by a failure or a planned change of the gang, to the next completed step.
+"""Measures a run's recoveries, step rate and scaling efficiency.
+
+A recovery begins with the first sign that a generation ends, by a failure or a planned change of the gang. It ends with
+the next completed step.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ LAPS = ("join", "build", "load", "first_step")
 
 @dataclass(slots=True)
 class Recovery:
-    """A recovery, in monotonic seconds. It may take several generations: it begins with the first sign that the first
-    one ends, and its phases are those of the last attempt.
+    """One recovery. Its times are in monotonic seconds.
+
+    A recovery may need several generations of ranks. It begins with the first sign that the old generation ends. Its
+    phases are those of the last attempt.
     """
 
     began_s: float
@@ -29,7 +33,7 @@ class Recovery:
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
-        """Returns the event that describes the recovery. `first` is the first step completed afterwards."""
+        """Returns the event that describes the recovery. `first` is the first step that was completed afterwards."""
         laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
@@ -54,11 +58,13 @@ class StepRate:
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """Excludes the time until the next step from the rate, because the gang is forming again."""
+        """Excludes the time until the next step from the rate. Call it when the gang forms again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:
-        """Records the `steps` done since the last call. `worked_s` are the seconds of the steps themselves."""
+        """Records `steps` steps, done since the last call. `worked_s` is the total duration of these steps in
+        seconds.
+        """
         took_s = (worked_s if self._at_s is None else max(worked_s, now_s - self._at_s)) / steps
         share = 1.0 - 0.5 ** (steps / HALF_LIFE)
         self.step_s = took_s if self.step_s is None else self.step_s + share * (took_s - self.step_s)
@@ -67,7 +73,7 @@ class StepRate:
 
 @dataclass(slots=True)
 class ScalingEfficiency:
-    """Compares the throughput per rank between gangs of different sizes, as far as this driver has run them."""
+    """Compares the throughput per rank between the gang sizes that this driver has run."""
 
     _tokens_per_s: dict[int, float] = field(default_factory=dict)
     """Recent throughput of a gang by its number of ranks."""
@@ -77,8 +83,8 @@ class ScalingEfficiency:
         self._tokens_per_s[world] = before + share * (tokens_per_s - before)
 
     def of(self, world: int) -> float | None:
-        """Returns the throughput per rank in a gang of `world` ranks, as a share of that in the smallest gang; None if
-        there was no smaller gang.
+        """Returns the throughput per rank in a gang of `world` ranks, divided by the throughput per rank in the
+        smallest gang. Returns None if no smaller gang was measured.
         """
         smallest = min(self._tokens_per_s, default=world)
         if smallest >= world or not self._tokens_per_s[smallest]:

@@ -1,7 +1,7 @@
 """Decides which failures count against a run.
 
-Failures of lost members never count. A generation that fails without progress does, since the run itself may be the
-cause; so does a worker that dies while starting.
+Failures caused by lost members never count. A generation that fails without progress counts, because the run itself may
+be the cause. A worker that dies while it starts counts for the same reason.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class RestartPolicy:
             self._failures.clear()
 
     def record_members(self, members: Iterable[Member]) -> None:
-        """Records the lease's members. The lease may report a lost member before or after its ranks have died."""
+        """Records the lease's current members. The lease may report a lost member before or after the member's ranks
+        have died.
+        """
         self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
-        """Records that a generation failed. `dead` are the members whose processes died."""
+        """Records that a generation failed. `dead` are the members whose processes died. The failure counts only if the
+        run made no progress since the last failure.
+        """
         if self.furthest_step == self._last_break_step:
             self.record_failure(why, dead)
         self._last_break_step = self.furthest_step
@@ -48,7 +52,9 @@ class RestartPolicy:
         self._failures.append((why, frozenset(dead)))
 
     def raise_if_exhausted(self) -> None:
-        """Raises TrainError if too many failures in a row are not explained by lost members."""
+        """Raises TrainError after too many failures in a row. Failures that were caused by lost members do not
+        count.
+        """
         counted = [why for why, dead in self._failures if not any(map(self._is_lost, dead))]
         if len(counted) > MAX_FAILURES:
             raise TrainError(

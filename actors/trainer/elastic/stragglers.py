@@ -1,4 +1,4 @@
-"""Finds the rank that holds up the others."""
+"""Finds the slowest rank, for which the other ranks wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_STEPS = 5
 
 
 class RankTimes:
-    """The recent time of each rank's own part of a step, in one generation."""
+    """The recent time that each rank needs for its own work in a step, in one generation."""
 
     def __init__(self) -> None:
         self._own_s: dict[int, float] = {}
@@ -29,8 +29,8 @@ class RankTimes:
             self._steps[rank] = self._steps.get(rank, 0) + 1
 
     def slowest(self) -> tuple[int, float] | None:
-        """Returns the slowest rank, and its time over the median of the other ranks; None before several ranks have
-        done a few steps.
+        """Returns the slowest rank, and the ratio of its time to the median time of the other ranks. Returns None until
+        at least two ranks have done a few steps.
         """
         known = {rank: own_s for rank, own_s in self._own_s.items() if self._steps[rank] >= LEAST_STEPS}
         if len(known) < 2:

@@ -1,7 +1,7 @@
 """The worker of one rank: an actor that outlives generations.
 
-Torch runs on a thread of its own, so the actor answers `poll` and `pause` during a step. A broken collective is
-returned as a result and does not end the actor: keeping the process and its imports makes recovery fast.
+Torch runs on a thread of its own, so that the actor answers `poll` and `pause` during a step. If a collective breaks,
+the worker returns that as a result and lives on. The process and its imports are kept, which makes recovery fast.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TrainWorker:
         self._snapshots: Snapshots | None = None
 
     def ready(self) -> int:
-        """Returns the process id once imports are done and the worker can take a rank."""
+        """Waits for the imports and returns the process id. The worker can then take a rank."""
         return self._on_torch(os.getpid)
 
     def wait_for_exit(self) -> None:
-        """Never returns. A call fails when this process ends, so that the driver notices the end."""
+        """Never returns. The driver notices the end of this process because its call of this method fails."""
         threading.Event().wait()
 
     def open_store(self, address: str, world: int) -> int:
@@ -61,11 +61,11 @@ class TrainWorker:
         return self._on_torch(lambda: self._open_store(address, world))
 
     def train(self, assignment: RankAssignment) -> WorkerExit:
-        """Joins the generation, loads the newest state, trains until the generation ends, and leaves it."""
+        """Joins a generation, loads the newest state, trains until the generation ends, and leaves the generation."""
         return self._on_torch(lambda: self._train(assignment))
 
     def pause(self, generation: int, how: StopRequest) -> None:
-        """Makes all ranks of this generation stop before their next step."""
+        """Makes all ranks of the generation stop before their next step."""
         self._generation, self._stop = generation, how
 
     def poll(self) -> WorkerStatus:

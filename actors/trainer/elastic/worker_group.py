@@ -1,4 +1,6 @@
-"""The workers of a gang: one process per rank slot. A worker lives as long as its member, with or without a rank."""
+"""The workers of a gang, one process per rank slot. A worker lives as long as its member, whether or not it has a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 300.0
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """A worker process and its member."""
+    """A worker process and the member on which it runs."""
 
     key: Key
     member: Member
@@ -90,20 +92,23 @@ class WorkerGroup:
         return key not in self._refused and self._rests.get(key, (0.0, 0.0))[1] <= time.monotonic()
 
     def rest(self, worker: WorkerHandle) -> None:
-        """Delays the restart of a worker that failed to join a running generation, for longer after each failure."""
+        """Delays the restart of a worker that failed to join a running generation. The delay doubles with each
+        failure.
+        """
         last_s = self._rests.get(worker.key, (0.0, 0.0))[0]
         duration_s = min(max(FIRST_REST_S, 2 * last_s), LONGEST_REST_S)
         self._rests[worker.key] = duration_s, time.monotonic() + duration_s
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
-        """Records the lease's version as settled, unless one of these training workers is on a leaving member."""
+        """Records the lease's version as settled if none of the training `workers` is on a leaving member."""
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
     def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
-        """Updates which workers are ready and which died. Returns the workers that died before they were ready, each
-        with the reason. If every further start would end with the same error, that error is returned too, and the
-        worker is not started again.
+        """Updates which workers are ready and which have died. Returns the workers that died before they were ready,
+        each with the reason and an optional error.
+
+        The error is set if every other start would end with the same error. Such a worker is not started again.
         """
         failed = []
         for worker in list(self._workers.values()):
@@ -131,7 +136,9 @@ class WorkerGroup:
         return failed
 
     def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
-        """Returns the workers of the next generation in rank order: ready ones whose members are not leaving."""
+        """Returns the workers of the next generation in rank order. Only ready workers are chosen, and only on members
+        that are not leaving.
+        """
         candidates = [
             worker for worker in self._workers.values() if worker.is_ready and worker.member.state is MemberState.READY
         ]
@@ -146,17 +153,19 @@ class WorkerGroup:
 
     @property
     def refusal(self) -> UsageError | None:
-        """The error of one of the workers that are not started again; None if there are none."""
+        """The error of one of the workers that are not started again. None if there is no such worker."""
         return next((error for _, _, error in self._refused.values()), None)
 
     @property
     def refused(self) -> str:
-        """The hosts that cannot join, each with the reason, as one text; empty if there are none."""
+        """The hosts whose workers are not started again, each with the reason, as one text. Empty if there are none."""
         return "; ".join(dict.fromkeys(f"{worker.host}: {why}" for worker, why, _ in self._refused.values()))
 
     @property
     def images(self) -> str:
-        """The images that ready workers run in, by their digests: one, unless members got other images for a tag."""
+        """The digests of the images in which ready workers run, as one text. There are several only if a tag gave
+        members different images.
+        """
         return ", ".join(sorted({worker.remote.image for worker in self._workers.values() if worker.is_ready} - {""}))
 
     @property

@@ -1,4 +1,4 @@
-"""Records a rank's status: written by its training thread, read by the thread that answers polls."""
+"""Records a rank's status. The training thread writes the status. Another thread reads it to answer polls."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ class StatusRecorder:
         self._source, self._save_s = "", 0.0
 
     def open(self, generation: int) -> None:
-        """Starts a generation. The calling thread is the one that trains."""
+        """Starts the record of a generation. The calling thread must be the training thread."""
         with self._lock:
             self._worker, self._generation = threading.get_ident(), generation
             self._laps, self._steps, self._skipped, self._source = {}, [], [], ""
 
     def enter_phase(self, phase: str, *, lap: str = "") -> None:
-        """Enters a phase. With `lap`, the phase's duration is recorded under that name when the phase ends."""
+        """Records that a phase begins. If `lap` is given, the phase's duration is recorded under that name when the
+        phase ends.
+        """
         with self._lock:
             now = time.monotonic()
             if self._lap:
@@ -59,7 +61,7 @@ class StatusRecorder:
             self._save_s = save_s
 
     def read(self) -> WorkerStatus:
-        """Returns the status since the last call. Each step is returned once."""
+        """Returns the current status, with the steps since the last call. Each step is returned once."""
         where, waits = stack_summary(self._worker)
         with self._lock:
             steps, self._steps = self._steps, []
@@ -81,7 +83,7 @@ class StatusRecorder:
 def stack_summary(thread_id: int) -> tuple[str, bool]:
     """Returns a summary of a thread's stack, innermost frames first, and whether the thread waits for other ranks.
 
-    If the thread waits for a data thread, that thread's frames follow.
+    If the thread waits for a thread that reads data, the frames of that thread follow in the summary.
     """
     frames = _frames(thread_id)
     shown = _show(frames)

@@ -1,6 +1,6 @@
-"""Exports a model as a Hugging Face directory that transformers, vLLM and the native engine load.
+"""Exports a model as a Hugging Face directory. transformers, vLLM and the native engine can load the directory.
 
-Rank 0 receives one parameter at a time and writes file by file, so it never holds the whole model.
+Rank 0 receives one parameter at a time and writes file by file, so that it never holds the whole model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def export(
     group: ProcessGroup,
     commit: Commit = nullcontext,
 ) -> str:
-    """Writes `out`/model and, if adapters were trained, `out`/adapter, each atomically. Returns the path or URL of the
-    model. All ranks call it together.
+    """Writes `out`/model and, if adapters were trained, `out`/adapter. Each directory is written atomically. Returns
+    the path or URL of the model. All ranks must call it together.
     """
     parameters = FullParameters(parts, group)
     if spec.finetune is not None:
@@ -174,7 +174,7 @@ def _json(path: Path, body: Mapping[str, object]) -> None:
 class FullParameters:
     """Gathers full parameters from all ranks, one after another.
 
-    All ranks gather the same parameters in the same order; only rank 0 receives them.
+    All ranks must gather the same parameters in the same order. Only rank 0 receives them.
     """
 
     def __init__(self, parts: Sequence[Transformer], group: ProcessGroup) -> None:
@@ -187,8 +187,9 @@ class FullParameters:
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor | None:
-        """Returns the whole parameter on rank 0, in float32 on the CPU; None on other ranks. The ranks that hold its
-        shards combine them, and the lowest of these ranks sends the result.
+        """Returns the whole parameter on rank 0, in float32 on the CPU. Returns None on other ranks.
+
+        The ranks that hold the parameter's shards combine them. The lowest of these ranks sends the result to rank 0.
         """
         dist.barrier(group=self._group.io)  # rank 0 may write a file for longer than the collective timeout
         parameter, owner = self._local.get(name), self._owner[name]
@@ -209,10 +210,10 @@ class FullParameters:
 class AtomicDirectory:
     """A directory that appears at its target as a whole or not at all.
 
-    Files are written to a hidden directory beside the target (for a URL, to a local one), which `publish` puts in the
-    target's place.
+    Files are written to a hidden directory beside the target, or to a local directory if the target is a URL. `publish`
+    then moves or uploads the directory to the target.
 
-    An error is kept until `publish` returns it, since other ranks may still be sending tensors.
+    The first error is kept until `publish` returns it, because other ranks may still be sending tensors.
     """
 
     def __init__(self, target: str) -> None:
@@ -221,7 +222,7 @@ class AtomicDirectory:
         self._error: RaytideError | None = None
 
     def write(self, work: Callable[[Path], None]) -> None:
-        """Runs `work` on the folder, unless an earlier call failed."""
+        """Calls `work` with the path of the temporary directory, unless an earlier call failed."""
         if self._error is not None:
             return
         try:
@@ -234,8 +235,10 @@ class AtomicDirectory:
             self._fail(error)
 
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replaces the target, inside `commit`. Returns the first error, or None. After an error the target is
-        unchanged or, if an upload broke off, has no config.
+        """Replaces the target while the context manager `commit` is open. Returns the first error, or None.
+
+        After an error the target is unchanged. If an upload broke off, the target instead has no config, so that no
+        reader takes it for a model.
         """
         try:
             with commit():

@@ -1,7 +1,7 @@
 """Initial weights of a model, loaded from a Hugging Face directory or drawn at random. Each rank loads its own shards.
 
-Random values depend only on the seed and the parameter's name, so every layout starts from the same model and no rank
-holds all of it.
+Random values depend only on the seed and the parameter's name. Every layout therefore starts from the same model, and
+no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ INIT_STD = 0.02
 
 
 def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> None:
-    """Sets all parameters of a rank's part of the model: loads them from the folder of `origin`, or draws them at
-    random without one. Adapters are always new.
+    """Sets all parameters of a rank's part of the model. Loads them from the folder of `origin`, or draws them at
+    random if `origin` has no folder. Adapters are never loaded, but always new.
     """
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)
@@ -39,7 +39,7 @@ def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> Non
 
 def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
     """Draws weights from Normal(0, std). For projections to the residual stream, std is divided by sqrt(2 * layers), as
-    in GPT-2. Norms start at one.
+    in GPT-2. Norms start with a factor of one, and biases with zero.
     """
     for name, parameter in part.named_parameters():
         if parameter.ndim == 1:
@@ -53,7 +53,9 @@ def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
 
 
 def place(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's shard of `full` into a parameter, without communication: every rank has the same `full`."""
+    """Copies this rank's shard of `full` into a parameter. It needs no communication, because every rank has the same
+    `full`.
+    """
     _put(parameter, full[local_block(parameter)])
 
 
@@ -68,10 +70,11 @@ def local_block(parameter: Tensor) -> Block:
 
 
 def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
-    """Returns the slices that one rank holds. Each axis of the mesh is given as (size, this rank's index, tensor
-    dimension that the axis shards, or None).
+    """Returns the slices of a parameter that one rank holds.
 
-    The innermost axis, tensor parallelism, is cut first; FSDP cuts the rest.
+    `axes` describes the axes of the device mesh. An axis is a tuple of its size, this rank's index on it, and the
+    tensor dimension that it shards. The dimension is None if the axis shards none. The innermost axis (tensor
+    parallelism) is cut first, and FSDP cuts the rest.
     """
     block = [slice(0, length) for length in shape]
     for ranks, rank, dim in reversed(axes):

@@ -36,8 +36,8 @@ class ModelSource:
 
 
 def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
-    """Resolves the model. Raises ConfigError if model, data and spec do not fit each other, and DataError for
-    unreadable files.
+    """Returns the run's model: its config, architecture and initial weights. Raises ConfigError if model, data and spec
+    do not fit each other, and DataError for unreadable files.
     """
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
@@ -58,8 +58,8 @@ def refuse_quantized(config: Mapping[str, object], where: str) -> None:
 
 
 def model_folder(init_from: str) -> Path:
-    """Returns `path` if it is a model directory, or the model directory that the run at `path` exported. From an object
-    store, returns a copy on this node.
+    """Returns the model directory for `init_from`, which is a model directory or the folder of a run that exported a
+    model. For a URL, returns a copy on this node.
     """
     if local_path(init_from) is None:
         return _copied(init_from)
@@ -151,7 +151,7 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
 
 
 def open_data(spec: TrainSpec) -> TokenDataset:
-    """Opens the dataset or the conversations of a spec."""
+    """Opens the dataset or the chat conversations that a spec trains on."""
     if spec.chat is None:
         return open_tokens(spec)
     from raytide.actors.trainer.data.chat_dataset import ChatDataset  # needs tokenizers

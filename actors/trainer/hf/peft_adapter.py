@@ -1,7 +1,8 @@
 """Converts adapters to PEFT's format, for transformers, vLLM and the native engine.
 
-If a tensor of the files stacks several projections, their adapters are stacked too, into one whose rank is the sum of
-theirs. All adapters are padded with zeros to the same rank, because not every reader supports a rank per module.
+Some tensors in the files stack several projections. The adapters of these projections are stacked to one adapter, whose
+rank is the sum of their ranks. All adapters are then padded with zeros to the same rank, because not every reader
+supports a different rank per module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from raytide.core.specs.model import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class FileAdapter:
-    """The adapter of one module of the files. `parts` has the first row and the path of each projection in it."""
+    """The adapter of one module in the exported files. `parts` lists the projections in the module, each with its first
+    row and its path in the model.
+    """
 
     module: str
     rank: int
@@ -31,11 +34,13 @@ class FileAdapter:
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the model's parameters from which the adapter is made."""
+        """The names of the model's parameters from which the adapter is built."""
         return [f"{path}.{kind}" for _, path in self.parts for kind in (LORA_A, LORA_B)]
 
     def pair(self, whole: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns lora_A [rank, inputs] and lora_B [outputs, rank]."""
+        """Returns the adapter's matrices lora_A [rank, inputs] and lora_B [outputs, rank]. `whole` returns a full
+        parameter by its name.
+        """
         a_RI, b_OR = torch.zeros(self.rank, self.inputs), torch.zeros(self.outputs, self.rank)
         column = 0
         for row, path in self.parts:
@@ -55,7 +60,7 @@ def file_adapters(arch: Architecture, lora: LoraSpec) -> list[FileAdapter]:
 
 
 def adapter_config(arch: Architecture, lora: LoraSpec, adapters: Sequence[FileAdapter], base: str) -> dict[str, object]:
-    """Returns PEFT's `adapter_config.json`; `base` is the adapted model."""
+    """Returns the content of PEFT's `adapter_config.json`. `base` is the name of the adapted model."""
     names, rank = NAMES[arch.names], adapters[0].rank
     return {
         "peft_type": "LORA",

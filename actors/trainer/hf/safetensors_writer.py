@@ -1,4 +1,6 @@
-"""Writes weights as safetensors files of a Hugging Face directory, each up to a size limit, as tensors arrive."""
+"""Writes tensors, as they arrive, into the safetensors files of a Hugging Face directory. Each file has a size
+limit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from raytide.actors.trainer.hf.weight_mapping import FileTensor
 class ShardedSafetensorsWriter:
     """Writes tensors into safetensors files of limited size.
 
-    Holds the tensors of at most one file in memory. Tensors must arrive in the announced order.
+    It holds the tensors of at most one file in memory. Tensors must arrive in the order of `tensors`.
     """
 
     def __init__(self, tensors: Sequence[FileTensor], dtype: torch.dtype, limit_bytes: float) -> None:

@@ -1,8 +1,8 @@
-"""Maps the model's parameters to the tensors of a Hugging Face directory. One table for every family serves both
-directions.
+"""Maps the model's parameters to the tensors of a Hugging Face directory. There is one table for each model family. It
+serves loading and exporting.
 
-The model has each projection separately. Files may stack projections (`qkv_proj`), transpose them (GPT-2), and store
-experts one by one or all in two tensors.
+The model has each projection as a separate parameter. Files may stack projections (`qkv_proj`), transpose them (GPT-2),
+and store experts one by one or all in two tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """The part of a file's tensor that belongs to one parameter.
+    """The part of a file's tensor that belongs to one parameter of the model.
 
-    The `rows` rows from `start` on are the parameter `parameter` or, if `expert` is set, that expert's part of it.
+    The part is the `rows` rows from `start` on. If `expert` is set, the part is only that expert's share of the
+    parameter.
     """
 
     parameter: str
@@ -40,8 +41,8 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the files. Its slices are stacked along `rows_dim`: 1 if the tensor is transposed or holds all
-    experts, else 0.
+    """A tensor of the files. Its slices are stacked along `rows_dim`. `rows_dim` is 1 if the tensor is transposed or
+    holds all experts, else 0.
     """
 
     name: str
@@ -56,7 +57,9 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFormat:
-    """Details in which a family's files differ: the names' root, the router's name, and whether experts are fused."""
+    """The details in which the files of one model family can differ: the common prefix of the names, the router's name,
+    and whether the experts are fused into one tensor.
+    """
 
     root: str
     router: str
@@ -64,13 +67,13 @@ class FamilyFormat:
 
     @classmethod
     def on_the_hub(cls, arch: Architecture) -> FamilyFormat:
-        """Returns the format that all loaders of the family read."""
+        """Returns the format that every loader of the family can read. Exports use it."""
         names = NAMES[arch.names]
         return cls(names.root, names.routers[0])
 
     @classmethod
     def from_names(cls, arch: Architecture, found: Collection[str]) -> FamilyFormat:
-        """Returns the format of files that hold tensors of the names `found`."""
+        """Returns the format of files whose tensors have the names `found`."""
         names = NAMES[arch.names]
         root = names.root if f"{names.root}{names.embedding}.weight" in found else ""
         router = next((each for each in names.routers if any(f".{each}.weight" in name for name in found)), "")
@@ -79,7 +82,7 @@ class FamilyFormat:
 
 
 def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
-    """Returns all tensors of the model's files, in the order of computation."""
+    """Returns all tensors of the model's files, in the order in which the model uses them."""
     names, width = NAMES[arch.names], arch.hidden_size
     bias = arch.norm_kind == "layer"
     out = [_same("embedding.weight", f"{form.root}{names.embedding}.weight", arch.vocab_size, width)]
@@ -102,7 +105,7 @@ def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
 
 
 def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
-    """Returns a file's tensor, built from the model's full parameters."""
+    """Returns a file's tensor, built from the model's full parameters. `whole` returns a full parameter by its name."""
     parts = []
     for piece in tensor.slices:
         block_tensor = whole(piece.parameter)
@@ -112,7 +115,7 @@ def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
 
 
 class HfWeights:
-    """Reads the weights of a Hugging Face directory in float32, block by block, under the model's parameter names."""
+    """Reads the weights of a Hugging Face directory in float32, block by block. Parameters have the model's names."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._weights = Weights(folder, torch.float32, torch.device("cpu"))
@@ -124,7 +127,7 @@ class HfWeights:
                 self._locations.setdefault(piece.parameter, []).append((tensor, piece))
 
     def read(self, param_name: str, block: Block) -> Tensor:
-        """Reads a block of a parameter, and only the part of the files that contains it."""
+        """Returns a block of a parameter. Reads only the part of the files that contains the block."""
         locations = self._locations[param_name]
         if locations[0][1].expert is None:
             ((tensor, piece),) = locations
@@ -133,7 +136,7 @@ class HfWeights:
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
     def whole(self, param_name: str) -> Tensor:
-        """Reads a whole parameter."""
+        """Returns a whole parameter."""
         locations = self._locations[param_name]
         tensor, piece = locations[0]
         shape = list(reversed(tensor.shape)) if tensor.transposed else list(tensor.shape)

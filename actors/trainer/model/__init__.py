@@ -1,1 +1,1 @@
-"""The trained network, its loss, and its precision and memory options."""
+"""The trained network and its loss, with the options for precision and memory."""

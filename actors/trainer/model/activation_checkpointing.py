@@ -1,6 +1,6 @@
 """Activation checkpointing and compilation, layer by layer.
 
-Both replace a layer's `forward`, so parameters keep their names, and FSDP's hooks stay outside: FSDP gathers weights
+Both replace a layer's `forward`. Parameters thus keep their names, and FSDP's hooks stay outside: FSDP gathers weights
 before the replaced `forward` runs, and again before activations are recomputed.
 """
 
@@ -31,7 +31,7 @@ _KEPT = {
 
 
 def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Recomputes the layer's activations in the backward pass, if the spec asks for it."""
+    """Makes the layer recompute its activations in the backward pass, if the spec asks for it."""
     if memory.checkpointing == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
@@ -41,13 +41,15 @@ def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Compiles the layer to one graph. Shapes are static, but the batch size may change when a run starts."""
+    """Compiles the layer to one graph, if the spec asks for it. Shapes are static, but the batch size may change when a
+    run starts.
+    """
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
 
 
 def wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the module's forward by `around(forward)`."""
+    """Replaces the module's `forward` by the result of `around(forward)`."""
     module.forward = around(module.forward)
 
 

@@ -1,6 +1,7 @@
-"""Offloads activations that a layer saves for its backward pass to host memory or to an unlinked file.
+"""Offloads activations that a layer saves for its backward pass, to host memory or to an unlinked file.
 
-Weights stay on the device, since FSDP gathers them again. So do small tensors, and those that exceed the limit.
+Weights stay on the device, because FSDP gathers them again. Small tensors stay there, and so do tensors for which the
+pool has no space.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from raytide.core.specs.train import MemorySpec
 
 
 class StoredTensor(Protocol):
-    """An offloaded tensor. Its space in the pool is freed when the object is deleted."""
+    """An offloaded tensor. When the object is deleted, its space in the pool is freed."""
 
     def read(self) -> Tensor: ...
 
 
 class ActivationPool(ABC):
-    """Holds offloaded tensors, up to a limit of bytes."""
+    """Holds offloaded tensors, up to a maximum number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.held_bytes, self.peak_bytes = max_bytes, 0, 0
@@ -40,7 +41,7 @@ class ActivationPool(ABC):
         self._lock = threading.RLock()
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
-        """Returns a stored copy of the tensor; None if the pool is full."""
+        """Stores a copy of the tensor and returns the copy as a StoredTensor. Returns None if the pool is full."""
         count = tensor.numel() * tensor.element_size()
         return self._stored(tensor, count) if self.reserve(count) else None
 
@@ -65,13 +66,13 @@ class ActivationPool(ABC):
 
 
 class HostPool(ActivationPool):
-    """A pool of pinned host memory. Copies are in order with the computation, because both use one stream."""
+    """A pool of pinned host memory. Copies run in order with the computation, because both use the same CUDA stream."""
 
     def _stored(self, tensor: Tensor, count: int) -> StoredTensor:
         return HostTensor(self, tensor, count)
 
     def close(self) -> None:
-        """Does nothing: buffers are freed with their tensors."""
+        """Does nothing, because buffers are freed with their tensors."""
 
 
 class HostTensor:
@@ -88,7 +89,9 @@ class HostTensor:
 
 
 class DiskPool(ActivationPool):
-    """A pool in one file. The file is unlinked as soon as it is open, so nothing is left however the process ends."""
+    """A pool in one file. The file is unlinked as soon as it is open, so that nothing is left on disk, however the
+    process ends.
+    """
 
     def __init__(self, max_bytes: int, folder: str | None) -> None:
         super().__init__(max_bytes)
@@ -107,7 +110,7 @@ class DiskPool(ActivationPool):
         self._file.close()
 
     def write(self, raw: memoryview) -> int:
-        """Writes bytes and returns their offset in the file."""
+        """Writes bytes to the file and returns their offset."""
         with self._lock:
             if self._free[len(raw)]:
                 start = self._free[len(raw)].pop()
@@ -169,7 +172,9 @@ def create_pool(memory: MemorySpec) -> ActivationPool | None:
 
 
 def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
-    """Stores the tensors that the layer saves for its backward pass in the pool."""
+    """Makes the layer store in the pool `into` the tensors that it saves for its backward pass. Tensors smaller than
+    `min_bytes` stay on the device.
+    """
 
     def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

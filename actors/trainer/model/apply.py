@@ -1,4 +1,6 @@
-"""Applies the spec's precision and memory options to a model's layers, and rejects unsupported ones."""
+"""Applies the spec's precision and memory options to a model's layers. Rejects options that the device does not
+support.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
 
 
 def apply_memory_options(part: Transformer, spec: TrainSpec, pool: activation_offload.ActivationPool | None) -> None:
-    """Applies the options to each layer, after tensor parallelism and before FSDP, whose hooks stay outermost."""
+    """Applies the precision and memory options to each layer. Call it after tensor parallelism and before FSDP, because
+    FSDP's hooks must be outermost.
+    """
     if spec.memory.loss_chunk:
         part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)
     for layer in part.layers.values():

@@ -1,9 +1,9 @@
-"""Causal attention for training, with the family's sliding window and soft-cap, and within documents if a row holds
-several.
+"""Causal attention for training. It supports the family's sliding window and soft-cap. If a row holds several
+documents, attention stays inside each document.
 
 Plain causal attention uses SDPA, which picks its flash kernel. With a window, a soft-cap or documents, a GPU uses
-FlexAttention, which is compiled into one kernel but has no backward pass on a CPU. A CPU uses SDPA with a mask or, for
-the soft-cap, plain matrix products.
+FlexAttention, which is compiled into one kernel. FlexAttention has no backward pass on a CPU. A CPU therefore uses SDPA
+with a mask or, with a soft-cap, plain matrix products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from raytide.kernels.core import AttentionSpec
 def attend(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
+    """Returns the attention output out_BHTC. The T queries are at the last T of the keys' S positions. `documents_BS`
+    has the document number of each key.
+    """
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     masked = documents_BS is not None or (spec.window is not None and spec.window < k_BKTC.shape[2])
     if q_BHTC.is_cuda and (masked or spec.softcap is not None):
@@ -42,7 +44,9 @@ def attend(
 
 
 def causal_mask(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None, documents_BS: Tensor | None = None) -> Tensor:
-    """Returns a boolean mask, True for the keys that each query attends to: [T, S], or [B, 1, T, S] with documents."""
+    """Returns a boolean mask that is True where a query attends to a key. Its shape is [T, S], or [B, 1, T, S] with
+    documents.
+    """
     length, context = q_BHTC.shape[2], k_BKTC.shape[2]
     last_T1 = torch.arange(context - length, context, device=q_BHTC.device)[:, None]
     at_S = torch.arange(context, device=q_BHTC.device)
@@ -69,7 +73,7 @@ def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec,
 def flex(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
+    """Does the same as `attend` with FlexAttention. Returns the attention output out_BHTC."""
     run = _compiled_flex() if q_BHTC.is_cuda else cast("Callable[..., Any]", flex_attention)
     shape = q_BHTC.shape[2], k_BKTC.shape[2], spec.window
     out: Tensor = run(

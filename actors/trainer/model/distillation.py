@@ -1,6 +1,8 @@
 """Losses between a student's and a teacher's predictions: forward KL, reverse KL, or the generalised Jensen-Shannon
-divergence (Agarwal et al. 2024). They cover the whole vocabulary, or the teacher's most likely tokens and one bucket
-for the rest.
+divergence (Agarwal et al. 2024).
+
+A loss covers the whole vocabulary, or only the teacher's most likely tokens. In the second case all other tokens form
+one bucket.
 
 Shapes: N tokens, V vocabulary, K tokens that are compared one by one, B batch, T time.
 """
@@ -41,10 +43,10 @@ class TopPredictions(NamedTuple):
 def distillation_sum(
     student_NV: Tensor, teacher: Tensor | TopPredictions, targets_N: Tensor, spec: DistillSpec
 ) -> Tensor:
-    """Returns the divergence, in float32, summed over the tokens whose target counts. Student's and teacher's logits
-    are divided by the temperature; the result is not multiplied by the temperature's square.
+    """Returns the divergence in float32, summed over the tokens whose target counts.
 
-    `teacher` is the teacher's logits [N, V], or its most likely tokens at the spec's temperature.
+    `teacher` is the teacher's logits [N, V], or its most likely tokens at the spec's temperature. The logits of student
+    and teacher are divided by the temperature. The result is not multiplied by the squared temperature.
     """
     counts_N = targets_N != IGNORE
     log_q_NV = F.log_softmax(student_NV[counts_N].float() / spec.temperature, -1)
@@ -69,15 +71,18 @@ def top_predictions(logits: Tensor, spec: DistillSpec) -> TopPredictions:
 
 
 def with_rest(log_NK: Tensor) -> Tensor:
-    """Returns log probabilities [N, K + 1]. The last one is the log of the summed probability of all other tokens."""
+    """Appends the bucket of all other tokens to log probabilities [N, K] and returns [N, K + 1]. The bucket's value is
+    the logarithm of the probability that is left.
+    """
     rest_N1 = (1 - log_NK.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat((log_NK, rest_N1.log()), -1)
 
 
 class Teacher:
-    """A frozen model that predicts each microbatch. Every rank holds all of it.
+    """A frozen model that predicts each microbatch. Every rank holds the whole model.
 
-    With a cache, the most likely tokens of a sequence are computed once and read in later epochs and runs.
+    With a cache, the most likely tokens of a sequence are computed once. Later epochs and runs read them from the
+    cache.
     """
 
     def __init__(self, spec: DistillSpec, model: Transformer, weights_dtype: torch.dtype, device: torch.device) -> None:
@@ -88,7 +93,9 @@ class Teacher:
 
     @torch.no_grad()
     def predict(self, micro: Micro) -> Tensor | TopPredictions:
-        """Returns logits [B, T, V], or the most likely tokens [B, T, K]."""
+        """Returns the teacher's logits [B, T, V]. If the spec sets `top_k`, returns the most likely tokens [B, T, K]
+        instead.
+        """
         if self._cache is None:
             logits_BTV: Tensor = self._model(micro.inputs, None, micro.documents)
             return top_predictions(logits_BTV, self.spec) if self.spec.top_k else logits_BTV
@@ -109,7 +116,9 @@ class Teacher:
 
 
 def check_teacher(spec: DistillSpec, vocab_size: int, seq_len: int) -> None:
-    """Raises ConfigError if the teacher cannot predict the student's tokens."""
+    """Raises ConfigError if the teacher's vocabulary differs from the student's, or its context is shorter than
+    `seq_len`.
+    """
     arch = architecture_of(read_json(Path(spec.teacher) / "config.json"), spec.teacher)
     if arch.vocab_size != vocab_size:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Quantisation-aware training (Jacob et al. 2018): linear layers compute with quantised weights while they are trained.
+"""Quantisation-aware training (Jacob et al. 2018). Linear layers compute with quantised weights while they are trained.
 
 The forward pass multiplies by exactly the numbers that the exporter's codes represent. Gradients are those of torchao's
 fake quantiser, `clamp(Round(w / scale) + zero, least, most)` (pytorch/ao, BSD 3: `_quantize_affine_no_dtype_cast` and
-`_Round` in torchao/quantization/quant_primitives.py): they pass straight through the rounding, gradients of clamped
-weights are 0, and scales have none.
+`_Round` in torchao/quantization/quant_primitives.py). They pass straight through the rounding. Gradients of clamped
+weights are 0. Scales have no gradients.
 
 Shapes: N outputs, K inputs.
 """
@@ -24,7 +24,9 @@ from raytide.kernels.ref import rounded
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that, while `active`, computes with quantised weights and, if so specified, quantised inputs."""
+    """A linear layer that computes with quantised weights while it is `active`. If the spec says so, its inputs are
+    quantised as well.
+    """
 
     def __init__(self, base: nn.Linear, qat: QatSpec, export_dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, base.weight.device)
@@ -44,7 +46,9 @@ class FakeQuantizedLinear(nn.Linear):
 def fake_quantized(
     weight_NK: Tensor, bits: int, group: int | None, symmetric: bool, export_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the float32 values that these weights have after an export, and a mask of those not clamped."""
+    """Returns the float32 values that the weights will have after an export, and a mask of the weights that are not
+    clamped.
+    """
     exported_NK = weight_NK.to(export_dtype).float()
     found = round_integers(exported_NK, bits, group, export_dtype, symmetric=symmetric)
     least, most = code_range(bits)
@@ -85,7 +89,7 @@ class _Product(torch.autograd.Function):
 
 
 def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dtype: torch.dtype) -> None:
-    """Replaces the linear modules at the paths `targets`."""
+    """Replaces the linear modules at the paths `targets` by FakeQuantizedLinear modules."""
     for name, module in list(part.named_modules()):
         if name in targets:
             assert isinstance(module, nn.Linear)
@@ -94,7 +98,9 @@ def prepare(part: Transformer, qat: QatSpec, targets: Collection[str], export_dt
 
 
 def activate(parts: Sequence[Transformer], qat: QatSpec | None, step: int) -> None:
-    """Switches quantisation on or off, as the spec says for this step, counted from 0."""
+    """Switches quantisation on if `step` is at least the spec's `start_step`, and off otherwise. Steps are counted from
+    0.
+    """
     if qat is None:
         return
     for part in parts:

@@ -1,5 +1,6 @@
-"""Linear layers with FP8 matrix products: E4M3 in the forward pass, E5M2 for gradients, and one scale per tensor from
-its current largest magnitude (Micikevicius et al. 2022). Weights, sums and everything else keep their precision.
+"""Linear layers with FP8 matrix products (Micikevicius et al. 2022). The forward pass uses E4M3, and gradients use
+E5M2. Each tensor has one scale, computed from the tensor's current largest magnitude. Weights, sums and everything else
+keep their precision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check_device(device: torch.device) -> None:
-    """Raises ConfigError on a GPU without FP8 products. A CPU runs them slowly, for tests."""
+    """Raises ConfigError for a GPU without FP8 matrix products. A CPU is accepted for tests, although it computes them
+    slowly.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
@@ -27,8 +30,8 @@ def check_device(device: torch.device) -> None:
 
 
 def convert(layer: nn.Module) -> int:
-    """Converts the layer's linear modules to FP8 in place, and returns their number. Modules whose sizes are no
-    multiples of MULTIPLE stay unchanged.
+    """Converts the layer's linear modules to FP8 in place, and returns the number of converted modules. Modules whose
+    sizes are not multiples of MULTIPLE stay unchanged.
     """
     fit = [
         module

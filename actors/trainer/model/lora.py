@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021), applied to a model before it is sharded.
+"""Low-rank adapters (Hu et al. 2021), added to a model before it is sharded.
 
 The model's own parameters keep their names and are frozen.
 """
@@ -21,7 +21,7 @@ LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
 class LoraLinear(nn.Linear):
     """A linear layer with a low-rank adapter: y = x W^T + bias + (x A^T) B^T * scale.
 
-    Only A and B are trained; B starts at zero.
+    Only A and B are trained. B starts at zero.
     """
 
     def __init__(self, base: nn.Linear, lora: LoraSpec) -> None:
@@ -38,7 +38,9 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
-    """If the spec asks for finetuning, freezes the model part and adds adapters to its projections."""
+    """Freezes the model part and adds adapters to its projections. Does nothing if the spec does not ask for
+    finetuning.
+    """
     if finetune is None:
         return
     part.requires_grad_(False)
@@ -51,8 +53,8 @@ def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
 
 
 def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
-    """Returns the paths of the linear modules that get an adapter. Raises ConfigError for a target that the model does
-    not have.
+    """Returns the paths of the linear modules that get an adapter. Raises ConfigError for a target in `lora` that the
+    model does not have.
     """
     paths = [path for path in _linears(arch) if lora.targets is None or path.rpartition(".")[2] in lora.targets]
     for target in lora.targets or ():
@@ -65,7 +67,7 @@ def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
 
 
 def merged(weight: Tensor, a_RI: Tensor, b_OR: Tensor, lora: LoraSpec) -> Tensor:
-    """Returns the weight with the adapter merged in."""
+    """Returns the weight plus its adapter: `weight + B @ A * (alpha / rank)`."""
     return weight + b_OR @ a_RI * (lora.alpha / lora.rank)
 
 

@@ -1,7 +1,8 @@
-"""The loss: cross entropy summed over the targets that count. The caller divides by their global number.
+"""The loss: cross entropy, summed over the targets that count. The caller divides the sum by the global number of these
+targets.
 
-The chunked version never holds the logits of all tokens: it computes gradients already in the forward pass, while a
-chunk's logits exist, and only scales them in the backward pass. Gemma's soft-cap is included.
+The chunked version never holds the logits of all tokens. It computes gradients in the forward pass, while a chunk's
+logits exist. The backward pass only scales these gradients. Gemma's soft-cap of the logits is supported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ IGNORE = -100
 
 
 class Micro(NamedTuple):
-    """A microbatch. Each tensor is [B, T]."""
+    """A microbatch. Each tensor has the shape [B, T]: batch, time."""
 
     inputs: Tensor
     targets: Tensor
@@ -31,10 +32,11 @@ class Micro(NamedTuple):
 def loss_sum(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None, *, chunk: int = 0
 ) -> Tensor:
-    """Returns the summed loss in fp32. The logits of only `chunk` tokens exist at once; 0 means all tokens.
+    """Returns the summed loss in fp32. The logits of at most `chunk` tokens are in memory at once. If `chunk` is 0,
+    there is no limit.
 
-    A head that is sharded by tensor parallelism is not chunked: each rank then has the logits of only a part of the
-    vocabulary.
+    A head that is sharded by tensor parallelism is not chunked, because each rank then has the logits of only a part of
+    the vocabulary.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     if chunk and not isinstance(head_VD, DTensor):
@@ -98,19 +100,19 @@ def _cap(logits_NV: Tensor, softcap: float | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A layer's router probabilities and choices, in the order of the batch."""
+    """The router probabilities of one layer and the experts that were chosen, in the order of the batch's tokens."""
 
     probabilities_NE: Tensor
     chosen_NX: Tensor
 
 
 def load_balancing_loss(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor:
-    """Returns the load-balancing loss of the routers (Switch Transformer, equations 4 to 6), summed over counted
+    """Returns the load-balancing loss of the routers (Switch Transformer, equations 4 to 6), summed over the counted
     targets. With X experts per token, perfect balance gives X per target.
 
-    It is computed over all layers, as in transformers, but for each sequence by itself, so that it does not depend on
-    which sequences share a microbatch. Each sequence is weighted by its number of targets, like everything in the
-    summed loss.
+    The loss is computed over all layers together, as in transformers. It is computed for each sequence separately and
+    therefore does not depend on which sequences share a microbatch. Each sequence is weighted by its number of counted
+    targets.
     """
     counts_BT = targets_BT != IGNORE
     real_BT1 = _until_last(counts_BT).unsqueeze(-1).float()

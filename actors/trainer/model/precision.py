@@ -1,4 +1,4 @@
-"""Mixed-precision policy, and the loss scale that keeps fp16's small gradients from vanishing."""
+"""The mixed-precision policy, and the loss scale that keeps small gradients from vanishing in fp16."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 def policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Returns FSDP's mixed-precision policy: weights and gradient sums stay fp32, computation uses `precision`. With
-    FP8, computation between the products uses bf16.
+    """Returns FSDP's mixed-precision policy. Weights and gradient sums stay in fp32, and computation uses `precision`.
+    With FP8, everything except the matrix products is computed in bf16.
     """
     if precision == "fp32":
         return MixedPrecisionPolicy()
@@ -34,10 +34,10 @@ def export_dtype(spec: TrainSpec) -> torch.dtype:
 
 
 class GradScaler:
-    """A dynamic loss scale for fp16; 1 for other precisions.
+    """A dynamic loss scale for fp16. With other precisions the scale is 1.
 
-    The scale doubles after many good steps and halves after an overflow. A step that overflows is skipped on all ranks
-    alike, since they share the global gradient norm.
+    The scale doubles after many good steps and halves after an overflow. All ranks skip a step that overflows, because
+    they decide by the same global gradient norm.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -46,7 +46,9 @@ class GradScaler:
         self.good_steps = 0
 
     def overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether to skip the step, because its gradients overflowed in fp16 although its loss is finite."""
+        """Returns whether the gradients overflowed in fp16 although the loss is finite. The step must then be
+        skipped.
+        """
         return self.active and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def unscale(self, grads: Sequence[Tensor]) -> None:
@@ -60,7 +62,7 @@ class GradScaler:
                 self.value, self.good_steps = min(self.value * 2, LARGEST), 0
 
     def record_overflow(self, step: int) -> None:
-        """Halves the scale. Raises TrainError if it is already the smallest."""
+        """Halves the scale. Raises TrainError if the scale is already the smallest one."""
         if self.value <= SMALLEST:
             raise TrainError(
                 f"step {step} overflows in fp16 even with a loss scale of {self.value:g}.",

@@ -1,6 +1,6 @@
-"""The trainable decoder of every supported family, configured by `Architecture`.
+"""The trainable decoder of every supported model family, configured by `Architecture`.
 
-Parameter names are raytide's own and the same for all families (`layers.3.attention.q_proj.weight`);
+Parameter names are raytide's own and the same for all families (`layers.3.attention.q_proj.weight`).
 `hf/weight_mapping.py` maps them to Hugging Face's names. A pipeline stage is a Transformer with some of the layers,
 under the same names.
 
@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Normalization(nn.Module):
-    """RMS or layer norm over the last dimension. Gemma multiplies by `offset` + weight with offset 1."""
+    """RMS norm or layer norm over the last dimension. The factor is weight + `offset`. Gemma's offset is 1."""
 
     def __init__(self, size: int, arch: Architecture, *, kind: str | None = None) -> None:
         super().__init__()
@@ -92,7 +92,9 @@ class FeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Routes each token to its most likely experts and weights their outputs by the router's probabilities."""
+    """A mixture of experts. Routes each token to its most likely experts, and weights the experts' outputs by the
+    router's probabilities.
+    """
 
     def __init__(self, arch: Architecture, experts: Experts) -> None:
         super().__init__()
@@ -146,10 +148,11 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps token ids to logits or, if targets are given, to the summed loss. With tied embeddings there is no `head`.
+    """A whole model, or the part of it that a pipeline stage has. A whole model maps token ids to logits or, if targets
+    are given, to the summed loss. With tied embeddings there is no `head`.
 
-    `layers` are the numbers of this part's layers (None for all). The first part embeds ids, and the last one
-    normalizes and predicts; a part between them maps hidden states to hidden states.
+    `layers` are the indices of this part's layers. None means all layers. The first part embeds token ids. The last
+    part normalizes and predicts. A part in the middle maps hidden states to hidden states.
     """
 
     def __init__(self, arch: Architecture, max_len: int, layers: Sequence[int] | None = None) -> None:
@@ -173,12 +176,14 @@ class Transformer(nn.Module):
         self._tables: list[Rotation] | None = None
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Computes this part. `x` is ids [B, T] in the first part, and hidden states [B, T, D] in later ones. Returns
-        hidden states [B, T, D] before the last part; the last returns the summed loss if there are targets, else logits
-        [B, T, V].
+        """Computes this part of the model. The input `x` is token ids [B, T] for the first part, and hidden states [B,
+        T, D] for later parts.
 
-        `documents_BT` has the document number of each token of whole rows, even if this rank has only a part of each
-        row. Attention stays inside documents, and positions restart with each document.
+        The last part returns the summed loss if there are targets, else logits [B, T, V]. Other parts return hidden
+        states [B, T, D].
+
+        `documents_BT` has the document number of each token. It covers whole rows, even if this rank has only a part of
+        each row. Attention stays inside documents, and positions restart with each document.
         """
         token_positions = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
         if documents_BT is not None:
@@ -203,7 +208,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output embedding [V, D] of the last part."""
+        """The matrix [V, D] with which the last part computes logits."""
         head = self.embedding if self.head is None else self.head
         assert head is not None
         return head.weight
@@ -243,7 +248,9 @@ class Transformer(nn.Module):
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """Returns each token's position in its document [B, T], from 0. A document is a run of equal numbers in a row."""
+    """Returns the position of each token in its document [B, T], counted from 0. A document is a run of equal numbers
+    in a row.
+    """
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -252,8 +259,8 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Returns `x` with the pairs (i, i + R/2) of its first R numbers rotated, in Hugging Face's layout. The first half
-    of the sines must be negated already.
+    """Applies rotary position embeddings to the first R numbers of each head in `x`, and returns the result. Numbers i
+    and i + R/2 form a pair, as in Hugging Face's layout. The first half of the sines must be negated already.
     """
     cos, sin = rotation
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]

@@ -1,1 +1,1 @@
-"""Optimizers, their state, the learning rate and the anomaly guard."""
+"""Optimizers and their state, the learning rate schedule, and the guard against anomalous batches."""

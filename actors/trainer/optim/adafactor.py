@@ -1,4 +1,5 @@
-"""Adafactor (Shazeer and Stern 2018): keeps only row and column means of a matrix's second moment.
+"""Adafactor (Shazeer and Stern 2018). In place of a matrix's second moment it keeps only the moment's row means and
+column means.
 
 A parameter's learning rate is relative to the size of its values. The arithmetic is that of torch.optim.Adafactor,
 which does not support DTensors.

@@ -1,4 +1,4 @@
-"""AdamW with torch's kernels on this rank's shards: one fused or multi-tensor call per parameter group."""
+"""AdamW with torch's kernels on this rank's shards. One fused or multi-tensor call updates a whole parameter group."""
 
 from __future__ import annotations
 

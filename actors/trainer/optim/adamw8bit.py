@@ -1,8 +1,8 @@
-"""AdamW with one byte per moment (Dettmers et al. 2021): moments are scaled in blocks by the block's largest magnitude,
-and coded with a table that is fine near zero.
+"""AdamW with one byte per moment (Dettmers et al. 2021). Moments are divided into blocks, and each block is scaled by
+its largest magnitude. The scaled values are coded with a table that is fine near zero.
 
-Blocks lie within rows, so a row-wise shard has the same blocks as the whole. Small tensors and vectors keep fp32.
-Dequantizing and quantizing again changes nothing, so a resume is exact.
+Blocks lie within rows, so that a row-wise shard has the same blocks as the whole. Small tensors and vectors keep fp32.
+To dequantize and quantize again changes nothing, so that a resume is exact.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AdamW8bit(AdamW):
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns the codes [..., D] in uint8 and one scale per block, [..., ceil(D / BLOCK)]."""
+    """Returns the codes [..., D] in uint8, and the scales [..., ceil(D / BLOCK)], one for each block."""
     blocks = _blocks(value.float())
     scales = blocks.abs().amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
     scales = torch.where(scales < SMALLEST, 0.0, scales)

@@ -1,7 +1,7 @@
-"""Decides whether a batch is applied, from the loss and gradient norm that all ranks share.
+"""Decides whether a batch is applied, from the loss and the gradient norm. All ranks have the same loss and norm.
 
-The guard's state is a small tensor of fixed shape in the checkpoint, so a resumed run decides like an uninterrupted
-one.
+The guard's state is a small tensor of fixed shape in the checkpoint. A resumed run therefore decides like an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AnomalyGuard:
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """Returns the verdict on one batch, and updates the guard's state."""
+        """Returns the guard's verdict on one batch, and updates the guard's state."""
         why, policy = self._find_anomaly(loss, grad_norm)
         if policy == "ignore":
             self._in_row = 0
@@ -57,15 +57,16 @@ class AnomalyGuard:
         return GuardVerdict("stopped", why + again)
 
     def record_skip(self) -> None:
-        """Counts a batch that was not applied: for it, the learning rate schedule does not advance.
+        """Counts a batch that was not applied. The learning rate schedule does not advance for such a batch.
 
-        It is also called when the loss scale skips a batch; such skips do not count towards max_skips.
+        It is called for batches that the guard skips, and for batches that the loss scale skips. Only the guard's skips
+        count towards max_skips.
         """
         self.skipped += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns `judged`, [2 + HISTORY] in fp64: the number of skips, of consecutive skips, then the losses, oldest
-        first, padded with NaN.
+        """Returns the state as one tensor `judged`, [2 + HISTORY] in fp64. It contains the number of skips, the number
+        of consecutive skips, and the losses. The losses are oldest first and padded with NaN.
         """
         import torch
 
@@ -93,7 +94,7 @@ class AnomalyGuard:
 
 
 def stopped_error(name: str, result: StepResult) -> TrainError:
-    """Returns the error that ends the run because the guard rejected a batch."""
+    """Returns the error that ends a run whose batch the guard rejected with the verdict `stopped`."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",
         hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "

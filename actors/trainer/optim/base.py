@@ -1,7 +1,8 @@
-"""The base of the optimizers: parameter groups, state that exists before the first step, and its form in checkpoints.
+"""The base of the optimizers: parameter groups, state that exists before the first step, and the state's form in
+checkpoints.
 
-State is kept as plain tensors of this rank's shards. Checkpoints store it in full precision, in the parameter's layout,
-so a checkpoint can be loaded into any layout and any storage.
+The state is kept as plain tensors of this rank's shards. Checkpoints store it in full precision and in the parameter's
+layout. A checkpoint can therefore be loaded into any layout and any storage.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEP = "step"
 class Optimizer(ABC):
     """The base of sharded optimizers: parameter groups, state and checkpoints.
 
-    `param_groups` hold `params`, `lr` and `weight_decay`, as in torch. Every rank calls every method.
+    As in torch, a parameter group has `params`, `lr` and `weight_decay`. Every rank must call every method.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
@@ -41,11 +42,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def first_state(self, parameter: nn.Parameter) -> State:
-        """Returns the state of this rank's shard of a parameter before the first step."""
+        """Returns the initial state for this rank's shard of a parameter."""
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        """Changes this rank's shard of one parameter, and its state, in place. `grad` is the gradient of that shard."""
+        """Updates this rank's shard of one parameter and the shard's state in place. `grad` is the gradient of the
+        shard.
+        """
 
     @torch.no_grad()
     def step(self) -> None:
@@ -53,7 +56,7 @@ class Optimizer(ABC):
             self.step_group([p for p in group["params"] if p.grad is not None], group)
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Updates these parameters of one group. Each must have a gradient."""
+        """Updates the given parameters of one group. All of them must have a gradient."""
         for parameter in parameters:
             state = self.storage.load(self.state[parameter], local(parameter).device)
             self.update(parameter, grad_of(parameter), state, group)
@@ -70,8 +73,8 @@ class Optimizer(ABC):
             group["lr"] = lr
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint, by `parameter.key`. Loading a checkpoint fills these tensors in place;
-        `load` then sets the state from them.
+        """Returns the state for a checkpoint, as tensors by `parameter.key`. To load a checkpoint, fill these tensors
+        in place and then call `load`.
         """
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
@@ -81,17 +84,17 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the tensors that `tensors()` returned and a checkpoint has filled."""
+        """Sets the state from the tensors of `tensors()`, after a checkpoint was read into them."""
         for parameter, state in self.state.items():
             for key in self.checkpoint_keys(state):
                 self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
 
     def placed(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
-        """Returns this rank's `value` as a DTensor with the parameter's placement."""
+        """Returns this rank's `value` as a DTensor that is placed like the parameter."""
         return value if key == STEP else like(value, parameter)
 
     def checkpoint_keys(self, state: State) -> list[str]:
-        """Returns the keys of the state that checkpoints store."""
+        """Returns those keys of the state that checkpoints store."""
         return list(state)
 
     def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
@@ -100,13 +103,13 @@ class Optimizer(ABC):
         return state if device.type == "cpu" else self.storage.load(state, device)
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
-        """Sets one key of the state from its full-precision form."""
+        """Sets one key of the state from a value in full precision."""
         if state[key].data_ptr() != value.data_ptr():
             state[key].copy_(value)
 
 
 def grad_of(parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's shard of the gradient."""
+    """Returns this rank's shard of the parameter's gradient."""
     assert parameter.grad is not None
     return local(parameter.grad)
 

@@ -1,6 +1,7 @@
-"""LAMB (You et al. 2020) for very large batches: AdamW's update of each parameter, scaled by the parameter's norm.
+"""LAMB (You et al. 2020), an optimizer for very large batches. It is AdamW with the update of each parameter scaled by
+the parameter's norm.
 
-A norm is that of the whole parameter, over all ranks that share it.
+The norm is that of the whole parameter, over all ranks that share the parameter.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from raytide.core.specs.train import OptimSpec
 
 
 def lr_at(step: int, steps: int, spec: OptimSpec) -> float:
-    """Returns the learning rate of a step, counted from 0, in a run of `steps` steps."""
+    """Returns the learning rate of step number `step`, counted from 0, in a run of `steps` steps."""
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
     floor = spec.lr * spec.min_lr_ratio

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024) for hidden matrices, AdamW for everything else.
+"""Muon (Jordan et al. 2024) for hidden matrices, and AdamW for all other parameters.
 
-A matrix's momentum is orthogonalized as a whole: the ranks that share the matrix gather it, and one of them computes
-and broadcasts the result. Each rank does this for another matrix, so N ranks work on N matrices at a time. Updates are
-scaled as in Moonlight, so AdamW's learning rate and decay apply (Liu et al. 2025).
+A matrix's momentum is orthogonalized as a whole. The ranks that share the matrix gather the momentum, and one of these
+ranks orthogonalizes and broadcasts it. N ranks work on N different matrices at a time. Updates are scaled as in
+Moonlight, so that AdamW's learning rate and weight decay can be used (Liu et al. 2025).
 """
 
 from __future__ import annotations
@@ -78,12 +78,16 @@ class Muon(AdamW):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Returns whether the parameter is a matrix in a layer, or a stack of them (experts): no embedding, no head."""
+    """Returns whether the parameter is a matrix in a layer, or a stack of matrices (experts). Embeddings and the head
+    are not hidden matrices.
+    """
     return parameter.ndim >= 2 and ".layers." in f".{name}"
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns nearly the closest semi-orthogonal matrix, in bf16, after five quintic Newton-Schulz iterations."""
+    """Returns an approximation of the closest semi-orthogonal matrix, in bf16. It takes five quintic Newton-Schulz
+    iterations.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -97,7 +101,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Returns the parameters in groups that are shared by the same ranks."""
+    """Returns the parameters in groups. The parameters of a group are shared by the same ranks."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         key = parameter.device_mesh if isinstance(parameter, DTensor) else None

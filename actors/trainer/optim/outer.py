@@ -1,10 +1,10 @@
 """The outer optimizer of replicas that train independently for some steps and then synchronise (local SGD, DiLoCo).
-Such a synchronisation is called a meeting: it computes new weights, with which all replicas continue.
+Such a synchronisation is called a meeting. It computes new weights, with which all replicas continue.
 
-After a meeting the replicas are bitwise equal, including the inner optimizer's moments. The moments are averaged too,
-at the price of their traffic in addition to that of the weights. So the checkpoint of one replica is that of all, and
-any layout can continue from it. A replica's movement is the change of its weights since the last meeting. Checkpoints
-need not store the weights of that meeting, since they are only written at a meeting.
+A replica's movement is the change of its weights since the last meeting. The replicas' movements are averaged, and so
+are the moments of the inner optimizer. After a meeting the replicas are therefore bitwise equal, at the price of the
+moments' traffic. The checkpoint of one replica is valid for all replicas, and any layout can continue from it.
+Checkpoints are only written at a meeting, and their weights are those of that meeting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOMENTUM = "outer_momentum"
 
 
 class OuterOptimizer:
-    """Nesterov SGD over replicas. Checkpoints contain its state and that of the inner optimizer."""
+    """Nesterov SGD over replicas. Checkpoints contain the state of this optimizer and of the inner optimizer."""
 
     def __init__(
         self, inner: Optimizer, spec: OuterSpec, replicas: dist.ProcessGroup, compressed: AverageOver | None
@@ -39,7 +39,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Sets the weights of all replicas to the same values. All ranks call it after the same step."""
+        """Sets the weights of all replicas to the same new values. All ranks must call it after the same step."""
         names = self.inner.names
         moved = {parameter: start - local(parameter) for parameter, start in self._starts.items()}
         self._average([(names[parameter], movement) for parameter, movement in moved.items()])
@@ -53,13 +53,15 @@ class OuterOptimizer:
         self.inner.load(moments)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint; see `Optimizer.tensors`."""
+        """Returns the state for a checkpoint, in the form of `Optimizer.tensors`."""
         own = {self._name(parameter): like(momentum, parameter) for parameter, momentum in self._momenta.items()}
         return self.inner.tensors() | own
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the tensors of `tensors()`, once a checkpoint has filled them. Load the weights first."""
+        """Sets the state from the tensors of `tensors()`, after a checkpoint was read into them. Load the weights
+        first.
+        """
         self.inner.load(tensors)
         for parameter, start in self._starts.items():
             momentum, loaded = self._momenta[parameter], local(tensors[self._name(parameter)])

@@ -1,4 +1,4 @@
-"""Builds a run's optimizer: one object for all parameters, in any layout."""
+"""Builds a run's optimizer. It is one object for all parameters, in any layout."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, memory: MemorySpec) -> Optimizer:
-    """Returns the optimizer of these named parameters, with initialized state. Frozen parameters are left out."""
+    """Returns the optimizer of the named parameters, with initialized state. Frozen parameters are left out."""
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     return OPTIMIZERS[spec.name](trainable, spec, create_storage(memory.optimizer, memory.scratch))

@@ -1,7 +1,7 @@
-"""Stores optimizer state on the device, in host memory, or in a memory-mapped file.
+"""Stores the optimizer's state on the device, in host memory, or in a memory-mapped file.
 
-Offloaded state is loaded only for the update, one parameter at a time. The pages of a file are dropped from memory
-after the update.
+Offloaded state is loaded only for the update, one parameter at a time. After the update, the pages of a file are
+dropped from memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 
 class StateStorage:
-    """Keeps the state on the device. Derived classes keep it elsewhere."""
+    """Keeps the optimizer's state on the device. Derived classes keep it in other places."""
 
     is_resident = True
     """True if the state stays on the device, so that all parameters can be updated at once."""
@@ -34,15 +34,17 @@ class StateStorage:
         return state
 
     def load(self, state: State, device: torch.device) -> State:
-        """Returns the state on `device`."""
+        """Returns a parameter's state on `device`."""
         return state
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Stores changed values. Does nothing on the device, where they were changed in place."""
+        """Stores the values that an update has changed. On the device it does nothing, because they were changed in
+        place.
+        """
 
 
 class HostStorage(StateStorage):
-    """Keeps the state in host memory, pinned if there is a GPU."""
+    """Keeps the optimizer's state in host memory. The memory is pinned if there is a GPU."""
 
     is_resident = False
 
@@ -62,7 +64,9 @@ class HostStorage(StateStorage):
 
 
 class DiskStorage(StateStorage):
-    """Keeps the state in one file. The file is unlinked while open, so nothing is left however the process ends."""
+    """Keeps the optimizer's state in one file. The file is unlinked while open, so that nothing is left on disk,
+    however the process ends.
+    """
 
     is_resident = False
 
@@ -90,7 +94,7 @@ class DiskStorage(StateStorage):
         return mapped
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialized tensor in the file, or in memory if it is smaller than a page."""
+        """Returns an uninitialized tensor in the file. A tensor that is smaller than a page is in memory instead."""
         count = math.prod(shape) * dtype.itemsize
         if count < mmap.ALLOCATIONGRANULARITY:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -122,13 +126,15 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Asks the kernel to read a file-mapped tensor into memory soon; does nothing for other tensors."""
+    """Asks the kernel to read a file-mapped tensor into memory soon. Does nothing for other tensors."""
     if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
         mapped.madvise(mmap.MADV_WILLNEED)
 
 
 def release(tensor: Tensor) -> None:
-    """Drops a file-mapped tensor from this process' memory; the file keeps it. Does nothing for other tensors."""
+    """Drops a file-mapped tensor from this process's memory. The file keeps the values. Does nothing for other
+    tensors.
+    """
     if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
 

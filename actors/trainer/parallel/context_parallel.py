@@ -1,7 +1,8 @@
-"""Context parallelism: each rank has part of every sequence, and attention gathers the keys and values of all parts.
+"""Context parallelism. Each rank has a part of every sequence, and attention gathers the keys and values of all parts.
 
-A sequence is cut into 2C pieces, and rank c has pieces c and 2C-1-c, which balances a causal mask's work. Torch's own
-context parallelism runs on CUDA only; this one runs on any device, and supports windows and soft-caps.
+With C context ranks, a sequence is cut into 2C pieces. Rank c has the pieces c and 2C-1-c, which balances the work
+under a causal mask. Torch's own context parallelism runs on CUDA only. This implementation runs on any device, and
+supports sliding windows and soft-caps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from raytide.kernels.core import AttentionSpec
 
 
 def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
-    """Changes `part` so that it computes this rank's part of sequences of `length` tokens."""
+    """Changes the model part so that it computes this rank's part of each sequence. `length` is the number of tokens of
+    a whole sequence.
+    """
     if group.context is None:
         return
     part.at_T = positions(group.context_rank, group.sizes.context, length).to(group.device)
@@ -29,7 +32,7 @@ def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
 
 
 def shard_sequence(x_BT: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns this rank's columns of a batch with whole rows."""
+    """Returns this rank's columns of the batch `x_BT`, whose rows are whole sequences."""
     if group.context is None:
         return x_BT
     return x_BT[:, positions(group.context_rank, group.sizes.context, x_BT.shape[1]).to(x_BT.device)]

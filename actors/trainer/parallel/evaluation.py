@@ -1,4 +1,4 @@
-"""The loss on held-out sequences, which are the same ones each time and for any number of ranks."""
+"""The loss on held-out sequences. Each evaluation uses the same sequences, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from raytide.core.specs.train import TrainSpec
 
 
 class FixedSampler:
-    """Selects an evaluation's sequences: up to `batches` batches, the last one maybe smaller, each sequence once."""
+    """Selects the sequences of an evaluation: up to `batches` batches, each sequence at most once. The last batch may
+    be smaller than the others.
+    """
 
     def __init__(self, n_sequences: int, global_batch: int, batches: int) -> None:
         count = min(n_sequences, global_batch * batches)
@@ -33,7 +35,9 @@ class FixedSampler:
 
 
 class EarlyStop:
-    """Ends a run whose held-out loss no longer falls. Its state is saved, so a resumed run ends at the same step."""
+    """Ends a run when its held-out loss no longer falls. The state is saved in checkpoints, so that a resumed run ends
+    at the same step.
+    """
 
     def __init__(self, config: HeldOutSpec | None) -> None:
         self._patience = None if config is None else config.patience
@@ -44,7 +48,7 @@ class EarlyStop:
 
     @property
     def why(self) -> str:
-        """The reason for ending the run; empty while the run continues."""
+        """The reason for ending the run. Empty while the run continues."""
         if self._patience is None or self.since < self._patience:
             return ""
         return f"the held-out loss has not fallen below {self.best:.6g} in {self.since} evaluations"
@@ -63,7 +67,7 @@ class EarlyStop:
 
 
 class Evaluator:
-    """Evaluates one run on one group. All ranks call it together."""
+    """Evaluates one run on one process group. All ranks must call its methods together."""
 
     def __init__(self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset) -> None:
         self._spec, self._config, self._group = spec, config, group
@@ -74,11 +78,11 @@ class Evaluator:
         self._loader = DataLoader(data, sampler, group, plain)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether an evaluation follows step `step`, counted from 1."""
+        """Returns whether an evaluation follows step number `step`, counted from 1."""
         return step % self._config.every == 0 or step == self._spec.steps
 
     def loss(self, compute: ForwardBackward, micro_batch: int) -> float:
-        """Returns the mean loss over the held-out tokens. Raises DataError if there are none."""
+        """Returns the mean loss over the held-out tokens. Raises DataError if there are no such tokens."""
         total = counted = 0.0
         for batch in range(self._batches):
             part = self._loader.next_batch(batch, micro_batch)

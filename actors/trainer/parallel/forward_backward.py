@@ -26,10 +26,14 @@ from raytide.core.specs.train import TrainSpec
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Accumulates gradients of `factor` times the summed loss. Returns this rank's share of the loss, unscaled."""
+        """Accumulates the gradients of `factor` times the summed loss. Returns this rank's share of the summed loss,
+        without the factor.
+        """
 
     def evaluate(self, micros: list[Micro]) -> float:
-        """Returns this rank's share of the summed loss, without the routers' balancing loss. Computes no gradients."""
+        """Returns this rank's share of the summed loss, without the load-balancing loss of routers. Computes no
+        gradients.
+        """
 
 
 def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> ForwardBackward:
@@ -52,7 +56,7 @@ def _teacher(spec: TrainSpec, student: Transformer, group: ProcessGroup) -> Teac
 
 
 class SingleStage:
-    """Forward and backward passes without a pipeline: all layers are on this rank."""
+    """The forward and backward passes without a pipeline, where each rank has all layers."""
 
     def __init__(
         self, layout: Parallelism, part: Transformer, group: ProcessGroup, teacher: Teacher | None = None

@@ -1,4 +1,4 @@
-"""The norm and the clipping of the whole model's gradient, however its parts are distributed over the ranks."""
+"""The norm and the clipping of the whole model's gradient. They work for any distribution of the model over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from raytide.actors.trainer.optim.state_offload import is_mapped, release
 
 
 def square_sum(parts: Sequence[Transformer]) -> float:
-    """Returns this rank's share of the squared norm. Summed over all ranks, every element counts once."""
+    """Returns this rank's share of the gradient's squared norm. In the sum over all ranks, every element counts
+    once.
+    """
     weights = [weight for weight in counted(parts) if weight.grad is not None]
     if not weights:
         return 0.0
@@ -24,7 +26,7 @@ def square_sum(parts: Sequence[Transformer]) -> float:
 
 
 def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
-    """Scales the gradients so that their global norm is at most `limit`. `norm` is their present global norm."""
+    """Scales the gradients so that their global norm is at most `limit`. `norm` is the current global norm."""
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
         grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]
@@ -37,7 +39,7 @@ def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
 
 
 def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
-    """Yields all parameters except the last stage's copy of a tied embedding."""
+    """Yields all parameters except the last stage's copy of a tied embedding, which would count twice."""
     for part in parts:
         copied = part.arch.tied_embeddings and part.is_last and not part.is_first
         for name, weight in part.named_parameters():

@@ -1,8 +1,9 @@
-"""Compresses the gradient exchange between replicas: bf16, int8, the largest numbers (top-k), or low rank (PowerSGD).
+"""Compresses the gradient exchange between replicas. The methods are bf16, int8, the largest numbers (top-k), and low
+rank (PowerSGD).
 
-The exchange runs once per step, on gradients that FSDP has reduced over its own ranks. The lossy methods keep the error
-of their approximation and add it to the next step's gradient (error feedback). Each rank has its own error, which is
-saved in checkpoints and starts at zero in a new layout.
+The exchange runs once per step, on gradients that FSDP has reduced over its own ranks. All methods except bf16 use
+error feedback: they keep the error of their approximation and add it to the next step's gradient. Each rank has its own
+error. The errors are saved in checkpoints, and start at zero in a new layout.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ class CompressedAllReduce(ABC):
         """Replaces each gradient by its approximate mean over the replicas, equal on all of them."""
 
     def reset_errors(self) -> None:
-        """Sets the error feedback to zero, because the last step was not applied and its error may not be finite."""
+        """Sets the error feedback to zero. Call it when a step was not applied, because the errors of that step may not
+        be finite.
+        """
         for error in self.state_dict().values():
             error.zero_()
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Returns the tensors of the error feedback, if any. Loading a checkpoint fills them in place."""
+        """Returns the tensors of the error feedback. Loading a checkpoint fills them in place. Empty if the method has
+        no error feedback.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -63,8 +68,8 @@ class Bf16(CompressedAllReduce):
 class Int8(CompressedAllReduce):
     """Averages gradients in int8.
 
-    Each replica averages one part of a bucket: it receives the part from all replicas in int8, and sends them the mean
-    in int8.
+    A bucket is divided among the replicas. Each replica receives its part from all replicas in int8, computes the mean,
+    and sends the mean to all replicas in int8.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
@@ -105,7 +110,7 @@ class Int8(CompressedAllReduce):
 
 
 class TopK(CompressedAllReduce):
-    """Sends only the numbers of largest magnitude, with their positions (Aji and Heafield 2017)."""
+    """Sends only the numbers of largest magnitude and their positions (Aji and Heafield 2017)."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, ratio: float) -> None:
         super().__init__(group)
@@ -141,8 +146,10 @@ class TopK(CompressedAllReduce):
 
 
 class PowerSgd(CompressedAllReduce):
-    """Sends a layer's matrix as the product of two thin matrices (Vogels et al. 2019). Small tensors are sent
-    unchanged, and so are embedding and head, whose gradients have no low rank.
+    """Sends a layer's matrix as the product of two thin matrices (Vogels et al. 2019).
+
+    Small tensors are sent without compression. The embedding and the head are sent without compression too, because
+    their gradients have no low rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:
@@ -198,8 +205,8 @@ class PowerSgd(CompressedAllReduce):
 def create_all_reduce(
     memory: MemorySpec, group: dist.ProcessGroup, parts: Sequence[nn.Module]
 ) -> CompressedAllReduce | None:
-    """Returns the compressed all-reduce over the replicas that the spec asks for, for the trainable weights in `parts`;
-    None if it asks for no compression.
+    """Returns the compressed all-reduce over the replicas for the trainable weights in `parts`. Returns None if the
+    spec asks for no compression.
     """
     if memory.compression == "none":
         return None

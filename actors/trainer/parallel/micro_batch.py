@@ -1,7 +1,7 @@
-"""Recovers from running out of memory by halving the microbatch; the global batch stays the same.
+"""Recovers from running out of memory by halving the microbatch. The global batch stays the same.
 
-A single process repeats the step, of which nothing was applied. In a gang, other ranks are waiting in a collective, so
-the error ends the generation, and the next one uses the smaller microbatch.
+A single process repeats the step, because nothing of the step was applied. In a gang, other ranks are waiting in a
+collective. There the error ends the generation of ranks, and the next generation uses the smaller microbatch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from raytide.actors.trainer.optim.base import Optimizer
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error means that device or host memory ran out; torch has a class for the device only."""
+    """Returns whether the error means that device or host memory ran out. It also reads the error's message, because
+    torch has an exception class only for device memory.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns this rank's weights and optimizer state in host memory, and empties the device's caches."""
+    """Copies this rank's weights and optimizer state to host memory and returns the copies. Empties the device's memory
+    caches.
+    """
     live = _live(parts, optimizer.tensors())
     saved = {name: local(tensor).detach().cpu().clone() for name, tensor in live.items()}
     del live
@@ -34,7 +38,7 @@ def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str,
 
 @torch.no_grad()
 def restore_state(parts: Sequence[nn.Module], optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Loads what `offload_state` returned into a model of the same layout."""
+    """Loads the result of `offload_state` into a model of the same layout."""
     tensors = optimizer.tensors()
     for name, tensor in _live(parts, tensors).items():
         local(tensor).copy_(saved[name])

@@ -1,5 +1,6 @@
-"""Builds a model on a gang: applies tensor, context and pipeline parallelism, shards with FSDP2 and loads initial
-weights."""
+"""Builds a model on a gang. Applies tensor, context and pipeline parallelism, shards the model with FSDP2, and loads
+the initial weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from raytide.core.specs.train import TrainSpec
 def build_model_parts(
     spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None
 ) -> list[Transformer]:
-    """Returns this rank's parts of the model with their initial weights: the whole model, or its pipeline stages.
+    """Returns this rank's parts of the model with their initial weights. The parts are the rank's pipeline stages, or
+    the whole model if there is no pipeline.
 
     `pool` stores offloaded activations.
     """
@@ -49,7 +51,7 @@ def build_model_parts(
 
 
 def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
-    """Shards the part with FSDP: each layer is one unit, and the rest is another one."""
+    """Shards a model part with FSDP. Each layer is one FSDP unit, and all other parameters form one more unit."""
     policy = precision.policy(spec.precision)
     mesh = group.mesh["shard"] if spec.replicas_reduce_themselves else group.data_mesh
     is_copy = mesh.shape[-1] > 1 or spec.memory.parameters != "none"  # else a single rank would copy for nothing
@@ -61,10 +63,11 @@ def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
 
 
 def qat_targets(arch: Architecture, qat: QatSpec) -> set[str]:
-    """Returns the paths, in the model, of the modules to quantise. Modules that a file stacks are quantised together.
+    """Returns the paths of the model's modules to quantise. Modules that a file stacks into one tensor are quantised
+    together.
 
-    Raises ConfigError for a family without a quantised format, and for a group size that does not divide a layer's
-    inputs.
+    Raises ConfigError for a model family without a quantised format. Also raises it for a group size that does not
+    divide the number of a layer's inputs.
     """
     linears = quantized_linears(arch, NAMES[arch.names].root, qat.skip)
     tensors = {tensor.name: tensor for tensor in file_tensors(arch, FamilyFormat.on_the_hub(arch))}

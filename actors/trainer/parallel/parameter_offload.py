@@ -1,7 +1,7 @@
 """Keeps weights and gradients in host memory or in memory-mapped files, for models that are larger than the device.
 
-FSDP gathers a layer's weights before the layer runs, frees them after it, and reduces its gradients at the end of its
-backward pass. If the weights are on a disk, the next layers' weights are read ahead while one layer runs, and weights
+FSDP gathers a layer's weights before the layer runs, frees them after it, and reduces the layer's gradients at the end
+of its backward pass. For weights on a disk, the weights of the next layers are read ahead while one layer runs. Weights
 that are no longer needed are dropped from memory (ZeRO-Infinity, arXiv 2104.07857).
 """
 
@@ -25,14 +25,18 @@ AHEAD = 2
 
 
 def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:
-    """Returns FSDP's offload policy. On a CPU nothing is offloaded, because weights are in host memory anyway."""
+    """Returns FSDP's offload policy. Nothing is offloaded in training on a CPU, because its weights are in host memory
+    already.
+    """
     if memory.parameters == "none" or device.type == "cpu":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=memory.parameters == "cpu")
 
 
 def allocate(part: Transformer, memory: MemorySpec, device: torch.device) -> None:
-    """Allocates the tensors of a sharded model that are still on the meta device."""
+    """Allocates the tensors of a sharded model that is on the meta device. Their place is the device, host memory or a
+    file, as the spec says.
+    """
     if memory.parameters != "disk":
         part.to_empty(device=device if memory.parameters == "none" else torch.device("cpu"))
         return

@@ -1,4 +1,6 @@
-"""Pipeline parallelism with torch's schedules: each rank has one or more stages, which hold some of the layers."""
+"""Pipeline parallelism with torch's schedules. Each rank has one or more pipeline stages, and a stage has some of the
+layers.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ class Pipeline:
 
 
 class TiedEmbeddingSync:
-    """Keeps the two copies of a tied embedding equal by giving each the sum of both gradients."""
+    """Keeps the two copies of a tied embedding equal. Each copy gets the sum of both gradients."""
 
     def __init__(self, parts: list[Transformer], group: ProcessGroup, layout: Parallelism) -> None:
         tied = parts[0].arch.tied_embeddings
@@ -168,7 +170,9 @@ class TiedEmbeddingSync:
 
 @contextmanager
 def without_balance(parts: list[Transformer]) -> Iterator[None]:
-    """Leaves out the routers' load-balancing loss, which says nothing about the held-out tokens."""
+    """Switches off the routers' load-balancing loss in the `with` block. An evaluation uses it, because this loss says
+    nothing about held-out tokens.
+    """
     balances = [part.balance for part in parts]
     for part in parts:
         part.balance = 0.0
@@ -180,7 +184,9 @@ def without_balance(parts: list[Transformer]) -> Iterator[None]:
 
 
 def free_weights(parts: list[Transformer]) -> None:
-    """Frees gathered weights, as FSDP does only after a backward pass: a later step must gather the changed ones."""
+    """Frees weights that FSDP has gathered in a forward pass without a backward pass. Otherwise a later step would use
+    these old weights after an update.
+    """
     for part in parts:
         for module in (part, *part.layers.values()):
             cast(FSDPModule, module).reshard()

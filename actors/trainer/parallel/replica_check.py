@@ -1,7 +1,7 @@
-"""Checks that ranks with copies of the same weights hold the same bits.
+"""Checks that all ranks with copies of the same weights hold the same bits.
 
-Replicas on equal devices get bit-identical gradients and never drift apart, so a difference means faulty hardware or an
-error in the gradient exchange.
+Replicas on equal devices get bit-identical gradients and never drift apart. A difference therefore means faulty
+hardware or an error in the gradient exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) -> None:
-    """Compares the weights of all replicas; all ranks call it together. Every rank raises TrainError if some differ."""
+    """Compares the weights of all replicas. All ranks must call it together. If some weights differ, every rank raises
+    TrainError.
+    """
     if group.sizes.replicate == 1:
         return
     own_digest = weight_digest(weights, group.device)
@@ -52,7 +54,9 @@ def replica_groups(sizes: Sizes) -> list[list[int]]:
 
 
 def find_outliers(digests: Sequence[int]) -> list[int]:
-    """Returns the indices of values that differ from the majority, or all if there is none; empty if all agree."""
+    """Returns the indices of the digests that differ from the majority. Returns all indices if there is no majority,
+    and none if all digests agree.
+    """
     (value, count), *others = Counter(digests).most_common()
     if not others:
         return []
@@ -61,8 +65,10 @@ def find_outliers(digests: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns a digest of the weights, [1] in int64: the tensors' bits are added up as integers, each tensor times its
-    own odd number, so that one changed bit always changes the digest. NaNs are included.
+    """Returns a digest of the weights, [1] in int64.
+
+    The bits of each tensor are added up as integers. The sum of each tensor is multiplied by a different odd number.
+    One changed bit therefore always changes the digest. NaNs are compared like other bits.
     """
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):

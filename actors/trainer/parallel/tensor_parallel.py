@@ -1,11 +1,12 @@
 """Tensor and sequence parallelism (Korthikanti et al., 2022).
 
-Each rank of the tensor axis has some of the heads, part of every feed-forward layer's width and part of the vocabulary.
-Between these modules, where tokens are independent, it has part of the sequence.
+Each rank of the tensor axis has some of the attention heads, a part of every feed-forward layer's width, and a part of
+the vocabulary. Between these modules, where tokens are independent, a rank has a part of the sequence.
 
 Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole parameters. A module's forward
-works on local tensors, which hooks put in place, so no operator needs DTensor support. A replicated parameter sees only
-this rank's tokens or heads, so its gradient is a partial sum, which FSDP completes before reducing.
+works on local tensors, which hooks put in place of the DTensors. No operator therefore needs DTensor support. A
+replicated parameter sees only this rank's tokens or heads. Its gradient is thus a partial sum, which FSDP completes
+before it reduces gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _COLUMNS = ("o_proj", "down_proj")
 
 
 def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
-    """Returns whether the vocabulary is sharded. If not, each rank predicts some tokens, over the whole vocabulary."""
+    """Returns whether the vocabulary is sharded over `ranks` ranks. If it is not, each rank predicts some of the
+    tokens, over the whole vocabulary.
+    """
     return arch.vocab_size % ranks == 0
 
 
@@ -55,14 +58,16 @@ def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
 
 
 def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
-    """Returns whether this rank's loss counts. With a sharded vocabulary all ranks of the axis compute the same loss,
-    and only the first one's counts.
+    """Returns whether this rank's loss counts. With a sharded vocabulary, all ranks of the tensor axis compute the same
+    loss, and only that of the first rank counts. Otherwise every rank's loss counts.
     """
     return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
 
 
 def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
-    """Shards the parameters of `part`, still on the meta device, and its work on sequences of `length` tokens."""
+    """Shards a model part over the tensor axis: its parameters, and its work on sequences of `length` tokens. The
+    parameters must be on the meta device.
+    """
     part.at_T = torch.arange(
         length, device=mesh.device_type
     )  # a stage gets pieces of sequences, and its attention sees whole ones
@@ -90,7 +95,7 @@ def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
 
 
 class LocalParameters:
-    """Hooks that replace a module's parameters by their local tensors while it runs."""
+    """Two hooks that replace a module's parameters by this rank's local tensors while the module runs."""
 
     def __init__(self) -> None:
         self._whole: dict[str, nn.Parameter | None] = {}
@@ -184,12 +189,12 @@ def _own(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
 
 
 class VocabularyLoss:
-    """The summed cross entropy under tensor parallelism, as a Transformer.loss: no rank holds the logits of all tokens
-    over the whole vocabulary.
+    """The summed cross entropy under tensor parallelism, used as `Transformer.loss`. No rank holds the logits of all
+    tokens over the whole vocabulary.
 
-    x_BTD is this rank's part of the sequences; `targets_BT` has all targets. With a sharded vocabulary, a rank computes
-    its part of every token's logits, and all ranks return the same loss. Otherwise a rank returns the loss of its own
-    tokens.
+    `x_BTD` is this rank's part of the sequences, and `targets_BT` has all targets. With a sharded vocabulary, a rank
+    computes its part of every token's logits, and all ranks return the same loss. Otherwise a rank returns the loss of
+    its own tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup, divided: bool) -> None:

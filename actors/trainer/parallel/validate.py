@@ -1,4 +1,6 @@
-"""Validates that a model can be trained in a layout. Rejects combinations that torch would silently compute wrongly."""
+"""Validates that a model can be trained in a layout. Rejects combinations for which torch would silently compute wrong
+results.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from raytide.core.specs.train import MemorySpec, TrainSpec
 
 
 def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
-    """Raises ConfigError, with a hint, for the first problem."""
+    """Raises ConfigError for the first problem of the layout. The error has a hint."""
     for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
         raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
 

@@ -1,1 +1,1 @@
-"""The record of a run: metrics, events, step times, profiles, plots, MLflow."""
+"""The record of a training run: metrics, events, step times, profiles, plots, and MLflow."""

@@ -1,4 +1,4 @@
-"""Reads the curves of a run while it grows: reads each byte once, and keeps no more points than a screen shows."""
+"""Reads the curves of a run while they grow. Each byte is read once. No more points are kept than a screen shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _MOST_LINE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """The logged values of a run as columns of equal length. If a step was repeated, its last values count."""
+    """The logged values of a run as columns of equal length. If a step was repeated, only its last values are
+    included.
+    """
 
     steps: tuple[int, ...]
     at_s: tuple[float | None, ...]
@@ -35,7 +37,7 @@ class RunCurves:
 
 
 class CurveReader:
-    """Reads the curves of one run. Each `read` continues at the end of the one before."""
+    """Reads the curves of one run. Each call of `read` continues where the previous call ended."""
 
     def __init__(self, out: str, most_points: int = MOST_POINTS) -> None:
         self._steps, self._events = _Lines(join(out, "metrics.jsonl")), _Lines(join(out, "events.jsonl"))
@@ -50,7 +52,7 @@ class CurveReader:
         self._kept_events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def read(self, points: int = MOST_POINTS) -> RunCurves:
-        """Returns all curves, each with about `points` points."""
+        """Returns all curves. Each curve has about `points` points."""
         with self._lock:
             if self._steps.is_new():
                 self._clear()
@@ -89,7 +91,7 @@ class CurveReader:
 
 
 class CurveReaders:
-    """The readers of the most recently requested runs."""
+    """A cache of CurveReaders for the most recently requested runs."""
 
     def __init__(self, most: int = MOST_RUNS) -> None:
         self._most = most
@@ -97,7 +99,9 @@ class CurveReaders:
         self._readers: OrderedDict[str, CurveReader] = OrderedDict()
 
     def read(self, out: str, points: int) -> RunCurves:
-        """Returns the curves of the run in `out`, a directory or an fsspec URL; empty curves before its first step."""
+        """Returns the curves of the run in `out`, a directory or an fsspec URL. The curves are empty before the run's
+        first step.
+        """
         with self._lock:
             reader = self._readers.setdefault(out, CurveReader(out))
             self._readers.move_to_end(out)

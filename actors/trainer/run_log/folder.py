@@ -1,8 +1,10 @@
-"""The folder to which a run writes its log: `out` itself or, if that is a URL, a local copy that is uploaded.
+"""The folder to which a run writes its log. For a local `out` it is `out` itself. For a URL it is a local copy that is
+uploaded.
 
-Object stores cannot append. A process keeps its files of the run in a temporary folder, and a background thread uploads
-files that have changed, so that a slow or absent store delays no step. Each file has one writer. A process that is
-killed loses the lines since the last upload; `flush` uploads them before a checkpoint is written.
+Object stores cannot append. A process therefore keeps its files of the run in a temporary folder, and a background
+thread uploads the files that have changed. A slow or missing store delays no step. Each file has one writer. A process
+that is killed loses the lines since the last upload. To limit this loss, `flush` is called before a checkpoint is
+written and uploads the lines.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class RunFolder:
-    """The files of the run in `out` that this process writes."""
+    """The files that this process writes for the run in `out`."""
 
     def __init__(self, out: str, guard: Guard = contextlib.nullcontext) -> None:
         """Uploads run inside `guard`, which raises ConflictError once another run holds the claim."""
@@ -46,13 +48,15 @@ class RunFolder:
 
     @cached_property
     def path(self) -> Path:
-        """The local folder to which the files are written."""
+        """The local folder to which this process writes the files."""
         if self.store is None:
             return Path(self.out.removeprefix("file://"))
         return Path(tempfile.mkdtemp(dir=private_folder("runs")))
 
     def fetch(self, name: str) -> Path:
-        """Returns the local path of a file, after copying its content from the store if there is one."""
+        """Returns the local path of a file. If `out` is in an object store, first copies the file's content from
+        there.
+        """
         if self.store is not None:
             with named_failures(f"{self.out}/{name}"), contextlib.suppress(FileNotFoundError):
                 with self.store.read(name) as stream:
@@ -62,7 +66,7 @@ class RunFolder:
         return self.path / name
 
     def remove(self, name: str) -> None:
-        """Removes a file that another process wrote, locally and in the store."""
+        """Removes a file, locally and in the store. Another process may have written the file."""
         (self.path / name).unlink(missing_ok=True)
         if self.store is not None:
             with named_failures(f"{self.out}/{name}"):

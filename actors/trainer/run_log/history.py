@@ -1,4 +1,4 @@
-"""Reads back a run's steps, events and result, also while it runs."""
+"""Reads a run's steps, events and result from its files. Steps and events can be read while the run continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunHistory:
 
 
 def read(out: str) -> RunHistory:
-    """Returns the history of the run in `out`, a directory or an fsspec URL."""
+    """Returns the steps and events of the run in `out`, a directory or an fsspec URL."""
     open_url(out)[0].invalidate_cache()
     if not exists(out):
         raise DataError(f"there is no run in {out}.", hint="Give the `out` of a run, on a machine that can read it.")

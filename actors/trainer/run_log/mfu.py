@@ -1,6 +1,7 @@
-"""Model FLOPs utilization (MFU) and memory of a step.
+"""The model FLOPs utilization (MFU) and the memory use of a step.
 
-If the planner does not know the device, its peak is unknown, and a run has no MFU unless its spec sets `peak_tflops`.
+If the planner does not know the device, the device's peak is unknown. Then a run has no MFU, unless its spec sets
+`peak_tflops`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from raytide.sizing.devices import find_device
 
 
 class MfuMeter:
-    """Measures MFU and memory of one run on one group."""
+    """Measures the MFU and the memory use of one run on one process group."""
 
     def __init__(self, spec: TrainSpec, arch: Architecture, group: ProcessGroup) -> None:
         self.device = group.device
@@ -26,37 +27,41 @@ class MfuMeter:
         self._peak = None if peak is None else peak * 1e12 * group.world
 
     def mfu(self, tokens: int, seconds: float, span: float) -> float | None:
-        """Returns the share of all devices' peak that a step of `tokens` tokens in `seconds` used; None if the peak is
-        unknown.
+        """Returns the fraction of all devices' peak FLOPs that a step used. Returns None if the peak is unknown. The
+        step has `tokens` tokens and took `seconds`.
 
-        `span` is the mean number of tokens over which attention runs: the sequence length without document masks. With
-        document masks it is the mean, over tokens, of their documents' lengths, so that skipped pairs do not count as
-        work.
+        `span` is the mean number of tokens over which attention runs. Without document masks it is the sequence length.
+        With document masks it is the mean, over tokens, of the length of the token's document, so that skipped pairs do
+        not count as work.
         """
         if self._peak is None:
             return None
         return tokens * flops_per_token(self._arch, span, frozen=self._frozen) / (seconds * self._peak)
 
     def memory_bytes(self) -> int:
-        """Returns this rank's peak memory in bytes: allocated on its GPU, or resident in its process without a GPU."""
+        """Returns this rank's peak memory in bytes. With a GPU it is the memory allocated there, else the resident
+        memory of the process.
+        """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False) -> float:
-    """Returns the FLOPs per token of forward and backward pass: 6N' + 12*L*d*T with full attention (PaLM, appendix B).
+    """Returns the FLOPs per token of the forward and backward pass: 6N' + 12*L*d*T with full attention (PaLM, appendix
+    B).
 
-    N' excludes the embedding, includes the head, and counts only the experts that a token uses. Recomputed activations
-    do not count: they are the hardware's work, not the model's. With adapters the frozen model has no weight gradients,
-    so the first term is 4N'; the adapters' own work is negligible.
+    N' is the number of weights without the embedding, with the head, and with only those experts that a token uses. L
+    is the number of layers, d the width of all heads, and T the sequence length. Recomputed activations do not count:
+    they are work of the hardware, not of the model. With `frozen` weights and adapters there are no weight gradients of
+    the model, and the first term is 4N'. The adapters' own work is negligible.
     """
     width = arch.num_heads * arch.head_dim
     return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * arch.num_layers * width * seq_len
 
 
 def matrix_parameters(arch: Architecture) -> int:
-    """Returns the number of weights by which each token is multiplied. Norms and biases are negligible."""
+    """Returns the number of weights by which each token is multiplied. Norms and biases are left out as negligible."""
     d = arch.hidden_size
     attention = 2 * d * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     matrices = 3 if arch.gated_ffn else 2
@@ -71,6 +76,8 @@ def matrix_parameters(arch: Architecture) -> int:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Returns the device's dense half-precision peak in TFLOP/s, as its vendor states it; None if unknown."""
+    """Returns the device's dense half-precision peak in TFLOP/s, as the vendor states it. Returns None if it is
+    unknown.
+    """
     device = None if precision == "fp32" else find_device(device_name)
     return None if device is None else device.bf16_tflops

@@ -1,8 +1,10 @@
-"""Sends `metrics.jsonl` to an MLflow server from a background thread, so a slow or absent server never delays the run.
+"""Sends `metrics.jsonl` to an MLflow server. A background thread sends it, so that a slow or missing server never
+delays the run.
 
-The position in the file is stored beside the metrics, so a restarted driver continues the same MLflow run and sends the
-missing lines. Lines may be sent twice, but are lost only if the server cannot be reached at the end. Uses MLflow's REST
-API, because MLflow's Python package needs older versions of raytide's own dependencies.
+The position in the file is stored beside the metrics. A restarted driver therefore continues the same MLflow run and
+sends the missing lines. Lines may be sent twice. They are lost only if the server cannot be reached at the end. The
+module uses MLflow's REST API, because MLflow's Python package does not work with the versions of packages that raytide
+needs.
 """
 
 from __future__ import annotations

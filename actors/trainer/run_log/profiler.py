@@ -1,8 +1,8 @@
-"""Runs torch's profiler over the steps that the spec names or, on request, over the next steps of a running job.
+"""Runs torch's profiler over the steps that the spec names. On request, it runs over the next steps of a running job.
 
 A request is a file in the run's directory. Rank 0 looks for the file once per step, and the step's all-reduce tells all
-ranks. Every rank writes a Chrome trace and a table. Instead, a spec may ask for a snapshot of the GPU's memory or for
-NVTX ranges.
+ranks. Every rank then writes a Chrome trace and a table. A spec can ask for a snapshot of the GPU's memory or for NVTX
+ranges instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def request(out: str | Path, steps: int) -> None:
 
 
 class Profiler:
-    """Profiles one rank. All ranks call `begin` and `end` at the same steps."""
+    """Profiles one rank. All ranks must call `begin` and `end` at the same steps."""
 
     def __init__(self, spec: ProfileSpec | None, folder: RunFolder, rank: int, device: torch.device) -> None:
         self.spec, self.folder, self.rank, self.device = spec, folder, rank, device
@@ -50,7 +50,9 @@ class Profiler:
         self._looked_s = -math.inf
 
     def requested_steps(self) -> int:
-        """Returns the number of steps that a request asks to profile; 0 without one, and on ranks other than 0."""
+        """Returns the number of steps that a request asks to profile. Returns 0 if there is no request, and on all
+        ranks except rank 0.
+        """
         if self.rank or self._running is not None:
             return 0
         if self.folder.store is not None:
@@ -72,7 +74,7 @@ class Profiler:
             return 0
 
     def begin(self, step: int, requested: int) -> None:
-        """Must be called before the work of `step`, counted from 1."""
+        """Starts a profile if it is due. Call it before the work of step number `step`, counted from 1."""
         if self._running is not None:
             return
         if requested:
@@ -83,13 +85,13 @@ class Profiler:
             self._start(step, self.spec.last, self.spec.what)
 
     def end(self, step: int) -> None:
-        """Must be called after the work of `step`."""
+        """Writes the profile if its last step is done. Call it after the work of step number `step`."""
         if self._running is not None and step >= self._last:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Writes the profile of the steps up to `step`, also if the run stops early. If the profile cannot be written,
-        it is dropped with a warning.
+        """Writes the profile of the steps up to `step`, even if the run stops before the profile's last step. If the
+        profile cannot be written, it is dropped with a warning.
         """
         running, self._running = self._running, None
         if running is None:

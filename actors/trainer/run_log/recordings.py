@@ -1,4 +1,4 @@
-"""The kinds of profile: a trace of operators, a snapshot of a GPU's memory, NVTX ranges."""
+"""The types of profile: a trace of operators, a snapshot of a GPU's memory, and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MOST_EVENTS = 1_000_000
 
 
 class Recording:
-    """A recording, which its constructor starts. By default there is nothing to stop, and no file to write."""
+    """The base of the recordings. The constructor starts the recording. By default there is nothing to stop and no file
+    to write.
+    """
 
     suffixes: tuple[str, ...] = ()
     """The suffixes of the files that `write` writes."""
@@ -28,7 +30,7 @@ class Recording:
         """Ends the recording that the constructor started."""
 
     def write(self, stem: Path) -> None:
-        """Writes the files, after `stop`. Raises OSError or RuntimeError."""
+        """Writes the recording's files. Call it after `stop`. Raises OSError or RuntimeError."""
 
 
 class OperatorTrace(Recording):
@@ -52,7 +54,7 @@ class OperatorTrace(Recording):
 
 
 class MemorySnapshot(Recording):
-    """A snapshot of the GPU's memory, with the allocations and releases from the constructor until `write`."""
+    """A snapshot of the GPU's memory. It includes the allocations and releases between the constructor and `write`."""
 
     suffixes = (".pickle",)
 
@@ -67,7 +69,7 @@ class MemorySnapshot(Recording):
 
 
 class NvtxRanges(Recording):
-    """NVTX ranges, which Nsight Systems records."""
+    """Marks operators with NVTX ranges, which Nsight Systems records."""
 
     def __init__(self, device: torch.device) -> None:
         self._ranges = torch.autograd.profiler.emit_nvtx()
@@ -85,6 +87,6 @@ RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Raises ConfigError for a kind of recording that the device does not support."""
+    """Raises ConfigError if the device does not support the recording `what`."""
     if what != "operators" and device.type != "cuda":
         raise ConfigError(f"profile.what {what} needs a GPU.", hint="Leave it out: operators are traced on any device.")

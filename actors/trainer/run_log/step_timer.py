@@ -1,4 +1,4 @@
-"""Times the phases of a step, without ever waiting for the device."""
+"""Times the phases of a step without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Measures laps, which are the times between two marks, with the host's clock on a CPU and the device's on a GPU.
+    """Measures laps. A lap is the time between two marks. It is measured by the host's clock on a CPU, and by the
+    device's clock on a GPU.
 
-    On a GPU the host runs ahead. A lap whose kernels still run when times are drained counts towards the next step,
-    which evens out over a run.
+    On a GPU the host runs ahead. If the kernels of a lap still run when times are drained, the lap counts towards the
+    next step. Over a run, this evens out.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,13 +27,13 @@ class StepTimer:
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:
-        """Sets a mark, and counts the time since the last one towards `phase`."""
+        """Sets a mark, and counts the time since the previous mark towards `phase`."""
         now = self._mark()
         self._open.append((phase, self._last, now))
         self._last = now
 
     def drain_times(self) -> dict[str, float]:
-        """Returns the seconds of each phase, summed over the completed laps that were not returned before."""
+        """Returns the seconds of each phase, summed over its completed laps. Each lap is returned once."""
         times: dict[str, float] = {}
         still = []
         for phase, begin, end in self._open:

@@ -1,6 +1,6 @@
-"""Writes a run's log: `metrics.jsonl` (a line per step), `events.jsonl` and `run.json` (its state).
+"""Writes a run's log: `metrics.jsonl` (one line per step), `events.jsonl` and `run.json` (the run's state).
 
-A step that is repeated after a failure has several lines; the last one counts.
+A step that is repeated after a failure has several lines. The last of them counts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MOST_KEPT = 100_000
 
 
 class LineFile:
-    """An append-only file of JSON lines with one writer. A full disk never stops training: lines that cannot be written
-    are kept, and written together with a later line.
+    """An append-only file of JSON lines with one writer. A full disk never stops training. Lines that cannot be written
+    are kept, and are written together with a later line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> bool:
-        """Writes pending lines. Returns whether the file now has all lines."""
+        """Writes the lines that are not in the file yet. Returns whether the file now has all lines."""
         if not self._pending:
             return True
         try:
@@ -98,8 +98,8 @@ def _to_json(value: object) -> object:
 class StepLog:
     """The log of a run's training steps, `metrics.jsonl`.
 
-    In a gang rank 0 writes it, after the step and before a checkpoint. So whenever a process is killed, no checkpoint
-    is ahead of the file.
+    In a gang, rank 0 writes it after each step and before a checkpoint. Even if a process is killed, no checkpoint is
+    then ahead of the file.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -121,20 +121,20 @@ class StepLog:
 
 
 class SampleLog:
-    """The sample ids of each step, in one file for each rank that reads samples."""
+    """The log of the sample ids of each step. Each rank that reads samples has a file of its own."""
 
     def __init__(self, folder: RunFolder, group: ProcessGroup) -> None:
         self._folder, self._name, self._generation = folder, f"samples/{group.rank}.jsonl", group.generation
         self._lines = LineFile(folder.fetch(self._name))
 
     def add(self, step: int, ids: Ids) -> None:
-        """Records the samples of a step, counted from 0."""
+        """Records the sample ids of step number `step`, counted from 0."""
         self._lines.add({"step": step + 1, "generation": self._generation, "ids": ids.tolist()})
         self._folder.changed(self._name)
 
 
 class RunLog:
-    """The log that one driver writes. `logs_steps` is False if rank 0 logs the steps."""
+    """The log of a run, as one driver writes it. `logs_steps` is False if rank 0 writes the log of the steps."""
 
     def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True, claim: str = "") -> None:
         """`claim` is the token of the run's claim on its folders; without one, uploads are not checked."""
@@ -210,7 +210,7 @@ class RunLog:
         )
 
     def log_run(self, train: Callable[[], object]) -> RunResult:
-        """Runs `train` and closes the log, in state `done`, or in state `failed` if `train` raises a RaytideError."""
+        """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError."""
         try:
             try:
                 train()
@@ -224,8 +224,8 @@ class RunLog:
             self.folder.close()
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
-        """Writes run.json and returns the run's result. Raises StorageError if that fails, except after a failed run,
-        because that failure is the error to report.
+        """Writes run.json and returns the run's result. Raises StorageError if the file cannot be written. After a
+        failed run it raises nothing, because the run's failure is the error to report.
         """
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)
@@ -256,7 +256,9 @@ class RunLog:
             raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
-        """Records that all steps are done, in place of a driver that was killed after the last step."""
+        """Records that all steps are done. Call it if an earlier driver was killed after the last step and could not
+        record this.
+        """
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps
 

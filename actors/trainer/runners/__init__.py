@@ -1,1 +1,1 @@
-"""Entry points of the training loop: in one process, or inside Ray Train."""
+"""Entry points of the training loop: training in one process, and training inside Ray Train."""

@@ -1,4 +1,4 @@
-"""Trains in this process alone, with a group of one rank, for notebooks and tests."""
+"""Trains in this process alone, with a process group of one rank. It is meant for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from raytide.core.specs.train import TrainSpec
 
 
 def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None) -> RunResult:
-    """Runs `spec` to its end from its latest checkpoint on. Raises ConflictError while another run writes to `out`."""
+    """Runs `spec` to its end, starting from its latest checkpoint. Raises ConflictError if another run is writing to
+    `out`.
+    """
     refuse_packages(spec)
     claim = Claim(spec.places)
     try:
@@ -27,7 +29,9 @@ def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lamb
 
 
 def refuse_packages(spec: TrainSpec) -> None:
-    """Raises ConfigError for a spec with packages or an image, which come too late for a process that runs already."""
+    """Raises ConfigError for a spec with packages or an image. They cannot be applied to a process that is already
+    running.
+    """
     if spec.image is not None:
         raise ConfigError(
             f"{spec.name}: image is for jobs of a cluster; this process runs already.",

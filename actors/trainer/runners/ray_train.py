@@ -1,9 +1,9 @@
-"""The training loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, with the spec as a
-dict.
+"""The training loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`. The config is the
+spec as a dict.
 
 Ray Train makes the process group and restarts workers. Raytide writes its usual files into the spec's `out`, which
-every worker must reach, reports committed checkpoints to Ray Train and resumes from them. Checkpoints in an object
-store (`out` or `checkpoint_dir`) stay there and are not reported.
+every worker must be able to reach. It reports committed checkpoints to Ray Train and resumes from them. Checkpoints in
+an object store (`out` or `checkpoint_dir`) stay there and are not reported.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _train_with(spec: TrainSpec, group: ProcessGroup, token: str, record: RunLog
 
 class RayTrainReporter:
     """Reports to Ray Train, from all workers at the same steps. A report is a barrier that waits up to two seconds for
-    the controller, so each checkpoint is reported, but not each step.
+    Ray Train's controller. For that reason every checkpoint is reported, but not every step.
     """
 
     def __init__(self, trainer: Trainer, record: RunLog | None) -> None:
@@ -93,7 +93,7 @@ class RayTrainReporter:
         self._last = result
 
     def send(self) -> None:
-        """Reports the latest step, and the newest checkpoint unless it was reported already."""
+        """Reports the latest step. Includes the newest checkpoint unless it has been reported already."""
         import ray.train
 
         if self._last is None:

@@ -1,3 +1,3 @@
-"""The exporter of a node: its GPUs, its CPUs' energy and the kernel's counts, as a page for Prometheus and the
-autoscaler.
+"""The metrics exporter of a node. It shows the node's GPUs, the energy of its CPUs and counts of the kernel, on a page
+for Prometheus and the autoscaler.
 """

@@ -1,7 +1,7 @@
-"""The ports of the exporters of all nodes, announced in Ray's GCS.
+"""The ports of all nodes' exporters, announced in Ray's GCS.
 
-An entry contains only a port. The controller uses it with the address of Ray's agent on the node, so that no entry can
-make it read another machine's page.
+An entry contains only a port. The controller combines the port with the address of Ray's agent on the node. A forged
+entry therefore cannot make the controller read another machine's page.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class _Seen:
 
 
 class ExporterDirectory:
-    """Announces ports, and lists them."""
+    """Announces the ports of exporters, and lists the announced ports."""
 
     def __init__(self, connect: Callable[[], GcsClient], clock: Clock) -> None:
         self._entries, self._clock = GcsEntries("exporter/", connect), clock
         self._seen: dict[str, _Seen] = {}
 
     def announce(self, ray_name: str, port: int) -> None:
-        """Stores the port and the present time under Ray's name of the node. The time shows readers that the exporter
+        """Stores the port and the current time under Ray's name of the node. The changing time shows that the exporter
         is alive.
         """
         self._entries.put(ray_name, json.dumps({"port": port, "at_s": self._clock.now_s()}).encode())
 
     def ports(self) -> Mapping[str, int]:
-        """Returns the ports of the exporters that still announce themselves, keyed by Ray's name of the node. Entries
-        that have not changed for an hour are removed.
+        """Returns the ports of the exporters that are alive, keyed by Ray's name of the node. Removes entries that have
+        not changed for an hour.
         """
         now_s = self._clock.now_s()
         before, self._seen, found = self._seen, {}, {}

@@ -1,6 +1,8 @@
-"""The kernel's count of processes that it ended for lack of memory, as Prometheus' node_exporter names it.
+"""The kernel's count of processes that it ended because memory ran out (OOM kills). The metric has the name that
+Prometheus' node_exporter uses.
 
-https://docs.kernel.org/admin-guide/cgroup-v2.html has the same count for a container; /proc/vmstat has the machine's.
+The count of the whole machine is in /proc/vmstat. https://docs.kernel.org/admin-guide/cgroup-v2.html describes the same
+count for a container.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def oom_kills(vmstat: Path = VMSTAT) -> int | None:
-    """Returns the count since the machine started; None where the kernel does not report it (before Linux 4.13)."""
+    """Returns the number of OOM kills since the machine started. Returns None if the kernel does not report it (before
+    Linux 4.13).
+    """
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -24,7 +28,7 @@ def oom_kills(vmstat: Path = VMSTAT) -> int | None:
 
 
 class KernelCollector:
-    """Collects the count at each read of the page."""
+    """A Prometheus collector that reads the number of OOM kills whenever the page is read."""
 
     def __init__(self, vmstat: Path = VMSTAT) -> None:
         self._vmstat = vmstat

@@ -1,7 +1,7 @@
-"""The GPUs of this machine as NVIDIA's driver reports them (NVML), under the names of the DCGM exporter.
+"""The metrics of this machine's GPUs as NVIDIA's driver reports them (NVML), under the names of the DCGM exporter.
 
-https://docs.nvidia.com/deploy/nvml-api/ describes each function. A value that a GPU does not have, such as ECC on a
-consumer board, is left out; a GPU that the driver has lost shows an unknown use, NaN.
+https://docs.nvidia.com/deploy/nvml-api/ describes the functions. Values that a GPU does not have, such as ECC on a
+consumer board, are left out. A GPU that the driver has lost has the utilization NaN.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 
 class GpuCollector:
-    """Collects the metrics of each GPU at each read of the page. A thread waits for XID errors, which the driver
-    reports as events. Raises pynvml.NVMLError where there is no driver.
+    """A Prometheus collector that reads the metrics of all GPUs whenever the page is read.
+
+    A thread waits for XID errors, which the driver reports as events. The constructor raises pynvml.NVMLError if there
+    is no driver.
     """
 
     def __init__(self, node_id: str, host: str) -> None:

@@ -1,6 +1,7 @@
-"""The energy of this machine's CPU packages, from the kernel's RAPL counters, as Prometheus' node_exporter names it.
+"""The energy of this machine's CPU packages, from the kernel's RAPL counters. The metric has the name that Prometheus'
+node_exporter uses.
 
-https://docs.kernel.org/power/powercap/powercap.html describes the files. Each counter starts again at zero after
+https://docs.kernel.org/power/powercap/powercap.html describes the counters' files. A counter starts again at zero after
 `max_energy_range_uj`. Virtual machines have no such counters, and on most systems only root may read them.
 """
 
@@ -17,8 +18,9 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class RaplCollector:
-    """Collects the joules of each CPU package since the start of this process. It must be read at least once before a
-    counter wraps around, which takes minutes at full power.
+    """A Prometheus collector for the joules that each CPU package has used since the start of this process.
+
+    It must be read more often than a counter wraps around. At full power, a counter wraps around after some minutes.
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
@@ -34,7 +36,7 @@ class RaplCollector:
         return bool(self._last)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields one metric family; nothing if no counter can be read."""
+        """Yields one metric family. Yields nothing if no counter can be read."""
         with self._lock:
             for zone in self._packages:
                 self._read(zone)

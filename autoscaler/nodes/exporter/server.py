@@ -1,6 +1,6 @@
-"""Serves a node's page and announces its port: `python -m raytide.autoscaler.nodes.exporter.server NODE GCS`.
+"""Serves a node's metrics page and announces its port: `python -m raytide.autoscaler.nodes.exporter.server NODE GCS`.
 
-NODE is the node's name in Ray, where its address is looked up.
+NODE is raytide's id of the node, by which its address is looked up in Ray. GCS is the address of Ray's GCS.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ log = logger(__name__)
 def start_exporter(
     node_id: str, address: str, gcs_address: str, *, powercap: Path = POWERCAP, vmstat: Path = VMSTAT
 ) -> int:
-    """Serves this machine's page from threads of this process, and returns the port. Returns 0 if the machine has
-    nothing to show: no NVIDIA driver, no energy counters, no count of processes ended for lack of memory.
+    """Serves this machine's metrics page from threads of this process, and returns the port.
+
+    Returns 0 and serves nothing if the machine has nothing to show: no NVIDIA driver, no energy counters, and no count
+    of OOM kills.
     """
     registry = CollectorRegistry()
     rapl = RaplCollector(powercap)

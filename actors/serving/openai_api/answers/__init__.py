@@ -1,1 +1,1 @@
-"""The answers of OpenAI's API: their bodies, and the writers of complete and of streamed answers."""
+"""The answers of OpenAI's API: the types of their bodies, and the writers of complete and streamed answers."""

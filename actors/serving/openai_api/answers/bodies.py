@@ -116,5 +116,5 @@ class ModelList(BaseModel):
 
 
 def sse(data: str) -> bytes:
-    """Returns one server-sent event."""
+    """Returns `data` as one server-sent event."""
     return b"data: " + data.encode() + b"\n\n"

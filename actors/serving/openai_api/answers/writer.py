@@ -66,7 +66,9 @@ class ResponseWriter(Protocol):
     id: str
 
     def set_id(self, request_id: str) -> None:
-        """Sets the response's id to OpenAI's prefix and `request_id`, the request's id in usage records."""
+        """Sets the response's id: OpenAI's prefix, followed by `request_id`. `request_id` is the request's id in usage
+        records.
+        """
 
     def full_response(
         self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes
@@ -76,7 +78,7 @@ class ResponseWriter(Protocol):
         """Returns the first events of a stream."""
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """Returns the events of one delta."""
+        """Returns the stream events of one delta."""
 
     def closing(self, usage: Usage) -> bytes:
         """Returns the last events of a stream."""
@@ -217,7 +219,9 @@ class ChatWriter(_Writer):
         return b"".join(self._choice(ChunkChoice(index=index, delta=role), **prompt) for index in range(choices))
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """Returns the events of a delta: the text first, then the finish reason with an empty delta, as OpenAI does."""
+        """Returns the events of a delta. The text comes first. The finish reason follows with an empty delta, as OpenAI
+        does.
+        """
         self._completion_tokens += len(delta.token_ids)
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self._use.parser()

@@ -1,8 +1,8 @@
-"""Fetches the images that requests name by URL, only from the hosts that the endpoint allows.
+"""Fetches the images to which requests link by URL. Only hosts that the endpoint allows are contacted.
 
-A host's name is resolved once, every one of its addresses must be public, and the connection goes to the address that
-was checked. So a name that resolves to an internal address, now or a moment later, reaches nothing. Redirects are not
-followed.
+A host's name is resolved once, and all addresses of the host must be public. The connection goes to one of the checked
+addresses. This stops names that resolve to an internal address, even if the name changes between check and connection.
+Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,25 @@ _TRANSLATED = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff
 
 
 class ImageBudget:
-    """The bytes that may still be fetched for one request. All of a request's images are in memory at once."""
+    """The number of bytes that may still be fetched for one request. It is limited because all images of a request are
+    in memory at once.
+    """
 
     def __init__(self, most_bytes: int = MAX_IMAGE_BYTES) -> None:
         self._most_bytes = self._left = most_bytes
 
     def take(self, where: str, count: int) -> None:
-        """Subtracts `count` bytes. Raises ApiError if fewer are left."""
+        """Subtracts `count` bytes. Raises ApiError if fewer than `count` bytes are left."""
         self._left -= count
         if self._left < 0:
             raise _refused(where, f"the images of a request have more than {self._most_bytes} bytes")
 
 
 class ImageFetcher:
-    """Fetches images from `hosts`: each is `NAME`, `*.NAME` for all names below it, or either with `:PORT`. Use a
-    fetcher from one event loop only. Only tests pass `resolve` and `is_allowed`.
+    """Fetches images from the listed `hosts`.
+
+    An entry is `NAME`, or `*.NAME` for all names below NAME. Either form can end with `:PORT`. Use a fetcher from one
+    event loop only. `resolve` and `is_allowed` exist for tests.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class ImageFetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, where: str, url: str, budget: ImageBudget) -> bytes:
-        """Returns the content of the file at a URL. Raises ApiError, with the part's place `where`, if the URL is not
-        allowed or not found, if the file takes too long, or if the file is larger than what is left of `budget`.
+        """Returns the content of the file at a URL.
+
+        Raises ApiError if the URL is not allowed or not found, if the file takes too long, or if the file is larger
+        than the rest of `budget`. The error names `where`, the place of the image in the request.
         """
         parts = self._checked(where, url)
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -128,7 +134,9 @@ class ImageFetcher:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an address is public. Addresses that embed another one, as in NAT64 and 6to4, are not."""
+    """Returns whether an address is public. Addresses that embed an IPv4 address for translation, such as NAT64 and
+    6to4, count as not public.
+    """
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:

@@ -1,4 +1,6 @@
-"""The images of a chat: parts of the type `image_url`, whose URL contains the file or, on allowed hosts, names it."""
+"""The images of a chat: message parts of the type `image_url`. The URL contains the file itself, or links to the file
+on an allowed host.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 async def images_of(messages: Sequence[ChatMessage], fetcher: ImageFetcher) -> tuple[bytes, ...]:
-    """Returns the files of all images, in order. Raises ApiError, with the part's place, for an unreadable image."""
+    """Returns the files of all images in the messages, in order. Raises ApiError for an unreadable image and names the
+    message part.
+    """
     budget = ImageBudget()
     return tuple(await asyncio.gather(*(_read(where, url, fetcher, budget) for where, url in _urls(messages))))
 

@@ -1,4 +1,4 @@
-"""The tools of a chat request: which of them the prompt shows, and how they constrain the output."""
+"""The tools of a chat request: the tools that the prompt shows, and the constraint on the output."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MOST_CALLS = 32
 class ToolUse:
     """The use of tools in one request.
 
-    `shown` are the tools in the form that chat templates take. `structured` is the constraint of a required call, or of
-    calls beside a response format; it is None if the model may answer in any text. `is_named` is true if one tool is
-    forced by its name.
+    `shown` are the tools in the form that chat templates take. `structured` constrains the output if a call is
+    required, or if the request has both tools and a response format. Otherwise `structured` is None. `is_named` is true
+    if the request forces one tool by its name.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -39,7 +39,7 @@ class ToolUse:
     reasoning: Literal["", "tagged", "open"] = ""
 
     def parser(self) -> OutputParser | None:
-        """Returns a new parser for one output; None if outputs are plain text."""
+        """Returns a new parser for one output. Returns None if outputs are plain text."""
         if self.syntax is None and not self.reasoning:
             return None
         return OutputParser(self.syntax, self.reasoning, self.max_calls)

@@ -1,1 +1,1 @@
-"""Fields that several kinds of request share: constraints on the output, and truncation of prompts."""
+"""Fields that several request types share: constraints on the output, and truncation of prompts."""

@@ -54,7 +54,9 @@ class Constraints(BaseModel):
 
 
 def structured_of(request: Constraints) -> Structured | None:
-    """Returns the constraint, or None. Raises ApiError (400) for several constraints and for one that is too long."""
+    """Returns the constraint on the request's output. Returns None if there is none. Raises ApiError (400) for several
+    constraints and for a constraint that is too long.
+    """
     found = _found(request)
     for name, structured in found.items():
         if structured.size > MAX_GRAMMAR_CHARS:
@@ -68,7 +70,7 @@ def structured_of(request: Constraints) -> Structured | None:
 
 
 def constraint_field(request: Constraints) -> str:
-    """Returns the name of the first field that constrains the output; empty if there is none."""
+    """Returns the name of the first field that constrains the output. Returns an empty string if there is none."""
     return next(iter(_found(request)), "").partition(".")[0]
 
 

@@ -1,4 +1,6 @@
-"""`truncate_prompt_tokens` and `truncation_side`, as vLLM has them: prompts that are too long are cut, not refused."""
+"""The fields `truncate_prompt_tokens` and `truncation_side`, as in vLLM. With them, prompts that are too long are cut
+instead of refused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _MORE = 16
 
 
 class TruncationFields(BaseModel):
-    """The fields of requests whose prompts may be cut. Side `right` keeps the first tokens, `left` the last."""
+    """The fields of a request that ask to cut a long prompt. Side `right` keeps the first tokens, and side `left` the
+    last tokens.
+    """
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Side | None = None
@@ -28,8 +32,8 @@ class TruncationFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Cuts prompts to `length` tokens. `limit` is the context's length; engines do not tokenize the whole of a text
-    that is longer.
+    """Cuts prompts to `length` tokens. `limit` is the context's length. Engines tokenize only the beginning of a text
+    that is longer than the context.
     """
 
     length: int
@@ -38,8 +42,10 @@ class Truncation:
 
     @classmethod
     def of(cls, asked: TruncationFields, limit: int, *, answer: int = 1, side: Side) -> Truncation | None:
-        """Returns the truncation that a request asks for, or None. A length of -1 leaves room for `answer` tokens;
-        `side` is the default side. Raises ApiError (400) for a length of 0 or beyond the context.
+        """Returns the truncation that a request asks for. Returns None if the request asks for none.
+
+        A requested length of -1 leaves room for `answer` tokens. `side` is used if the request names no side. Raises
+        ApiError (400) for a length of 0 or beyond the context.
         """
         length = asked.truncate_prompt_tokens
         if length is None:
@@ -62,7 +68,9 @@ class Truncation:
         return [*tokens[:head], *middle, *tokens[end:]]
 
     async def text(self, text: str, tokenize: Tokenize) -> list[int]:
-        """Returns the tokens of a text, cut to `length`. The special tokens at its ends are always kept."""
+        """Returns the tokens of a text, cut to `length`. The special tokens at the beginning and the end are always
+        kept.
+        """
         special, tokens = await tokenize(""), await tokenize(text)
         if self.side == "left" and len(tokens) > self.limit:
             tokens = await self._end(text, tokenize)
@@ -70,8 +78,10 @@ class Truncation:
         return self.cut(tokens, head, _common(tokens[::-1], special[head:][::-1]))
 
     def pair(self, tokens: Sequence[int], first: Sequence[int], special: Sequence[int]) -> list[int]:
-        """Returns the tokens of a pair of texts, of which the second is cut. `first` are the tokens of the pair with an
-        empty second text, and `special` those of two empty texts.
+        """Returns the tokens of a pair of texts, cut to `length`. Only the second text is cut.
+
+        `tokens` are the tokens of the pair, `first` those of the pair with an empty second text, and `special` those of
+        two empty texts.
         """
         if self.side == "left" and len(tokens) > self.limit:
             raise _refused("a text beyond the context is cut on the right in a pair.", "truncation_side")

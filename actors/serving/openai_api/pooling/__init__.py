@@ -1,1 +1,1 @@
-"""The routes that answer each input with one vector or number: embeddings, scores, ranks."""
+"""The routes that answer each input with one vector or number: embeddings, scores and rankings."""

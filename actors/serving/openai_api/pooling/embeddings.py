@@ -1,4 +1,4 @@
-"""/v1/embeddings: vectors of texts or token lists, as floats or as base64 of little-endian float32."""
+"""The route /v1/embeddings: vectors of texts or token lists, as floats or as base64 of little-endian float32."""
 
 from __future__ import annotations
 

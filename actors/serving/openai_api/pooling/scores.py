@@ -1,7 +1,7 @@
-"""/v1/score and /v1/rerank: how well texts match a query, in the shapes that vLLM, Jina and Cohere share.
+"""The routes /v1/score and /v1/rerank: how well texts match a query, in the formats that vLLM, Jina and Cohere share.
 
 A model with a classification head reads both texts at once (a cross-encoder). Any other model embeds each text, and the
-score is the cosine of the two vectors (a bi-encoder). `method` in the answer says which.
+score is the cosine of the two vectors (a bi-encoder). The answer's field `method` names the one that was used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_
 
 
 class ScoreRequest(PooledRequest):
-    """Pairs of texts to score: one text with one, one with each of many, or each of a list with its counterpart."""
+    """A request to score pairs of texts. There are three forms:
+
+    - `text_1` and `text_2` are one text each.
+    - `text_1` is one text, which is paired with each text of `text_2`.
+    - `text_1` and `text_2` are lists of equal length, which are paired in order.
+    """
 
     text_1: _Texts
     text_2: _Texts
@@ -66,7 +71,9 @@ class ScoreList(BaseModel):
 
 
 class RankedDocument(BaseModel):
-    """A document's place in the request and its score. `document` is left out where it was not asked for."""
+    """A document's index in the request and its relevance score. `document` is left out if the request did not ask for
+    it.
+    """
 
     index: int
     relevance_score: float

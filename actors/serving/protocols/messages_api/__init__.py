@@ -1,1 +1,3 @@
-"""Anthropic's Messages API: requests translated into chats, answers and events, and the format of errors."""
+"""Anthropic's Messages API: the translation of requests into chats, the answers and their events, and the error
+format.
+"""

@@ -33,7 +33,7 @@ class MessagesErrorDetail(BaseModel):
 
 
 class MessagesError(BaseModel):
-    """The body of an error."""
+    """The body of an error response of Anthropic's API."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -41,8 +41,8 @@ class MessagesError(BaseModel):
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Returns whether a request belongs to Anthropic's API: by its path or, for paths that both APIs have, by the
-    header `anthropic-version`, which only Anthropic's clients send.
+    """Returns whether a request belongs to Anthropic's API. The path decides. For paths that both OpenAI's and
+    Anthropic's API have, the header `anthropic-version` decides, which only Anthropic's clients send.
     """
     path: str = scope["path"]
     if path == _PATH or path.startswith(f"{_PATH}/"):

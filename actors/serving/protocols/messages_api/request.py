@@ -1,4 +1,4 @@
-"""A body of `/v1/messages`, and its translation into a chat request."""
+"""The request body of `/v1/messages`, and its translation into a chat request."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Turn(BaseModel):
 
 
 class PromptRequest(BaseModel):
-    """The fields that make a prompt: all that `/v1/messages/count_tokens` takes.
+    """The fields that make a prompt. A request to `/v1/messages/count_tokens` has no other fields.
 
-    Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour.
+    Fields that are not listed here stay in `model_extra`. `chat_request` refuses unlisted fields that it cannot honour.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(_NO_EFFECT))
@@ -94,7 +94,9 @@ class PromptRequest(BaseModel):
 
 
 class MessagesRequest(PromptRequest):
-    """A request of the Messages API. The fields from `cache_salt` on are extensions, which chats have too."""
+    """A request of the Messages API. The fields from `cache_salt` on are extensions. Chat requests have the same
+    extensions.
+    """
 
     max_tokens: Count
     stop_sequences: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -115,8 +117,10 @@ class MessagesRequest(PromptRequest):
 
 
 def chat_request(request: PromptRequest) -> ChatRequest:
-    """Returns the request as a chat. Raises ApiError (400), with the field's name, for a field that cannot be honoured.
-    A ValidationError names the chat's fields, which `in_messages` translates.
+    """Returns the request as a chat request. Raises ApiError (400) for a field that cannot be honoured, and names the
+    field.
+
+    Also raises pydantic's ValidationError, which has the chat's field names. `in_messages` translates these names.
     """
     _refuse_unknown(request)
     fields = _prompt_fields(request)
@@ -139,7 +143,7 @@ def chat_request(request: PromptRequest) -> ChatRequest:
 
 
 def in_messages(error: ApiError) -> ApiError:
-    """Returns the error of a chat request, with the chat's field names replaced by those of the Messages API."""
+    """Returns a chat request's error with the field names of the Messages API in place of the chat's field names."""
     found = error.body.error
     if found.param is not None:
         first, dot, rest = found.param.replace("[", ".[").partition(".")
@@ -236,7 +240,9 @@ def system_text(system: Content | None) -> str:
 
 
 def turns_of(turns: Iterable[tuple[str, Content]]) -> list[Item]:
-    """Returns the messages of a chat. Raises ApiError (400), with its place, for a block that cannot be read."""
+    """Returns turns of the Messages API as messages of a chat. Raises ApiError (400) for a content block that cannot be
+    read, and names the block's place.
+    """
     messages: list[Item] = []
     for index, (role, content) in enumerate(turns):
         where = f"messages[{index}].content"

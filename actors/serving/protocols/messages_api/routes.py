@@ -42,7 +42,7 @@ def add_messages_routes(app: FastAPI, models: Models) -> None:
 
 
 def model_page(cards: Sequence[Model]) -> dict[str, Any]:
-    """Returns all models as one page."""
+    """Returns all models as one page of Anthropic's paged list."""
     data = [model_info(card) for card in cards]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"data": data, "has_more": False, **ends}

@@ -23,7 +23,9 @@ _INPUT: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class MessagesWriter:
-    """Writes content blocks (thinking, text, calls) as text arrives. Deltas go to the one block that is open."""
+    """Writes content blocks (thinking, text, tool calls) as text arrives. Only one block is open at a time, and deltas
+    extend the open block.
+    """
 
     def __init__(self, request: MessagesRequest, generation: GenerationStream) -> None:
         self.id = f"msg_{uuid4().hex}"

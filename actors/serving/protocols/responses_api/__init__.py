@@ -1,1 +1,3 @@
-"""OpenAI's Responses API: requests translated into chats, answers and events, and stored responses."""
+"""OpenAI's Responses API: the translation of requests into chats, the answers and their events, and stored
+responses.
+"""

@@ -1,4 +1,4 @@
-"""A body of `/v1/responses`, and its translation into a chat request."""
+"""The request body of `/v1/responses`, and its translation into a chat request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ Item = dict[str, Any]
 
 
 class Reasoning(BaseModel):
-    """The reasoning options. Other fields say how much of the reasoning to show; here all of it is shown."""
+    """The reasoning options of a request. OpenAI's other fields here say how much of the reasoning to show. This server
+    always shows all of it.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -57,7 +59,7 @@ class TextFormat(BaseModel):
 class ResponsesRequest(BaseModel):
     """A request of the Responses API.
 
-    Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour.
+    Fields that are not listed here stay in `model_extra`. `chat_request` refuses unlisted fields that it cannot honour.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(_NO_EFFECT))
@@ -82,8 +84,10 @@ class ResponsesRequest(BaseModel):
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Returns the request as a chat. Raises ApiError (400), with the field's name, for a field that cannot be honoured.
-    A ValidationError names the chat's fields, which `in_responses` translates.
+    """Returns the request as a chat request. Raises ApiError (400) for a field that cannot be honoured, and names the
+    field.
+
+    Also raises pydantic's ValidationError, which has the chat's field names. `in_responses` translates these names.
     """
     for name, value in (request.model_extra or {}).items():
         if value is None or name in _NO_EFFECT or (name in _UNSUPPORTED and value == _UNSUPPORTED[name]):
@@ -115,7 +119,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 
 
 def in_responses(error: ApiError) -> ApiError:
-    """Returns the error of a chat request, with the chat's field names replaced by those of the Responses API."""
+    """Returns a chat request's error with the field names of the Responses API in place of the chat's field names."""
     found = error.body.error
     if found.param is not None:
         first, *rest = found.param.replace("[", ".[").split(".")

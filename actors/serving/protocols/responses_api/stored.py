@@ -1,4 +1,4 @@
-"""Stored responses, which clients can read again and continue."""
+"""Stored responses, which clients can read later and continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOwner:
-    """The team that owns a response, and the account of the key that requested it; empty without a key."""
+    """The owner of a response: its team, and the account of the key that requested it. The account is empty if there
+    was no key.
+    """
 
     team: str
     account: str
@@ -31,7 +33,9 @@ class ResponseOwner:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as clients see it, and the input items of its prompt, including those of earlier responses."""
+    """A response as clients see it, with the input items of its prompt. The items of earlier responses in the same
+    conversation are included.
+    """
 
     id: str
     model: str
@@ -40,7 +44,9 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Item]:
-        """The items with which the prompt of a following response begins."""
+        """The input and output items of the conversation up to this response. The prompt of a following response begins
+        with them.
+        """
         return [*self.input, *self.response["output"]]
 
     def to_json(self) -> str:
@@ -53,20 +59,24 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for a limited time. Each store has a size limit, beyond which it removes the oldest responses."""
+    """Keeps responses for a limited time. A store has a size limit. Above the limit, the oldest responses are
+    removed.
+    """
 
     async def add(self, owner: ResponseOwner, stored: StoredResponse) -> None:
         """Stores a response, unless it is too large."""
 
     async def get(self, team: str, response_id: str) -> StoredResponse | None:
-        """Returns a response of the team; None if the response is unknown, has expired or belongs to another team."""
+        """Returns a response of the team. Returns None if the response is unknown, has expired or belongs to another
+        team.
+        """
 
     async def delete(self, team: str, response_id: str) -> bool:
-        """Deletes a response of the team. Returns False if there was none."""
+        """Deletes a response of the team. Returns False if the team has no such response."""
 
 
 class MemoryResponses:
-    """Keeps responses in this process, for a server without a gateway."""
+    """A ResponseStore in this process's memory, for a server without a gateway."""
 
     def __init__(
         self, *, max_responses: int = 1000, max_bytes: int = 64 << 20, now_s: Callable[[], float] = time.monotonic
@@ -101,7 +111,9 @@ class MemoryResponses:
 
 
 def input_items(given: str | Sequence[Item]) -> list[Item]:
-    """Returns an input as items in the form that clients list: each with a type, an id, and its content as parts."""
+    """Returns a request's input as items in the form that clients list. Each item has a type and an id, and the content
+    of messages is a list of parts.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(each) for each in given]

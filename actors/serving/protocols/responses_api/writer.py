@@ -20,7 +20,9 @@ Item = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Writes output items (reasoning, a message, calls) as text arrives. Events go to the one item that is open."""
+    """Writes output items (reasoning, a message, tool calls) as text arrives. Only one item is open at a time, and
+    events extend the open item.
+    """
 
     def __init__(self, request: ResponsesRequest, generation: GenerationStream) -> None:
         self.id = f"resp_{uuid4().hex}"

@@ -1,1 +1,1 @@
-"""Planner, storage and checked metadata for torch.distributed.checkpoint."""
+"""The planners, the storage and the checked metadata for torch's distributed checkpoint (DCP)."""

@@ -1,4 +1,6 @@
-"""Builds DCP's metadata from an untrusted file: every field is checked and nothing is executed."""
+"""Builds the metadata of torch's distributed checkpoint (DCP) from an untrusted file. Every field is checked and
+nothing is executed.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ _MAX_DIMS = 64
 
 
 def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
-    """Returns the metadata in `body`, the content of a `.metadata` file. `sizes` has the size in bytes
-    of each shard file, by name.
+    """Returns the metadata in `body`, the content of a `.metadata` file. `sizes` maps the names of shard files to their
+    sizes in bytes.
 
-    Raises CheckpointError if the metadata is malformed or points outside those files.
+    Raises CheckpointError if the metadata is malformed or points outside the shard files.
     """
     tree = read(body, where)
     try:

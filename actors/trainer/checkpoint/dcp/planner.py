@@ -1,8 +1,8 @@
-"""DCP planners for tensor shards: they choose the rank that writes each shard, and the stored shards that fill a new
+"""DCP planners for tensor shards. They choose the rank that writes each shard, and the stored shards that fill a new
 layout.
 
-DCP's own planners take state dicts of DTensors. These take shards, so that copies in memory and tensors that are not
-DTensors (pipeline stages, quantized state) work the same way.
+DCP's own planners take state dicts of DTensors. These planners take lists of shards. With shards, copies in memory and
+tensors that are not DTensors (pipeline stages, quantized state) work the same way.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
-    """Returns the reads that fill these shards. `dest_index` is a shard's position in the list, because tied names
-    repeat.
+    """Returns the reads that fill these shards. The `dest_index` of a read is the shard's position in the list, because
+    tied parameters repeat a name.
 
-    Raises CheckpointError for a tensor that is missing or has another shape.
+    Raises CheckpointError if a stored tensor is missing or has another shape.
     """
     items: list[ReadItem] = []
     for position, shard in enumerate(shards):
@@ -92,7 +92,7 @@ def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[Re
 
 
 def destination(shards: Sequence[TensorShard], item: ReadItem) -> Tensor:
-    """Returns the part of a shard that a read item fills."""
+    """Returns the part of a shard's tensor that a read item fills."""
     return narrow(shards[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
 

@@ -1,5 +1,6 @@
-"""DCP's file format over a CheckpointStorage. Torch's own readers can open the files, which are hashed while
-written."""
+"""DCP's file format over a CheckpointStorage. Torch's own readers can open the files. Files are hashed while they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ from raytide.core.errors import CheckpointError
 
 
 class SaveCancelled(BaseException):
-    """A save was cancelled. Derives from BaseException, so that no handler takes it for a storage failure."""
+    """Raised when a save was cancelled. It derives from BaseException, so that no handler takes it for a storage
+    failure.
+    """
 
 
 class DcpWriter(FileSystemWriter):
-    """Writes into `folder` of a storage. `records` holds this rank's files; `raise_if_cancelled` runs before each
-    write."""
+    """Writes a rank's files of a checkpoint into `folder` of a storage. `records` has the size and hash of each written
+    file. `raise_if_cancelled` is called before each write.
+    """
 
     def __init__(self, store: CheckpointStorage, folder: str, raise_if_cancelled: Callable[[], None]) -> None:
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
@@ -42,7 +46,9 @@ class DcpWriter(FileSystemWriter):
 
 
 class DcpReader(StorageReader):
-    """Reads a checkpoint, with one request to the storage per stored shard. Files are untrusted and never executed."""
+    """Reads a checkpoint with one request to the storage per stored shard. Files are untrusted: nothing in them is
+    executed.
+    """
 
     def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:
         self._store, self._folder = store, checkpoint.name

@@ -1,1 +1,3 @@
-"""Snapshots in other ranks' memory (as in Gemini, SOSP 2023), which survive the loss of a node without storage."""
+"""Snapshots of the training state in the memory of other ranks (as in Gemini, SOSP 2023). They survive the loss of a
+node and need no storage.
+"""

@@ -1,4 +1,6 @@
-"""Assigns each rank a peer that holds the rank's snapshot copy, and finds complete snapshots among surviving copies."""
+"""Assigns to each rank a peer that holds a copy of the rank's snapshot. Finds snapshots that are complete among the
+surviving copies.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class SnapshotId:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCopy:
-    """A copy of one rank's shards of one snapshot, and the rank that holds it."""
+    """A copy of one rank's shards of a snapshot, and the rank that holds the copy."""
 
     snapshot: SnapshotId
     holder: int
@@ -33,7 +35,9 @@ class SnapshotCopy:
 
 
 def assign_peers(hosts: Sequence[str]) -> list[int]:
-    """Returns, for each rank, the rank that holds its copy, which is on another host where possible."""
+    """Returns, for each rank, the peer that holds the rank's snapshot copy. The peer is on another host where
+    possible.
+    """
     world = len(hosts)
     by_host = sorted(range(world), key=lambda rank: (hosts[rank], rank))
     shift = max(Counter(hosts).values())
@@ -46,12 +50,14 @@ def assign_peers(hosts: Sequence[str]) -> list[int]:
 
 
 def count_elements(entries: Iterable[BufferEntry]) -> int:
-    """Returns the number of distinct elements in these entries; replicas count once."""
+    """Returns the number of distinct tensor elements in these entries. Replicas of a shard count once."""
     return sum({(entry.name, entry.offsets): entry.numel for entry in entries}.values())
 
 
 def latest_complete(all_copies: Sequence[SnapshotCopy]) -> SnapshotId | None:
-    """Returns the newest snapshot of which every element is in some rank's memory; None if there is none."""
+    """Returns the newest snapshot whose elements are all in some rank's memory. Returns None if there is no such
+    snapshot.
+    """
     for snapshot in sorted({copy.snapshot for copy in all_copies}, reverse=True):
         copies = [copy for copy in all_copies if copy.snapshot == snapshot]
         if count_elements(entry for copy in copies for entry in copy.entries) == copies[0].elements:

@@ -1,4 +1,6 @@
-"""Fills a new layout's shards from snapshot copies in several ranks' memory, exchanged in rounds of bounded size."""
+"""Fills a new layout's shards from snapshot copies in the memory of several ranks. The ranks exchange data in rounds of
+bounded size.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ShardRequest:
-    """A part of a stored shard that a rank requests."""
+    """A rank's request for a part of a stored shard."""
 
     key: Key
     offsets: tuple[int, ...]
@@ -61,7 +63,7 @@ class SnapshotReader:
         self._local = {(p.name, p.offsets): p.local for image in buffers.values() for p in image.shards}
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Fills the shards of this rank in the new layout. All ranks call it together."""
+        """Fills this rank's shards of the new layout. All ranks must call it together."""
         requests = self._group.gather(self._requests(shards))
         me, world = self._group.rank, self._group.world
         for request in requests[me][me]:

@@ -1,7 +1,8 @@
-"""In-memory snapshots: every rank keeps a copy of its own state and one of the state of a peer on another host.
+"""In-memory snapshots. Every rank keeps a copy of its own state, and a copy of the state of a peer on another host.
 
-When members are lost, the survivors load the newest snapshot that is still complete, in whatever layout the new gang
-has, without touching storage. A `Snapshots` object outlives generations: it joins each and leaves it at its end.
+When members are lost, the survivors load the newest snapshot that is still complete, without touching storage. The new
+gang may have any layout. A `Snapshots` object outlives generations of ranks. It joins a generation at the start and
+leaves it at the end.
 """
 
 from __future__ import annotations
@@ -96,16 +97,18 @@ class Average:
     samples: int = 0
 
     def add(self, sample: float) -> None:
-        """Adds a sample. The first samples have equal weights; later, old weights halve every HALF_LIFE samples."""
+        """Adds a sample to the average. The first samples have equal weights. Later, the weight of old samples halves
+        every HALF_LIFE samples.
+        """
         self.samples += 1
         self.value += (sample - self.value) * max(1 / self.samples, 1 - 0.5 ** (1 / HALF_LIFE))
 
 
 class SnapshotCadence:
-    """Decides when a snapshot is due. All ranks record the same measurements, so all decide alike.
+    """Decides when a snapshot is due. All ranks record the same measurements and reach the same decision.
 
-    A snapshot costs the time for which its step waits (the copy, and an exchange that is still running), and the time
-    by which its background exchange slows down steps.
+    The cost of a snapshot has two parts. One is the time that a step waits, for the copy and for an exchange that is
+    still running. The other is the time by which the background exchange slows down other steps.
     """
 
     def __init__(self, every: int = FIRST) -> None:
@@ -114,7 +117,9 @@ class SnapshotCadence:
         self._undisturbed_at = 0
 
     def record(self, step_s: float, stall_s: float, is_beside: bool) -> None:
-        """Records a step's duration, the time that it waited for a snapshot, and whether an exchange ran beside it."""
+        """Records the measurements of one step: its duration, the time that it waited for a snapshot, and whether an
+        exchange ran at the same time.
+        """
         (self._beside if is_beside else self._alone).add(step_s)
         if stall_s:
             self._stall.add(stall_s)
@@ -134,10 +139,10 @@ class SnapshotCadence:
 
 
 class Snapshots:
-    """Snapshots of the training state. All ranks call every method except `close` together.
+    """Snapshots of the training state. All ranks must call its methods together, except `close`.
 
-    The host memory needed is four times a rank's share of the state. There are two snapshots, since the older one is
-    needed until the newer is complete everywhere, and each has the rank's own copy and a peer's.
+    The host memory needed is four times a rank's share of the state. There are two snapshots, because the older one is
+    needed until the newer one is complete everywhere. Each snapshot has the rank's own copy and a peer's copy.
     """
 
     def __init__(self, host: str) -> None:
@@ -154,7 +159,7 @@ class Snapshots:
         self._stall_s, self._is_beside = 0.0, False
 
     def join(self, group: ProcessGroup) -> None:
-        """Joins this generation's group and assigns each rank the peer that holds its copy."""
+        """Joins the process group of a generation and assigns to each rank the peer that holds the rank's copy."""
         self._group = group
         self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
         self.cadence = SnapshotCadence(every)
@@ -162,7 +167,9 @@ class Snapshots:
         self._exchange = _Exchange(group.new_channel(), group.rank, group.world, keeper)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copies the state and sends the copy to the peer in the background. Waits for the previous exchange."""
+        """Copies the state and starts to send the copy to the peer in the background. First waits for the previous
+        exchange.
+        """
         began_s = time.perf_counter()
         self._task.wait()
         self._current = 1 - self._current
@@ -178,7 +185,9 @@ class Snapshots:
         self._stall_s = time.perf_counter() - began_s
 
     def before_update(self) -> None:
-        """Call this before weights change: a copy may still be reading them on the GPU."""
+        """Makes weight updates wait for a copy that may still read the weights on the GPU. Call it before weights
+        change.
+        """
         self._slots[self._current].own.before_update()
 
     def is_due(self, spec: TrainSpec, step: int, last: int) -> bool:
@@ -190,14 +199,16 @@ class Snapshots:
         return spec.is_due(spec.snapshot_every, step)
 
     def figures(self, step_s: float) -> list[float]:
-        """Returns the measurements of this rank's last step: its seconds, the seconds that it waited, and 1.0 if an
-        exchange ran beside it. Their sums over all ranks go to `record`. Call it when the next step begins.
+        """Returns three measurements of this rank's last step: its duration in seconds, the seconds that it waited, and
+        1.0 if an exchange ran at the same time, else 0.0.
+
+        Call it when the next step begins. Pass the sums over all ranks to `record`.
         """
         was_beside, self._is_beside = self._is_beside, self._task.is_running
         return [step_s, self._stall_s, float(was_beside)]
 
     def record(self, sums: Sequence[float]) -> None:
-        """Records the measurements of a step, summed over the ranks."""
+        """Records the measurements of a step. `sums` are the results of `figures`, summed over the ranks."""
         step_s, stall_s, beside = sums
         self._stall_s = 0.0
         if step_s:
@@ -222,14 +233,16 @@ class Snapshots:
             self._task = BackgroundTask("snapshot")
 
     def find_newest(self) -> int:
-        """Returns the step of the newest snapshot that the ranks together hold completely; 0 if there is none."""
+        """Returns the step of the newest snapshot that is complete in the memory of all ranks together. Returns 0 if
+        there is none.
+        """
         self._copies = [copy for part in self._current_group.gather(self._own_copies()) for copy in part]
         self._selected = replication.latest_complete(self._copies)
         return self._selected.step if self._selected else 0
 
     def load(self, state: TrainState) -> None:
-        """Loads the snapshot that `find_newest` found, from the memory of all ranks. The layout may have changed since
-        it was taken.
+        """Loads the snapshot that `find_newest` found, from the memory of all ranks. The current layout may differ from
+        the snapshot's layout.
         """
         assert self._selected is not None
         copies = [copy for copy in self._copies if copy.snapshot == self._selected]

@@ -1,1 +1,1 @@
-"""The order of sequences: a function of (seed, step) for shuffling, mixing and curricula."""
+"""The order of training sequences, as a function of (seed, step): shuffling, mixing and curricula."""

@@ -1,10 +1,13 @@
-"""Divides one stream of samples among weighted sources, in closed form: no state, any sample by its index.
+"""Divides one stream of samples among weighted sources. The source of any sample is computed from the sample's index
+alone, in closed form and without state.
 
-The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left,
-in integers, so each sample has one leaf and one position in that leaf's source. A leaf's count stays
-close to its exact share: an error e at a node becomes p * e + 1/2 at a child with share p. In grain
-(`_counts_per_dataset`, github.com/google/grain) the tree is a chain, so the errors of many sources add up; here the
-tree's shape keeps them small.
+The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left.
+Here `left` is the weight of the left subtree and `total` that of the node. The arithmetic uses integers, so that each
+sample has exactly one leaf, and one position in that leaf's source.
+
+The number of samples at a leaf stays close to the leaf's exact share: an error e at a node becomes p * e + 1/2 at a
+child with share p. In grain (`_counts_per_dataset`, github.com/google/grain) the tree is a chain, and the errors of
+many sources add up. Here the tree's shape keeps the errors small.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class _Node:
 
 
 class Interleaving:
-    """The order in which sources of the given shares are drawn from. A source with share 0 is never drawn."""
+    """The order in which samples are drawn from sources with the given shares. A source with share 0 is never drawn."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.weights = integer_weights(shares)
@@ -50,7 +53,9 @@ class Interleaving:
         self._tree = _tree(order, self.weights)
 
     def draw(self, first: int, count: int) -> tuple[Ids, Ids]:
-        """Returns the source of each of `count` samples from index `first` on, and its position in that source."""
+        """Returns two arrays for the `count` samples from index `first` on: the source of each sample, and the sample's
+        position in its source.
+        """
         sources, positions = np.empty(count, np.int64), np.empty(count, np.int64)
         for begin in range(0, count, MOST_AT_ONCE):
             part = slice(begin, min(begin + MOST_AT_ONCE, count))
@@ -84,7 +89,7 @@ class Interleaving:
 
 
 def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
-    """Returns integers in proportion to `shares`, at least 1 for each share above 0."""
+    """Returns integers in proportion to `shares`. A share above 0 becomes at least 1."""
     total = sum(shares)
     return tuple(max(1, round(share / total * PRECISION)) if share > 0 else 0 for share in shares)
 

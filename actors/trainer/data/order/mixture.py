@@ -1,7 +1,9 @@
-"""The samples of each step of a mixture, as a function of (seed, step): weights, caps and phases, without state.
+"""The samples of each step of a mixture, with weights, caps and phases. They are a function of (seed, step), without
+state.
 
-Sample k of the run is the next row of one source. Each pass over a source is a Feistel permutation keyed by (seed,
-source, epoch). The closed form of the earlier phases gives the position of each source at which a phase starts.
+Each sample of the run is the next row of one source. Each pass over a source visits the rows in a new order, which is a
+Feistel permutation keyed by (seed, source, epoch). When a phase starts, the position in each source is computed in
+closed form from the earlier phases.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from raytide.core.specs.mixture import MixtureSpec
 
 @dataclass(frozen=True, slots=True)
 class SourceSize:
-    """A source of a mixture: its rows, and the tokens in them."""
+    """The size of a mixture's source: its number of rows, and the number of tokens in the rows."""
 
     name: str
     rows: int
@@ -30,7 +32,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The shares of rows that the sources give, from sample `first` of the run on."""
+    """The shares of the rows that come from each source. They apply from sample `first` of the run on."""
 
     first: int
     """The number of samples before this phase."""
@@ -41,7 +43,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSampler:
-    """Selects the rows of each step. A row's id is its number in its source plus the rows of all earlier sources."""
+    """Selects the rows of each step. The id of a row is its index in its source, plus the number of rows of all earlier
+    sources.
+    """
 
     seed: int
     sources: tuple[SourceSize, ...]
@@ -50,7 +54,7 @@ class MixtureSampler:
     shuffle: Shuffle = EVERYWHERE
 
     def ids(self, step: int) -> Ids:
-        """Returns the row ids of `step`, in order. They depend on no other step and on no rank."""
+        """Returns the row ids of `step`, in order. They do not depend on other steps or on the rank."""
         first = step * self.global_batch
         phase = next(phase for phase in reversed(self.phases) if phase.first <= first)
         drawn, positions = _interleaving(phase.shares).draw(first - phase.first, self.global_batch)
@@ -69,7 +73,7 @@ class MixtureSampler:
         return out
 
     def counts(self, step: int) -> dict[str, int]:
-        """Returns how many rows each source has given before `step`."""
+        """Returns the number of rows that each source has given before `step`."""
         samples = step * self.global_batch
         phase = next(phase for phase in reversed(self.phases) if phase.first <= samples)
         drawn = _interleaving(phase.shares).counts(samples - phase.first)
@@ -79,7 +83,9 @@ class MixtureSampler:
 def resolve_phases(
     spec: MixtureSpec, sources: Sequence[SourceSize], global_batch: int, steps: int
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a run of `steps` steps. Raises DataError if the sources cannot give that many samples."""
+    """Returns the phases of a run of `steps` steps. Raises DataError if the sources cannot give enough samples for all
+    steps.
+    """
     positions, phases = [0] * len(sources), list[Phase]()
     starts = [0, *(phase.from_step for phase in spec.phases)]
     for index, start in enumerate(starts):
@@ -104,10 +110,11 @@ def resolve_phases(
 
 
 def capped_shares(shares: Sequence[float], limits: Sequence[float]) -> tuple[float, ...] | None:
-    """Returns shares that sum to 1: none is above its limit, and those below their limits are in proportion to
+    """Returns shares that sum to 1, none of them above its limit. The shares below their limits are in proportion to
     `shares`.
 
-    This is UniMax's water-filling (Chung et al., 2304.09151) for any shares. None if the limits sum to less than 1.
+    This is UniMax's water-filling (Chung et al., 2304.09151), for arbitrary shares. Returns None if the limits sum to
+    less than 1.
     """
     total = sum(shares)
     out = [share / total for share in shares]

@@ -1,7 +1,7 @@
 """Selects the sequences of each step.
 
-The ids of a step are a pure function of (seed, step). Runs that resume or resize read the same stream as an
-uninterrupted run, so no data state is saved. Each rank takes its part of the step's ids.
+The ids of a step are a pure function of (seed, step). A resumed or resized run reads the same stream as an
+uninterrupted run. For that reason no state of the data is saved. Each rank takes its part of the step's ids.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ROUNDS = 6
 class Shuffle:
     """The range in which sequences are shuffled: the whole dataset, or windows of `window` blocks.
 
-    With blocks, an epoch permutes whole blocks of consecutive sequences, and then the sequences within each window of
-    blocks, so a step reads the shards of one window only. The sequences behind the last whole block come last.
+    A block is `block` consecutive sequences. An epoch permutes the blocks, and then the sequences within each window of
+    blocks. A step thus reads only the shards of one window. The sequences after the last full block come last.
     """
 
     block: int = 0
     window: int = 16
 
     def permute(self, index: Ids, size: int, key: str) -> Ids:
-        """Returns the image of each index under the epoch's bijection of [0, size)."""
+        """Returns the image of each index under a permutation of [0, size). `key` selects the permutation."""
         blocks = size // self.block if self.block else 0
         if blocks < 2:
             return feistel_permutation(index, size, key)
@@ -52,18 +52,18 @@ EVERYWHERE = Shuffle()
 
 
 class StepSampler(Protocol):
-    """Selects the sequences of each step, the same on every rank."""
+    """Selects the sequences of each step. The selection is the same on every rank."""
 
     def ids(self, step: int) -> Ids:
-        """Returns the sequence ids of `step`, in order. They depend on the step alone."""
+        """Returns the sequence ids of `step`, in order. The ids depend on the step alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSampler:
     """Shuffles all sequences anew in every epoch.
 
-    The order is a keyed Feistel permutation. It takes no memory, however large the dataset, and does not change between
-    releases, unlike a library's shuffle.
+    The order is a keyed Feistel permutation. It takes no memory, however large the dataset is. Unlike a library's
+    shuffle, it does not change between releases.
     """
 
     seed: int
@@ -84,16 +84,17 @@ class BatchSampler:
 
 
 def rank_slice(count: int, rank: int, world: int) -> slice:
-    """Returns the rank's contiguous slice of `count` items. Slices are disjoint, cover all items and differ in size by
-    at most one."""
+    """Returns a rank's contiguous slice of `count` items. The slices of all ranks are disjoint and cover all items.
+    Their sizes differ by at most one.
+    """
     return slice(count * rank // world, count * (rank + 1) // world)
 
 
 def balanced_rows(costs: Ids, ranks: int) -> list[Ids]:
-    """Returns the indices of each rank's items, ascending. Items are assigned in order of falling cost, each to the
-    rank with the smallest sum so far that has room, so that sums are nearly even.
+    """Returns the indices of each rank's items, ascending.
 
-    Each rank gets as many items as its `rank_slice` has.
+    Items are assigned in order of falling cost. An item goes to the rank with the smallest sum of costs among the ranks
+    that have room. The sums are then nearly equal. A rank gets as many items as its `rank_slice` has.
     """
     room = [(each := rank_slice(len(costs), rank, ranks)).stop - each.start for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -107,8 +108,10 @@ def balanced_rows(costs: Ids, ranks: int) -> list[Ids]:
 
 
 def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
-    """Returns the image of each index under the bijection of [0, size) that `key` selects. It is a Feistel network over
-    the next power of four, applied again to values outside the range.
+    """Returns the image of each index under the permutation of [0, size) that `key` selects.
+
+    The permutation is a Feistel network over the next power of four. It is applied again to values outside the range
+    until they are inside.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -126,7 +129,7 @@ def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns splitmix64's finaliser of each value (Steele, Lea and Flood, 2014)."""
+    """Returns the splitmix64 finaliser's output for each value (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
