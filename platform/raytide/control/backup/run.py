@@ -1,4 +1,4 @@
-"""Makes one backup: copies the state, then all folders that the state names, so that no reference dangles."""
+"""Makes one backup: copies the state store, then all folders that this copy names, so that no reference dangles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _DATABASES = ("*.db", "*.sqlite")
 
 
 class BackupManifest(Config):
-    """The content of a snapshot's `backup.json`: what belongs to the snapshot. A restore ignores all other files."""
+    """The content of a snapshot's `backup.json`, which lists what belongs to the snapshot. A restore ignores all other
+    files."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -61,7 +62,7 @@ class BackupManifest(Config):
 def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple[BackupManifest, BackupSummary]:
     """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster runs.
 
-    A failure is recorded for the metrics, and raised.
+    A failure is recorded for the metrics, and then raised.
     """
     with working(place.cluster) as handle, failures_recorded(place, "backup", now_s):
         began_s = time.monotonic()
@@ -91,10 +92,10 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
 
 @contextmanager
 def working(cluster: str) -> Iterator[int]:
-    """Holds the lock of a cluster's backups, and yields its file descriptor. Waits a while for another backup to end,
-    and then raises ConflictError.
+    """Holds the lock of a cluster's backups inside the block, and yields the lock's file descriptor. If another backup,
+    restore or drill holds the lock, waits for a while and then raises ConflictError.
 
-    restic inherits the descriptor: if this process is killed, the lock lasts until restic has ended too.
+    restic inherits the descriptor. If this process is killed, the lock is held until restic has ended too.
     """
     folder = work_dir_of(cluster)
     with full_disk_is_an_error(str(folder)):

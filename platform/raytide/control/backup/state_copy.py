@@ -1,7 +1,7 @@
-"""Copies a cluster's state as one consistent whole into a SQLite file, and from such a file into a new store.
+"""Copies a cluster's state store as one consistent whole into a SQLite file, and from such a file into a new store.
 
-A copy of a PostgreSQL store is a SQLite file too. It opens without a server, so a drill needs none, and a cluster can
-move from one kind of store to the other.
+The copy of a PostgreSQL store is a SQLite file, too. A drill can open it without a server, and a cluster can move from
+one kind of store to the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ assert registry.models.metadata is metadata  # importing the registry's tables a
 
 
 def copy_state(url: str, target: Path) -> None:
-    """Writes the state at this URL, as of one instant, to the SQLite file `target`. Other processes keep writing to the
-    state."""
+    """Writes the state store at this URL, as of one instant, to the SQLite file `target`. Other processes may write to
+    the store meanwhile."""
     with closing(Database(url)) as database:
         if database.is_sqlite:
             copy_sqlite(Path(str(database.engine.url.database)), target)
@@ -39,8 +39,8 @@ def copy_state(url: str, target: Path) -> None:
 
 
 def copy_sqlite(source: Path, target: Path) -> None:
-    """Copies a SQLite file in one step, because a copy in several steps would restart at each write of another
-    process."""
+    """Copies a SQLite file in one step. A copy in several steps would start again whenever another process writes to
+    the file."""
     try:
         with (
             full_disk_is_an_error(str(target)),
@@ -56,7 +56,7 @@ def copy_sqlite(source: Path, target: Path) -> None:
 
 
 def check_state(file: Path) -> None:
-    """Raises StorageError if SQLite finds the file damaged."""
+    """Raises StorageError if SQLite finds that the file is damaged."""
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as copy:
             found = [str(row[0]) for row in copy.execute("PRAGMA integrity_check(3)")]
@@ -67,7 +67,8 @@ def check_state(file: Path) -> None:
 
 
 def write_state(file: Path, url: str) -> None:
-    """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if it holds anything."""
+    """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if the store is not
+    empty."""
     with closing(Database(f"sqlite:///{file}")) as source:
         source.upgrade()
         _copy_rows(source, url)

@@ -1,6 +1,7 @@
-"""Ends a cluster when the process that owns it is gone. Run with the cluster's run folder and id.
+"""Ends a cluster when the process that owns it is gone. The arguments are the cluster's run folder and id.
 
-`up` starts it first in an owned cluster, and the supervisor restarts it. It imports Ray only to end a cluster.
+`up` starts this process first in an owned cluster, and the supervisor restarts it. It imports Ray only to end a
+cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOCKED_S, _POLL_S = 60.0, 0.2
 
 
 def watch(run_dir: Path, cluster_id: str) -> None:
-    """Waits until the owner of the cluster with this id is gone, ends the cluster and returns."""
+    """Waits until the owner of the cluster with this id is gone. Then it ends the cluster and returns."""
     owned = owner_of(run_dir, cluster_id)
     if owned is None:
         return

@@ -20,7 +20,8 @@ _LOG_TAIL = 5
 
 
 def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Process:
-    """Starts the head without Ray's own autoscaler (`--no-monitor`), because raytide's controller replaces it."""
+    """Starts the head without Ray's own autoscaler (`--no-monitor`), because raytide's controller scales the
+    cluster."""
     gcs_port = cluster.gcs_address.rpartition(":")[2]
     dashboard_port = cluster.dashboard_url.rpartition(":")[2]
     options = {
@@ -43,8 +44,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
     """Waits until the head accepts nodes (its raylet is registered) and jobs (its agent listens). Raises ClusterError
-    if it ends or takes longer than `timeout_s`.
-    """
+    if the head ends, or if this takes longer than `timeout_s`."""
     log = cluster.log("head")
     deadline = time.monotonic() + timeout_s
     missing = ""

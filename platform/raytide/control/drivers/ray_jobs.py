@@ -1,4 +1,5 @@
-"""Runs managed drivers as Ray jobs: one submission for each attempt of a job, so that none is started twice.
+"""Runs managed drivers as Ray jobs. Each attempt of a job is one Ray job with a fixed submission id, so no attempt is
+started twice.
 
 It uses Ray's job REST API and does not import Ray.
 """
@@ -41,7 +42,7 @@ class RayJobs:
         self._is_watched = False
 
     def start(self, key: DriverKey) -> None:
-        """Submits the attempt; has no effect if it was submitted before."""
+        """Submits an attempt of a job to Ray. Has no effect if the attempt was submitted before."""
         argv = [sys.executable, "-m", "raytide.control.drivers.job_driver", str(self._run_dir), key.job_id]
         body = {
             "entrypoint": "exec " + shlex.join(argv),
@@ -53,7 +54,7 @@ class RayJobs:
             raise ClusterError(f"Ray refused the driver of {key.job_id}: {response.text.strip()[-300:]}")
 
     def statuses(self) -> dict[DriverKey, DriverStatus]:
-        """Returns the status of every attempt that Ray remembers."""
+        """Returns the status of every attempt that Ray still lists."""
         found = {}
         for entry in _ok(self._call("GET", "/api/jobs/")).json():
             key = _key(str(entry.get("submission_id") or ""))
@@ -75,14 +76,14 @@ class RayJobs:
             self._is_watched = True
 
     def stop(self, key: DriverKey) -> None:
-        """Sends SIGTERM, and SIGKILL three seconds later."""
+        """Ends the attempt's driver: Ray sends SIGTERM, and SIGKILL three seconds later."""
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of the attempt's output from `start` on, and the output's total size.
+        """Returns up to `most` bytes of the attempt's output, from byte `start` on, and the total size of the output.
 
-        The output is empty and the size 0 if Ray does not know the attempt. The output comes from the node's agent,
-        because Ray's job service would read all of it into memory.
+        Returns an empty output and the size 0 if Ray does not know the attempt. The output is read from the node's
+        agent, because Ray's job service would load all of it into memory.
         """
         address = self._agents.get(key) or self._agent(key)
         if not address:
@@ -93,8 +94,9 @@ class RayJobs:
         return self.file(address, _LOG.format(_submission_id(key)), start, most)
 
     def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of a file in Ray's log folder from `start` on, and the file's size in bytes; empty
-        and 0 without the file. `agent` is the address of the agent on the file's node."""
+        """Returns up to `most` bytes of a file in Ray's log folder, from byte `start` on, and the file's size in bytes.
+        Returns empty bytes and the size 0 if the file does not exist. `agent` is the address of the agent on the file's
+        node."""
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
         response = self._call("GET", f"{agent}/logs/{name}", headers=wanted)
         if response.status_code == httpx.codes.NOT_FOUND:

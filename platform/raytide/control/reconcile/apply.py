@@ -1,7 +1,7 @@
-"""Executes the actions that the records require: launches, drains, terminations, placement groups and drivers.
+"""Carries out the actions that the records require: launches, drains, terminations, placement groups and drivers.
 
-It is level-triggered: everything is derived from the records and the observation, so the next tick repeats actions that
-a crash or a failed call left undone.
+It is level-triggered: everything is derived from the records and the observation. The next tick thus repeats actions
+that a crash or a failed call left undone.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def apply(
     now_s: float,
     check_lead: Callable[[], None] = lambda: None,
 ) -> ApplyResult:
-    """Executes all due actions. A failed call is reported and does not stop the next ones; the next tick retries it.
+    """Executes all due actions. A failed call is reported and does not stop the other calls. The next tick retries the
+    failed call.
 
-    `check_lead` is called before each call, because this process may have been paused for long. It ends the execution
-    by raising an error once this process does not lead.
+    `check_lead` is called before each call, because this process may have been paused for long. It raises an error once
+    another controller leads, which ends the execution.
     """
     result = ApplyResult()
 
@@ -139,7 +140,7 @@ def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: App
 
 
 def log_plan(plan: Plan) -> None:
-    """Logs a line for each action except waits, and one line for all assignments of a lease."""
+    """Logs a plan: one line for each action, but none for waits, and a single line for all assignments of a lease."""
     assigned: dict[str, list[int]] = {}
     for action in plan.actions:
         if isinstance(action, Assign):

@@ -160,8 +160,8 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
 def cost_samples(
     books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
 ) -> Iterator[MetricSample]:
-    """Yields the booked cost in dollars by kind, and each team's spending as a share of its monthly budget, now and as
-    forecast for the month's end."""
+    """Yields the booked cost in dollars by kind of ledger entry. For each team with a budget, yields the share of the
+    monthly budget that is spent now, and the share that will be spent by the month's end at the present rate."""
     booked = books.booked("kind")
     yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     spent = books.spent([], month_of(now_us)).teams_month
@@ -197,7 +197,8 @@ def backup_samples(settings: BackupSection, results: BackupResults, now_s: float
 
 
 def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: float) -> Iterator[MetricSample]:
-    """Yields the last values that the jobs in `held` reported, and for how many seconds each job in `waiting` waits."""
+    """Yields the last values that the jobs in `held` reported, and the seconds for which each job in `waiting` has
+    waited."""
     for job in held:
         labels = (job.id, job.team)
         yield MetricSample(training.JOB_RESTARTS, job.restarts + (_number(job.progress, "restarts") or 0), labels)

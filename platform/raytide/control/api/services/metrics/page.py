@@ -80,7 +80,8 @@ class ClientLatencies:
 
 
 class AuditCheck:
-    """Counts the missing entries of the audit log, at most every few minutes, since that reads its whole index."""
+    """Counts the missing entries of the audit log. A count is reused for some minutes, because counting reads the log's
+    whole index."""
 
     def __init__(self, log: AuditLog) -> None:
         self._log, self._lock = log, threading.Lock()
