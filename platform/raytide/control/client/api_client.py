@@ -105,8 +105,8 @@ class ApiClient:
 
     @classmethod
     def find(cls, name: str | None = None) -> ApiClient:
-        """Returns a client with the address RAYTIDE_API and the token RAYTIDE_TOKEN. If they are unset, returns the
-        client of the local cluster `name`."""
+        """Returns a client for RAYTIDE_API and RAYTIDE_TOKEN if both are set and no `name` is given. Otherwise returns
+        the client of the local cluster `name`."""
         address, token = environment("API"), environment("TOKEN")
         if address and token and name is None:
             return cls(address, token)
