@@ -1,6 +1,5 @@
-"""Interventions: requests to the controller to do something once, made by an operator or by an alert on an operator's
-behalf.
-"""
+"""Interventions: requests to the controller to do something once. An operator makes them, or an alert does so for the
+operator."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ HOLD: Final = "hold"
 
 
 class OrderSpec(Config):
-    """The request for an intervention. A second request with the same id changes nothing."""
+    """The request for an intervention. A second request with the same id has no effect."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{8,100}$")]
     kind: OrderKind

@@ -1,4 +1,4 @@
-"""Batches as OpenAI's clients see them."""
+"""The objects of OpenAI's batch API, as clients see them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpiresAfter(_Body):
 
 
 class BatchRequest(_Body):
-    """The body that creates a batch."""
+    """The body of the request that creates a batch."""
 
     input_file_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -84,11 +84,12 @@ class BatchTokens(BaseModel):
 
 
 class BatchObject(BaseModel):
-    """A batch. Its times are Unix seconds.
+    """A batch, as the API shows it. Its times are Unix seconds. Its status changes as follows:
 
-    validating -> in_progress -> finalizing -> completed, by the gateway process that works on it; validating -> failed
-    if a line is wrong; in_progress -> cancelling by the client, -> cancelled by that process; -> expired at
-    `expires_at`.
+    - `validating` -> `in_progress` -> `finalizing` -> `completed`, by the gateway process that works on the batch
+    - `validating` -> `failed`, if a line of the input file is wrong
+    - `in_progress` -> `cancelling` by the client, and -> `cancelled` by the gateway process
+    - -> `expired`, at `expires_at`
     """
 
     id: str
