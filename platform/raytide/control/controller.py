@@ -1,8 +1,7 @@
-"""The controller: a loop that loads the records, observes the cluster, decides, stores the intents and carries them
-out.
+"""The controller: a loop that loads the records, observes the cluster, decides, persists the intents and applies them.
 
-It may be killed at any point. It only starts actions whose intent is stored, and the next controller carries out the
-stored intents.
+It may be killed at any point: it only starts actions whose intent is persisted, and the next controller executes
+persisted intents.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def from_json(cls: type[T], data: object) -> T:
 
 
 class AsJson:
-    """A base class that gives dataclasses of the SDK the method `json`."""
+    """A base class that gives dataclasses of the SDK a method `json`."""
 
     __slots__ = ()
 
@@ -262,7 +262,7 @@ class ClusterStatus(AsJson):
 
 @dataclass(frozen=True, slots=True)
 class WhyView(ShownAsHtml):
-    """The answer to `raytide why JOB` or `raytide why unmanaged`."""
+    """The answer of `raytide why JOB` and `raytide why unmanaged`."""
 
     job: str
     state: JobState | None

@@ -156,8 +156,7 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
-    """Returns the text in a form safe for a terminal: storable, without escape sequences, and at most `most` characters
-    long."""
+    """Returns the text in a form safe for a terminal: storable, without escape sequences, at most `most` characters."""
     return _BARE_CONTROL.sub("\ufffd", storable(shortened(text, most)))
 
 

@@ -98,7 +98,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to(target: Path | IO[str] = sys.stderr, *, level: str = "INFO", **fields: object) -> None:
-    """Sends the logs of this process to a file or stream, and removes earlier handlers."""
+    """Sends the logs of this process to a file or stream, in place of earlier handlers."""
     handler: logging.Handler = (
         logging.FileHandler(target) if isinstance(target, Path) else logging.StreamHandler(target)
     )

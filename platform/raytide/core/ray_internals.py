@@ -131,7 +131,7 @@ def strict_pack() -> int:
 
 
 def serve_controller() -> Any:
-    """Returns the handle of Ray Serve's controller. Raises ValueError if Serve is not running."""
+    """Returns the handle of Serve's controller. Raises ValueError if Serve is not running."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
@@ -224,7 +224,7 @@ def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
-    """Sets up the head as `ray up` does, on a machine of the NodeProvider `cloud`."""
+    """Sets up the head as `ray up` does, on the machines of the NodeProvider `cloud`."""
     from ray.autoscaler._private.commands import get_or_create_head_node
 
     get_or_create_head_node(dict(config), "cluster.yaml", False, False, True, None, _provider=cloud)
@@ -317,7 +317,7 @@ def set_up_worker(
 
 
 def ray_train() -> Any:
-    """Returns a namespace with those internals of Ray Train's `fit` that raytide extends or replaces."""
+    """Returns a namespace of the internals of Ray Train's `fit` that raytide extends or replaces."""
     from types import SimpleNamespace
 
     from ray.train.v2._internal.execution.controller.controller import TrainController

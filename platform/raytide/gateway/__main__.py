@@ -1,5 +1,6 @@
-"""One gateway process: `python -m raytide.gateway RUN_DIR NUMBER`. Several such processes share a port through
-SO_REUSEPORT."""
+"""One gateway process: `python -m raytide.gateway RUN_DIR NUMBER`. Several processes share the port through
+SO_REUSEPORT.
+"""
 
 from __future__ import annotations
 

@@ -76,8 +76,9 @@ def create_app(
 
 
 class EndpointPaths:
-    """Middleware that serves the path `/NAME/v1/...` as `/v1/...`, restricted to the endpoint NAME. Other routes, such
-    as `/NAME/health`, are served in the same way."""
+    """Middleware that serves `/NAME/v1/...` as `/v1/...`, restricted to the endpoint NAME. Other routes, such as
+    `/NAME/health`, work in the same way.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

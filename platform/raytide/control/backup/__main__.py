@@ -31,7 +31,7 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 3600.0
 
 
 def run_due(place: BackupPlace, started_s: float, now_s: float) -> float:
-    """Runs the tasks that are due, and returns the seconds until the next task is due. A failed task is logged and
+    """Runs the tasks that are due, and returns the seconds until the next one is due. A failure is logged and
     recorded."""
     due, _ = due_tasks(place.settings, read_results(place.work_dir), started_s, now_s)
     for task in due:

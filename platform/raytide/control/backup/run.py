@@ -1,4 +1,4 @@
-"""Makes one backup: copies the state store, then all folders that this copy names, so that no reference dangles."""
+"""Makes one backup: copies the state, then all folders that the state names, so that no reference dangles."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ _DATABASES = ("*.db", "*.sqlite")
 
 
 class BackupManifest(Config):
-    """The content of a snapshot's `backup.json`, which lists what belongs to the snapshot. A restore ignores all other
-    files."""
+    """The content of a snapshot's `backup.json`: what belongs to the snapshot. A restore ignores all other files."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -62,7 +61,7 @@ class BackupManifest(Config):
 def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple[BackupManifest, BackupSummary]:
     """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster runs.
 
-    A failure is recorded for the metrics, and then raised.
+    A failure is recorded for the metrics, and raised.
     """
     with working(place.cluster) as handle, failures_recorded(place, "backup", now_s):
         began_s = time.monotonic()

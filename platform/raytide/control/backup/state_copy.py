@@ -27,8 +27,8 @@ assert registry.models.metadata is metadata  # importing the registry's tables a
 
 
 def copy_state(url: str, target: Path) -> None:
-    """Writes the state store at this URL, as of one instant, to the SQLite file `target`. Other processes may write to
-    the store meanwhile."""
+    """Writes the state at this URL, as of one instant, to the SQLite file `target`. Other processes keep writing to the
+    state."""
     with closing(Database(url)) as database:
         if database.is_sqlite:
             copy_sqlite(Path(str(database.engine.url.database)), target)
@@ -56,7 +56,7 @@ def copy_sqlite(source: Path, target: Path) -> None:
 
 
 def check_state(file: Path) -> None:
-    """Raises StorageError if SQLite finds that the file is damaged."""
+    """Raises StorageError if SQLite finds the file damaged."""
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as copy:
             found = [str(row[0]) for row in copy.execute("PRAGMA integrity_check(3)")]

@@ -1,5 +1,5 @@
-"""The record of a running cluster: its run folder, addresses and processes. The cluster is embedded, or its head is a
-machine of its own."""
+"""The record of a running cluster: its run folder, addresses and processes. The cluster is embedded or has a head on a
+cloud."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ class LocalCluster(RunningCluster):
 
 
 class HeadCluster(RunningCluster):
-    """A cluster whose head is a machine of its own, not part of an embedded cluster. With one head, Ray uses a token if
-    RAY_AUTH_MODE says so, or if it is unset and a token is in Ray's usual place. With several heads, Ray always uses
-    the shared token."""
+    """A cluster that is not embedded. If it has one head, raytide did not start Ray. Ray then uses a token if
+    RAY_AUTH_MODE is `token`. If that variable is unset, Ray uses a token if there is one in Ray's usual place. If the
+    cluster has several heads, Ray uses the token in the folder that the heads share."""
 
     @property
     def ray_token_file(self) -> Path | None:

@@ -1,7 +1,7 @@
 """Checks that Ray is not open to others, in a cluster.yaml or in a running cluster.
 
-Ray runs any code for its callers. So Ray must use a token if others can reach its address. Its dashboard accepts jobs,
-so it must listen on loopback only.
+Ray runs any code for its callers. So Ray must use a token if others can reach its address. Ray's dashboard accepts
+jobs, so the dashboard must listen on loopback only.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _LOCKED_S, _POLL_S = 60.0, 0.2
 
 
 def watch(run_dir: Path, cluster_id: str) -> None:
-    """Waits until the owner of the cluster with this id is gone. Then it ends the cluster and returns."""
+    """Waits until the owner of the cluster with this id is gone, ends the cluster and returns."""
     owned = owner_of(run_dir, cluster_id)
     if owned is None:
         return

@@ -20,8 +20,7 @@ _LOG_TAIL = 5
 
 
 def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Process:
-    """Starts the head without Ray's own autoscaler (`--no-monitor`), because raytide's controller scales the
-    cluster."""
+    """Starts the head without Ray's own autoscaler (`--no-monitor`), because raytide's controller replaces it."""
     gcs_port = cluster.gcs_address.rpartition(":")[2]
     dashboard_port = cluster.dashboard_url.rpartition(":")[2]
     options = {

@@ -61,7 +61,7 @@ _READ_AWAY_S = 1.5
 
 
 class ApiClient:
-    """A client of one cluster's API. Its methods raise the errors that the API returns."""
+    """A client of one cluster. Its methods raise the errors that the API returns."""
 
     def __init__(self, address: str, token: str) -> None:
         """Raises ConfigError if the address is not an HTTP address, or if the token cannot be sent in a header."""
@@ -156,7 +156,7 @@ class ApiClient:
         return from_json(JobView, self._write("PUT", f"/v1/jobs/{job_id}/budget", query=query))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
-        """Returns at most a megabyte of the driver's output: from the position `after` on, or the last `tail` lines."""
+        """Returns at most a megabyte of the driver's output, from the position `after`, or its last `tail` lines."""
         where = {"after": after} if tail is None else {"tail": tail}
         return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
@@ -189,7 +189,7 @@ class ApiClient:
         return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
 
     def change_weights(self, name: str, change: WeightsChange) -> EndpointStatus:
-        """Requests that the replicas of an endpoint load other weights, and returns the endpoint's status."""
+        """Requests that the replicas of an endpoint swap to other weights, and returns the endpoint's status."""
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/weights", change.model_dump()))
 
     def change_adapters(self, name: str, change: AdapterChange) -> EndpointStatus:
@@ -274,7 +274,7 @@ class ApiClient:
         return from_json(CostReport, self._get("/v1/cost"))
 
     def costs(self, by: By, *, since_s: float = 0.0) -> CostTable:
-        """Returns costs by group, over billing intervals that began at `since_s` (seconds since the epoch) or later."""
+        """Returns costs by group, for billing intervals that began at `since_s` (seconds since the epoch) or later."""
         return from_json(CostTable, self._get(f"/v1/cost/{by}", {"since_s": since_s}))
 
     def teams(self) -> list[TeamView]:
@@ -325,7 +325,7 @@ class ApiClient:
         self._http.close()
 
     def call(self, method: str, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        """Calls a route for which this class has no method. Repeats the request while the API is away."""
+        """Calls a route for which this class has no method, and repeats the request while the API is away."""
         return self._write(method, path, body, query)
 
     def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:

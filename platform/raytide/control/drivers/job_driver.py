@@ -199,8 +199,7 @@ class Throttle:
 
 
 def active_lease(client: ApiClient, job_id: str) -> Lease:
-    """Waits until the job's lease is active, however long this takes, and returns the lease. Raises LeaseLostError if
-    the job is over."""
+    """Waits without limit until the job's lease is active, and returns it. Raises LeaseLostError if the job is over."""
     epoch = -1
     while True:
         try:

@@ -54,7 +54,7 @@ class RayJobs:
             raise ClusterError(f"Ray refused the driver of {key.job_id}: {response.text.strip()[-300:]}")
 
     def statuses(self) -> dict[DriverKey, DriverStatus]:
-        """Returns the status of every attempt that Ray still lists."""
+        """Returns the status of every attempt that Ray remembers."""
         found = {}
         for entry in _ok(self._call("GET", "/api/jobs/")).json():
             key = _key(str(entry.get("submission_id") or ""))
@@ -80,10 +80,10 @@ class RayJobs:
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of the attempt's output, from byte `start` on, and the total size of the output.
+        """Returns up to `most` bytes of the attempt's output from `start` on, and the output's total size.
 
-        Returns an empty output and the size 0 if Ray does not know the attempt. The output is read from the node's
-        agent, because Ray's job service would load all of it into memory.
+        The output is empty and the size 0 if Ray does not know the attempt. The output comes from the node's agent,
+        because Ray's job service would read all of it into memory.
         """
         address = self._agents.get(key) or self._agent(key)
         if not address:

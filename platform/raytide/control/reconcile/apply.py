@@ -1,7 +1,7 @@
-"""Carries out the actions that the records require: launches, drains, terminations, placement groups and drivers.
+"""Executes the actions that the records require: launches, drains, terminations, placement groups and drivers.
 
-It is level-triggered: everything is derived from the records and the observation. The next tick thus repeats actions
-that a crash or a failed call left undone.
+It is level-triggered: everything is derived from the records and the observation, so the next tick repeats actions that
+a crash or a failed call left undone.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def decide(snapshot: Snapshot) -> Plan:
 
 
 def decide_constrained(seen: Snapshot) -> Plan:
-    """Returns the plan that `decide` makes, for a snapshot that already has its market constraints."""
+    """Returns the plan of `decide` for a snapshot that already has its market constraints."""
     seen, over_cap = within_member_cap(seen)
     shed = enforce_cost_limit(seen)
     seen = with_leases(without(seen, shed), shed) if shed else seen

@@ -1,4 +1,4 @@
-"""Stores in `learned.json` what the controller has learned about endpoints and jobs, because learning takes long."""
+"""Persists in `learned.json` what the controller learned about endpoints and jobs, because learning takes long."""
 
 from __future__ import annotations
 

@@ -93,8 +93,9 @@ class Quarantine:
             return default
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
-        """Returns the result of `act`, which handles this one record. If `act` raises, quarantines the record and
-        returns `default`."""
+        """Returns the result of `act`, which handles this one record. If `act` raises, returns `default` and
+        quarantines the record.
+        """
         try:
             return act()
         except Exception as error:  # it concerns only this record

@@ -133,7 +133,7 @@ def served_names(records: ClusterRecords) -> tuple[str, ...]:
 
 
 def has_drivers(records: ClusterRecords) -> bool:
-    """Returns whether a driver of any job may exist. If not, the tick does not ask Ray for drivers."""
+    """Returns whether any job driver may exist. If none does, the tick does not ask Ray for drivers."""
     return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
 
 

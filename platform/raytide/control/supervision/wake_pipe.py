@@ -24,7 +24,7 @@ def wake_controller(run_dir: Path) -> None:
 
 
 class WakePipe:
-    """The controller's end of the pipe. On a file system without named pipes, `rest` returns at once."""
+    """The controller's end of the pipe. On a file system without pipes, `rest` returns at once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._fd = -1

@@ -197,10 +197,10 @@ class Claim:
 
 @contextmanager
 def committing(places: Sequence[str], token: str) -> Iterator[None]:
-    """Opens a context in which the holder of this claim may publish its output. Raises ConflictError if another run
-    holds the claim.
+    """Opens a context in which the holder of this claim may publish. Raises ConflictError if another run holds the
+    claim.
 
-    In local folders nobody can take over the claim inside the context. An empty token disables the check.
+    In local folders the claim cannot be taken over inside the context. An empty token disables the check.
     """
     with ExitStack() as locks:
         for place in dict.fromkeys(map(_plain, places if token else ())):

@@ -1,6 +1,6 @@
-"""Selects which environment variables pass from the operator's shell to nodes, and from a node to users' commands.
+"""Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
 
-It is an allowlist, so the operator's credentials reach only the controller.
+It is an allowlist, so that the operator's credentials reach only the controller.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Waits for the lock and holds it inside the block. Raises WaitTimeoutError if the lock is not free within
-    `timeout_s`."""
+    """Waits for the lock and holds it inside the block. Raises WaitTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with try_lock(path) as held:

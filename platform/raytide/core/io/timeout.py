@@ -1,4 +1,4 @@
-"""A timeout for function calls that have no timeout of their own."""
+"""A timeout for calls that have no timeout of their own."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def dtype_for(vocab_size: int) -> TokenDtype:
 
 
 def load_manifest(url: str) -> TokenManifest:
-    """Returns the manifest of the dataset at `url`. Raises DataError if the manifest is missing or malformed."""
+    """Returns the manifest of the dataset at `url`. Raises DataError if it is missing or malformed."""
     where = join(url, MANIFEST)
     if not exists(where):
         raise DataError(
@@ -183,8 +183,9 @@ def load_manifest(url: str) -> TokenManifest:
 
 
 def sha256_of(url: str) -> str:
-    """Returns the SHA-256 of the manifest at `url`. It covers the whole dataset, because the manifest contains the
-    SHA-256 of each file."""
+    """Returns the SHA-256 of the manifest at `url`. It covers the whole dataset, because the manifest has the SHA-256
+    of each file.
+    """
     return hashlib.sha256(read_bytes(join(url, MANIFEST))).hexdigest()
 
 

@@ -268,7 +268,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """The summed usage of all requests of one group."""
+    """The usage of all requests of one group."""
 
     group: str
     requests: int

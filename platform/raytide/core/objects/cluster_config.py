@@ -69,7 +69,7 @@ class NodeTypeSection(Config):
 
 
 class LimitsSection(Config):
-    """Limits on the cost of the whole fleet and on the rate of its changes. A limit that is left out does not apply."""
+    """Limits on the cost of the whole fleet and on the rate of change. A limit that is left out does not apply."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
     """The cost in dollars an hour above which only spot nodes are bought."""
@@ -141,7 +141,7 @@ class BackupRetention(Config):
 
 
 class SftpSection(Config):
-    """The login at `sftp:` repositories, which replaces the user's own ssh configuration. Host keys are checked."""
+    """The login at `sftp:` repositories, in place of the user's own ssh configuration. Host keys are checked."""
 
     key: str = Field(default="~/.ssh/id_ed25519", pattern=r"^(/|~/)", max_length=4096)
     """The file of the private key, without a passphrase."""

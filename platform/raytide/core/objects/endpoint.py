@@ -37,7 +37,7 @@ AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.
 
 
 class Speed(Config):
-    """The measured speed of one replica on one node type."""
+    """Measured speed of one replica on one node type."""
 
     prefill_tps: float = Field(ge=1e-3, le=1e9)
     """Prompt tokens a second while the replica does nothing else."""
@@ -330,8 +330,7 @@ class Endpoint:
         return self.spec.name
 
     def at(self, at_s: float) -> Endpoint:
-        """Returns the endpoint with the minimum of replicas that is scheduled for this time (seconds since the
-        epoch)."""
+        """Returns the endpoint with the minimum of replicas scheduled for that time (seconds since the epoch)."""
         if not self.spec.replicas.schedule:
             return self
         replicas = self.spec.replicas.at(at_s)

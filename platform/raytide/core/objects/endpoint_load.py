@@ -1,5 +1,4 @@
-"""The load of an endpoint: the reports of its replicas, what was learned from these reports, and the value of
-replicas."""
+"""The load of an endpoint: the reports of its replicas, what was learned from them, and the value of replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from raytide.core.objects.endpoint import Speed
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The totals that one engine has counted since its start."""
+    """The totals of one engine since its start."""
 
     requests: float = 0.0
     """The number of requests; each prompt of an HTTP request counts as one."""

@@ -1,4 +1,4 @@
-"""A job: a gang and its work. Everything that runs on leased nodes is a job, however it was submitted."""
+"""A job: a gang with work to do. Everything that runs on leased nodes is a job, however it was submitted."""
 
 from __future__ import annotations
 

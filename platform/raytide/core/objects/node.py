@@ -237,8 +237,9 @@ class Node:
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
-    """Returns the resources that a member really occupies. Ray never splits a share over two GPUs, so 0.4 GPU occupies
-    half a GPU."""
+    """Returns the resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 GPU takes half a
+    GPU.
+    """
     share = need.get("GPU", 0.0)
     if not 0.0 < share < 1.0:
         return need
@@ -267,7 +268,7 @@ def plus(first: Resources, second: Resources) -> dict[str, float]:
 
 
 def add(total: dict[str, float], more: Resources) -> None:
-    """Adds the amounts in `more` to `total` in place. This avoids copies when many amounts are added up."""
+    """Adds `more` to `total` in place, which avoids copies when many amounts are added up."""
     for name, amount in more.items():
         total[name] = total.get(name, 0.0) + amount
 

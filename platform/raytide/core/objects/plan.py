@@ -80,7 +80,7 @@ class Unassign:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Ends a lease that has no members left, so that its job can be admitted again, with another of its shapes."""
+    """Ends a lease that has no members left, so that its job may be admitted with another of its shapes."""
 
     job_id: str
     lease_id: str
@@ -126,7 +126,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Buys a node. `node_id` serves as the idempotency key for the provider."""
+    """Buys a node. `node_id` is the idempotency key for the provider."""
 
     node_id: str
     node_type: str
@@ -141,7 +141,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sets the target number of replicas of an endpoint."""
+    """Publishes the target number of replicas of an endpoint."""
 
     endpoint: str
     replicas: int

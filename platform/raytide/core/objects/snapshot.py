@@ -19,7 +19,7 @@ Throughputs = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node's record together with Ray's current report of the node."""
+    """A node's record, joined with Ray's current report of the node."""
 
     node: Node
     total: Resources

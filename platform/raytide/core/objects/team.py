@@ -98,7 +98,7 @@ def decayed_usage(gpu_s: float, age_s: float) -> float:
 
 
 def check_tree(teams: Mapping[str, TeamSpec]) -> None:
-    """Raises ValueError if a team's parent does not exist, or if a team is its own ancestor."""
+    """Raises ValueError if a parent does not exist or a team is its own ancestor."""
     for name in teams:
         line, at = [name], teams[name].parent
         while at:

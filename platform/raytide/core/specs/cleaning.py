@@ -241,7 +241,7 @@ class CleaningSpec(Config):
 
     @property
     def stages(self) -> tuple[UserStage, ...]:
-        """The users' own stages in the rules of all sources."""
+        """The users' own stages of all sources."""
         return tuple(stage for rules in (self.rules, *self.sources.values()) for stage in rules.stages)
 
     @property

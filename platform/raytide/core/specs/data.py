@@ -1,5 +1,4 @@
-"""The specification of a dataset build (input text, filters, tokenizer and output), and registered versions of
-datasets."""
+"""The spec of a dataset build (input text, filters, tokenizer and output), and the registered versions of datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of running endpoints that need no new replicas."""
+"""Changes of endpoints that need no new replicas."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class MaskedInputs(Config):
 
 
 class AugmentSpec(Config):
-    """Changes to samples while they are read. The changes depend only on (seed, step, sample id)."""
+    """Changes samples as they are read. The changes depend on (seed, step, sample id) alone."""
 
     fill_in_the_middle: FillInTheMiddle | None = None
     masked_inputs: MaskedInputs | None = None
@@ -150,7 +150,7 @@ class AugmentSpec(Config):
 
 
 class HeldOutSpec(Config):
-    """Held-out evaluation: measures the loss and the perplexity on sequences that are never trained on."""
+    """Held-out evaluation: the loss and perplexity of sequences that are never trained on."""
 
     dataset: str | None = None
     """A separate token dataset for evaluation, made with the same tokenizer."""

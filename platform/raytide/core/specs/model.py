@@ -142,7 +142,7 @@ class QatSpec(QuantizationOptions):
 
 
 class ChatSpec(Config):
-    """Chat data: each conversation is one JSON line, `{"messages": [{"role": ..., "content": ...}, ...]}`.
+    """Chat data: one JSON line for each conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`.
 
     The loss covers only the assistant's messages. A conversation longer than seq_len is truncated at its end.
     """

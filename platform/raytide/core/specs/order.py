@@ -17,7 +17,7 @@ HOLD: Final = "hold"
 
 
 class OrderSpec(Config):
-    """The request for an intervention. A second request with the same id has no effect."""
+    """The request for an intervention. A second request with the same id changes nothing."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{8,100}$")]
     kind: OrderKind

@@ -54,7 +54,7 @@ class Sizes:
 
 
 class Parallelism(Config):
-    """The requested axes of the mesh. By default, the model is sharded over all ranks (ZeRO-3)."""
+    """The axes of the mesh. By default the model is sharded over all ranks (ZeRO-3)."""
 
     replicate: int = Field(default=1, ge=1)
     """The copies of the sharded model, whose gradients are summed: HSDP, or DDP if `shard` is 1."""

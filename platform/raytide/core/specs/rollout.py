@@ -78,7 +78,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The application and the revision that serve an endpoint."""
+    """The application and revision that serve an endpoint."""
 
     name: str
     application: str
@@ -158,7 +158,7 @@ def check_one_judgement(score: Score | None, metric: str | None, value: float | 
 
 @dataclass(frozen=True, slots=True)
 class RevisionFeedback:
-    """The users' judgements of the answers of one revision."""
+    """The judgements of the answers of one revision."""
 
     revision: int
     up: int
@@ -184,8 +184,9 @@ _SERVED = re.compile(r"(?:^| )r([0-9]+)$")
 
 
 def served_version(version: str, revision: int) -> str:
-    """Returns the version that usage records show: the registered version and the revision, such as `chat:2 r7`.
-    Unknown parts are left out."""
+    """Returns the version for usage records: the registered version and the revision, such as `chat:2 r7`. Unknown
+    parts are left out.
+    """
     return " ".join(filter(None, [version, f"r{revision}" if revision else ""]))
 
 

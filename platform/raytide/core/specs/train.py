@@ -108,9 +108,9 @@ class ProfileSpec(Config):
 
 
 class GuardSpec(Config):
-    """The reaction to a batch whose loss is not finite, or is far above the losses before it.
+    """The reaction to a batch whose loss is not finite, or far above the losses before it.
 
-    `skip` leaves the weights, optimizer and learning rate unchanged, and continues with the next batch.
+    `skip` keeps weights, optimizer and learning rate unchanged and continues with the next batch.
     """
 
     nan: Literal["stop", "skip"] = "stop"

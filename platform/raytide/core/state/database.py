@@ -123,8 +123,8 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     def upgrade(self) -> None:
-        """Runs the migrations that the database lacks, in one process at a time. Raises ConflictError if a newer
-        raytide wrote the schema."""
+        """Runs the missing migrations, one process at a time. Raises ConflictError if a newer raytide wrote the
+        schema."""
         from alembic import command
         from alembic.config import Config
         from alembic.runtime.migration import MigrationContext
@@ -175,7 +175,7 @@ class Database:
 
 
 class DatabaseAccess:
-    """The base class of the classes that read and write one part of the database."""
+    """The base of the classes that read and write one part of the database."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

@@ -86,7 +86,7 @@ class Leader:
             self._renewed_s = self._monotonic_s()
 
     def check(self) -> None:
-        """Raises ConflictError if another controller has taken over since the last commit. Call it before acting."""
+        """Raises ConflictError if another controller took over since the last commit. Call it before acting."""
         if self._monotonic_s() - self._renewed_s >= self._checked_s:
             with self._db.write() as c:
                 self.fence(c)

@@ -59,7 +59,7 @@ class StoredTeam:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change of the state of a job, lease, node or endpoint."""
+    """A state transition of a job, lease, node or endpoint."""
 
     at_s: float
     subject: str

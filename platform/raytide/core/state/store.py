@@ -142,7 +142,7 @@ class Store:
         return self._write_job(job_id, heartbeat_at_s=now_s)
 
     def heartbeats(self, at_s: Mapping[str, float]) -> None:
-        """Records the times at which the drivers of these jobs were last alive.
+        """Records that the drivers of these jobs were alive at these times.
 
         Rows that another process is writing are skipped, because two such statements could deadlock.
         """

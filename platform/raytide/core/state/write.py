@@ -33,7 +33,7 @@ def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def note(c: sa.Connection, noted: Sequence[Event]) -> None:
-    """Appends the events in `noted`, and deletes the oldest events of the same subjects. Ledger entries are never
+    """Appends the events in `noted` and deletes the oldest events of their subjects. Ledger entries are never
     deleted."""
     append(c, events, [values_of(event, EVENT) for event in noted])
     for subject in {event.subject for event in noted}:
@@ -81,7 +81,8 @@ def next_number(c: sa.Connection, name: str) -> int:
 
 
 def number_reached(c: sa.Connection, name: str, number: int) -> None:
-    """Records the highest number that the controller has given to a node or a lease, so that no number is reused."""
+    """Records the highest number that the controller has given to a node or a lease, so that numbers are never
+    reused."""
     if number == 0:
         return
     reached = c.execute(sa.select(counters.c.next).where(counters.c.name == name)).scalar()

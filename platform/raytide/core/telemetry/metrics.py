@@ -27,7 +27,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The declaration of a metric. A counter is declared without the suffix `_total`, and exposed with it."""
+    """The declaration of a metric. A counter is declared without `_total`, and exposed with it."""
 
     name: str
     type: MetricType
@@ -83,8 +83,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class HistogramSample:
-    """The values of one histogram: the number of observations in each bucket, not cumulated. The last bucket has no
-    upper bound."""
+    """One histogram: the number of observations in each bucket, not cumulated. The last bucket has no upper bound."""
 
     metric: Metric
     counts: Sequence[int]

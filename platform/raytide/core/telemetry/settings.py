@@ -112,7 +112,7 @@ class WebhookSection(Config):
 
 
 class NotifySection(Config):
-    """The receivers of alerts. Alerts that fire within `group_wait_s` seconds of each other are sent as one message."""
+    """The receivers of alerts. Alerts that fire within `group_wait_s` of each other are sent as one message."""
 
     email: EmailSection | None = None
     slack: UrlFromEnvironment | None = None

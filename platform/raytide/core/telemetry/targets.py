@@ -1,4 +1,4 @@
-"""The metrics pages that Prometheus and raytide's monitor scrape, as the API's service discovery lists them."""
+"""The pages that Prometheus and raytide's monitor scrape, as the API's service discovery lists them."""
 
 from __future__ import annotations
 

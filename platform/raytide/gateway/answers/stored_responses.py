@@ -68,7 +68,7 @@ class ResponseLimits:
 
 
 class SharedResponses:
-    """A ResponseStore that all gateway processes of a cluster share. The method `run` removes expired responses."""
+    """A ResponseStore that the gateway processes of a cluster share. `run` removes expired responses."""
 
     def __init__(
         self, folder: Path, limits: ResponseLimits | None = None, now_s: Callable[[], float] = time.time

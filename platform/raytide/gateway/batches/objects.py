@@ -25,7 +25,7 @@ class ExpiresAfter(_Body):
 
 
 class BatchRequest(_Body):
-    """The body of the request that creates a batch."""
+    """The body that creates a batch."""
 
     input_file_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]

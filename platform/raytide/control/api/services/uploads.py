@@ -37,7 +37,7 @@ class Packages:
         self._folder = folder
 
     def sweep(self) -> None:
-        """Removes the partial uploads that an earlier API process left. Call it before the first upload."""
+        """Removes partial uploads of an earlier API process. Call it before the first upload."""
         for path in self._folder.glob(".*"):
             path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """Runs raytide's supervisor, controller and API beside the Ray head of a cloud or of a RayCluster.
 
-`raytide head FILE` is the last command in `head_start_ray_commands`. FILE is the cluster.yaml that `ray up` has
-completed with defaults.
+`raytide head FILE` is the last command in `head_start_ray_commands`. FILE is cluster.yaml in the form that `ray up` has
+completed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def start_control_plane(cluster: HeadCluster, *, insecure: bool, timeout_s: float) -> None:
-    """Starts the supervisor beside a running Ray, and returns when the API answers."""
+    """Starts the supervisor beside a Ray that runs, and returns when the API answers."""
     if not insecure:
         check_running(cluster.gcs_address, cluster.dashboard_url)
     provider(cluster).close()  # fail here rather than in the controller
@@ -123,8 +123,8 @@ def run_foreground(cluster: HeadCluster) -> None:
 
 
 def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
-    """Ends raytide's processes on this machine, and every node that raytide bought. Returns the final accounts. Ray's
-    head keeps running, unless this machine is one of several heads."""
+    """Ends raytide's processes on this machine and every node that raytide bought, and returns the final accounts.
+    Ray's head keeps running, unless this machine is one of several heads."""
     with hold_lock(cluster.run_dir / "head.lock"), leading_to_the_end(cluster):
         cluster.client_file.unlink(missing_ok=True)
         cluster.gateway_file.unlink(missing_ok=True)

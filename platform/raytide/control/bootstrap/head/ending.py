@@ -1,4 +1,4 @@
-"""Ends the processes of one machine in a cluster with several heads, or the whole cluster."""
+"""Ends what runs on one machine of a cluster with several heads, or the whole cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def end_processes(run_dir: Path) -> None:
 
 
 def end_guard(run_dir: Path) -> bool:
-    """Ends the guard of this machine, so that another machine can become the head. Returns whether a guard was
-    running."""
+    """Ends the guard of this machine, so that another machine may take over. Returns whether a guard was running."""
     guard = Process.read(record_of(run_dir, GUARD))
     if guard is None or not guard.alive:
         return False

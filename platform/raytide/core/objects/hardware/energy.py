@@ -8,7 +8,7 @@ from raytide.core.config import Config
 
 
 class EnergySection(Config):
-    """The constants that estimate energy where it is not measured, and that convert energy into emissions."""
+    """The figures that estimate energy where it is not measured, and that turn energy into emissions."""
 
     watts_per_core: float = Field(default=3.5, ge=0, le=1000)
     """The power in watts of a busy core: the Cloud Carbon Footprint project's mean for AWS (2022)."""

@@ -52,7 +52,7 @@ class SlurmJobSection(Config):
         return options
 
     def arguments(self, node_type: NodeType) -> list[str]:
-        """Returns the options of `sbatch` that request one node of this type."""
+        """Returns the options of `sbatch` for one node of this type."""
         gpus = math.ceil(node_type.resources.get("GPU", 0))
         valued = {
             "--cpus-per-task": max(1, math.ceil(node_type.resources.get("CPU", 1))),

@@ -19,7 +19,7 @@ Place = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class DataInput(Config):
-    """Data that each member of a gang, or each replica, reads on its own node."""
+    """Data that each member of a gang, or each replica, reads on its node."""
 
     url: bounds.Location
     gb: float = Field(ge=0, le=10_000_000)

@@ -58,7 +58,7 @@ class WaitingJob(NamedTuple):
 
 
 class NodeEnds(NamedTuple):
-    """The numbers of nodes of one type in one zone that ended, or will end, without raytide's intention."""
+    """The numbers of nodes of one type in one zone that ended, or will end, although raytide did not intend it."""
 
     type: str
     zone: str
@@ -140,7 +140,7 @@ class JobQueries(DatabaseAccess):
         return float(ages[older]) if older < len(ages) else 0.0
 
     def version(self) -> int:
-        """Returns the number of the newest commit that changed a job or a lease."""
+        """Returns the number of the newest commit that touched a job or a lease."""
         with self._db.read() as c:
             return int(c.execute(_VERSION).scalar() or 1) - 1
 

@@ -109,7 +109,7 @@ class OverviewQueries(DatabaseAccess):
         until_us: int | None = None,
         limit: int,
     ) -> tuple[Entry, ...]:
-        """Returns a page of the ledger's entries, newest first."""
+        """Returns a page of the ledger, newest first."""
         e = t.entries.c
         given = {e.subject: subject, e.node_id: node_id, e.team: team}
         query = t.entries.select().where(*(column == value for column, value in given.items() if value is not None))

@@ -94,7 +94,7 @@ def _endpoint(name: str) -> sa.Select[Any]:
 
 
 class SignalRecords:
-    """The last value of each signal that users have reported."""
+    """The last value of each signal that users report."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

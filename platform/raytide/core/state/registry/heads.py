@@ -78,7 +78,7 @@ class HeadLease:
         return ""
 
     def renew(self) -> None:
-        """Renews the lease. Raises ConflictError if another machine has taken over."""
+        """Renews the lease. Raises ConflictError if another machine took over."""
         began_s = self._monotonic_s()
         with self._db.write() as c:
             mine = sa.and_(leaders.c.name == _RENEWAL, leaders.c.epoch == self.epoch)
@@ -88,7 +88,7 @@ class HeadLease:
 
     @property
     def left_s(self) -> float:
-        """The seconds until another machine may take over, if the lease is not renewed before then."""
+        """The seconds until another machine may take over, unless the lease is renewed before."""
         return self._renewed_s + self._lease_s - self._monotonic_s()
 
     def resign(self, *, ends: bool = False) -> None:
@@ -101,7 +101,7 @@ class HeadLease:
             self.epoch = 0
 
     def has_ended(self) -> bool:
-        """Returns whether `raytide down` has ended the cluster."""
+        """Returns whether `raytide down` ended the cluster."""
         with self._db.read() as c:
             row = c.execute(_row(_HEAD)).first()
             return row is not None and row.holder == _ENDED
@@ -130,7 +130,7 @@ _DATABASE_TIME = sa.select(sa.cast(sa.func.extract("epoch", sa.func.clock_timest
 
 
 def check_head(c: sa.Connection, epoch: int) -> None:
-    """Raises ConflictError unless the head with this epoch leads. The check holds until the end of the transaction."""
+    """Raises ConflictError unless the head of this epoch leads. The check holds until the end of the transaction."""
     found = c.execute(sa.select(leaders.c.epoch).where(leaders.c.name == _HEAD).with_for_update(read=True)).first()
     if found is None or found.epoch != epoch:
         raise _replaced()

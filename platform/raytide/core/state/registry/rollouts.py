@@ -92,8 +92,7 @@ class RolloutRecords(DatabaseAccess):
             return made
 
     def ask(self, name: str, end: str, user: str, why: str) -> Rollout:
-        """Requests the end of an endpoint's running rollout: "stop" or "promote". A repeated request changes
-        nothing."""
+        """Requests the end of an endpoint's live rollout: "stop" or "promote". A repeated request changes nothing."""
         with self._db.write() as c:
             found = live(c, name)
             if found is None:
@@ -112,7 +111,7 @@ class RolloutRecords(DatabaseAccess):
         return tuple(_rollout(row) for row in self._db.rows(query))
 
     def rolled_back(self, since_s: float, limit: int = 100) -> tuple[Rollout, ...]:
-        """Returns the rollouts that were rolled back after this time, newest first."""
+        """Returns the rollouts that were rolled back since this time, newest first."""
         r = t.rollouts.c
         query = t.rollouts.select().where(r.state == RolloutState.ROLLED_BACK, r.decided_at_s >= since_s)
         query = query.where(sa.or_(_unended(), r.ended_at_s >= since_s))  # which an index finds
@@ -132,7 +131,7 @@ class RolloutRecords(DatabaseAccess):
         return None
 
     def serving(self, name: str) -> Serving:
-        """Returns the application and the revision that serve an endpoint."""
+        """Returns the application and revision that serve an endpoint."""
         with self._db.read() as c:
             return serving(c, name)
 
@@ -232,7 +231,7 @@ def refuse_during_rollout(c: sa.Connection, name: str) -> None:
 
 
 def unended(c: sa.Connection) -> tuple[Rollout, ...]:
-    """Returns the rollouts that have not ended yet."""
+    """Returns the rollouts that have not ended."""
     query = t.rollouts.select().where(_unended()).order_by(t.rollouts.c.number)
     return tuple(_rollout(row) for row in c.execute(query))
 

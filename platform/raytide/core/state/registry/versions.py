@@ -76,7 +76,7 @@ def newest_rows(c: sa.Connection, table: sa.Table, page: sa.Subquery, limit: int
 
 
 def version_rows(c: sa.Connection, table: sa.Table, name: str, limit: int, offset: int) -> Sequence[sa.Row[Any]]:
-    """Returns the versions of a name, newest first."""
+    """Returns versions of a name, newest first."""
     query = table.select().where(table.c.name == name).order_by(table.c.version.desc()).offset(offset)
     return paged(c, query, table.c.spec, limit)
 

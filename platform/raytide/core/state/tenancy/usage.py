@@ -20,7 +20,7 @@ _DAY_S = DAY_US // MICRO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFilter:
-    """Selects requests. A field that is None matches every request."""
+    """Selects requests. A field that is None matches all."""
 
     key: str | None = None
     team: str | None = None

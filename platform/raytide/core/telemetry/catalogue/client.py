@@ -1,4 +1,4 @@
-"""Metrics about clients: users' feedback on answers, and latencies measured at the client."""
+"""Metrics of clients: users' feedback on answers, and the latency at the client."""
 
 from raytide.core.telemetry.catalogue.buckets import FIRST_TOKEN_S, REQUEST_S
 from raytide.core.telemetry.metrics import counter, histogram

@@ -1,4 +1,4 @@
-"""Metrics of raytide's monitor: probes, alerts, actions, anomalies, and the success of scrapes."""
+"""Metrics of the monitor: probes, alerts, actions, anomalies, and the success of scrapes."""
 
 from raytide.core.telemetry.catalogue.buckets import REQUEST_S
 from raytide.core.telemetry.metrics import counter, gauge, histogram

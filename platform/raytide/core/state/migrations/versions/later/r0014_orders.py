@@ -1,4 +1,4 @@
-"""Adds the interventions of operators, and the quarantine of nodes."""
+"""Adds interventions of operators, and the quarantine of nodes."""
 
 from __future__ import annotations
 
