@@ -18,7 +18,7 @@ from raytide.core.errors import ConfigError
 class Config(BaseModel):
     """A frozen pydantic model. An unknown key raises an error that names the closest known key.
 
-    Numbers must be finite. Texts have a maximum length. Because of this length, pydantic also rejects lone surrogates.
+    Numbers must be finite. Texts have a maximum length. Because of this limit, pydantic also rejects lone surrogates.
     """
 
     model_config = ConfigDict(

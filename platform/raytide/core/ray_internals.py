@@ -1,6 +1,6 @@
 """All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new version of Ray.
 
-Ray is imported lazily. Only ray_serve/policy.py imports private APIs, too, because Serve runs that file by value where
+Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve runs that file by value, where
 raytide may not be installed.
 """
 
@@ -84,8 +84,8 @@ def is_without_ray() -> bool:
 
 
 def hush_node_deaths() -> None:
-    """Stops Ray from printing the last lines of dead raylets on the stdout of every driver. Ray does this even with
-    `log_to_driver=False`.
+    """Stops Ray from printing the last lines of dead raylets on the stdout of every driver. Ray prints these lines even
+    with `log_to_driver=False`.
 
     raytide's drivers learn of lost nodes from their leases, and their output belongs to the user.
     """
@@ -104,7 +104,7 @@ def use_ray_at(environment: Mapping[str, str]) -> None:
 
 
 def autoscaler_messages() -> Any:
-    """Returns Ray's generated protobuf module, which has no types."""
+    """Returns Ray's generated protobuf module, which has no type annotations."""
     from ray.core.generated import autoscaler_pb2
 
     return autoscaler_pb2

@@ -67,6 +67,6 @@ def place_of(cluster: str) -> BackupPlace:
 
 
 def repository_at(url: str, password_file: str) -> Repository:
-    """Returns the repository at a path or a restic URL; a leading `~` is this user's home."""
+    """Returns the repository at a path or a restic URL. A leading `~` stands for this user's home."""
     where = str(Path(url).expanduser()) if url.startswith("~") else url
     return Repository(where, Path(password_file).expanduser(), home().resolve() / "backup" / ".cache")

@@ -59,8 +59,8 @@ class BackupSummary:
 
 
 def find_restic() -> str:
-    """Returns the path of the program restic. It is searched on the PATH, and then where a checkout's `./dev setup`
-    unpacks it. Raises ConfigError if it is in neither place."""
+    """Returns the path of the program restic. It is on the PATH, or where a checkout's `./dev setup` has unpacked it.
+    Raises ConfigError if it is in neither place."""
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     found = shutil.which("restic") or shutil.which("restic", path=unpacked)
     if found is None:

@@ -25,8 +25,8 @@ def due_tasks(
 ) -> tuple[tuple[BackupTask, ...], float]:
     """Returns the tasks that are due, in the order to run them, and the seconds until the next task is due.
 
-    A failed task is tried again within five minutes. `started_s` is the start time of this process. Until the first
-    drill or clean-up has run, its due time is counted from then.
+    A failed task is tried again within five minutes. The first drill and the first clean-up are due one period after
+    `started_s`, the start of this process.
     """
     each: list[tuple[BackupTask, LastRun, float]] = [("backup", results.backup, settings.every_s)]
     if settings.cold_repository:

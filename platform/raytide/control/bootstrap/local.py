@@ -1,4 +1,4 @@
-"""Starts and ends embedded clusters. `down` leaves no process behind, even if some of them were killed before."""
+"""Starts and ends embedded clusters. `down` leaves no process behind, even if some processes were killed before."""
 
 from __future__ import annotations
 

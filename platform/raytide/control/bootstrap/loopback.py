@@ -16,7 +16,7 @@ ANY = "0.0.0.0"  # only probed  # nosec B104
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
-    """Returns the first K whose addresses and ports are all free, and the socket that claims this K.
+    """Returns the first K for which all addresses and ports are free, and the socket that claims this K.
 
     The claim is a name in Linux's abstract socket namespace. It has the same scope as the address 127.0.K.1, and ends
     with the last process that holds the socket. Raises ConflictError if no K is free.

@@ -131,7 +131,7 @@ class ApiClient:
         return self._respond("GET", f"/v1/packages/{digest}", patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
 
     def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
-        """Returns jobs, newest first; with `active`, only unfinished jobs."""
+        """Returns jobs, newest first. With `active`, returns only unfinished jobs."""
         query = {"limit": limit, "offset": offset, "active": active}
         return from_json(list[JobView], self._get("/v1/jobs", query))
 
@@ -156,7 +156,7 @@ class ApiClient:
         return from_json(JobView, self._write("PUT", f"/v1/jobs/{job_id}/budget", query=query))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
-        """Returns at most a megabyte of the driver's output, from the position `after`, or its last `tail` lines."""
+        """Returns at most a megabyte of the driver's output: from the position `after` on, or the last `tail` lines."""
         where = {"after": after} if tail is None else {"tail": tail}
         return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
@@ -309,7 +309,7 @@ class ApiClient:
         return from_json(UsagePage, self._get("/v1/usage", {**which, "before": before, "limit": limit}))
 
     def usage_sums(self, by: UsageBy, **which: str | float | None) -> list[UsageSum]:
-        """Returns sums of usage by group, over the requests that `usage` would return."""
+        """Returns sums of usage by group, over the requests that match the filters of `usage`."""
         return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", which))
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:

@@ -51,9 +51,8 @@ def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, 
 
 
 def check() -> list[Finding]:
-    """Returns the findings of all checks, in the order of setting up a new machine. It takes seconds, because it
-    imports torch.
-    """
+    """Returns the findings of all checks, in the order in which a new machine is set up. It takes seconds, because it
+    imports torch."""
     return [one() for one in CHECKS]
 
 

@@ -29,10 +29,8 @@ _LOG = "job-driver-{}.log"
 
 
 class RayJobs:
-    """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests.
-
-    `head_epoch` is the number of the leading head in a cluster with several heads.
-    """
+    """Starts, lists and stops the drivers of jobs through Ray's dashboard. The HTTP `headers` authenticate the
+    requests. `head_epoch` is the number of the leading head in a cluster with several heads."""
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str], head_epoch: int = 0) -> None:
         # No proxy: the addresses are internal, and the headers contain the cluster's token.

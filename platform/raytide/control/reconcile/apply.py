@@ -140,7 +140,7 @@ def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: App
 
 
 def log_plan(plan: Plan) -> None:
-    """Logs a plan: one line for each action, but none for waits, and a single line for all assignments of a lease."""
+    """Logs a plan, one line for each action. Waits are not logged. All assignments of a lease share one line."""
     assigned: dict[str, list[int]] = {}
     for action in plan.actions:
         if isinstance(action, Assign):

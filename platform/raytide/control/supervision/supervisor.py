@@ -2,8 +2,8 @@
 
 Run as `python -m raytide.control.supervision.supervisor RUN_DIR [NAME=MODULE ...]`.
 
-A killed supervisor leaves its children running. The next one finds them by their recorded pid and start time, or by
-their command line if a full disk kept them from being recorded, and adopts them.
+A killed supervisor leaves its children running, and the next supervisor adopts them. It finds a child by the recorded
+pid and start time. If a full disk kept the child from being recorded, it finds the child by its command line.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class DocumentIndex(DatasetFile):
 
 
 class Shard(DatasetFile):
-    """A file of token ids, one of those that make up a dataset."""
+    """A file of token ids. The shards of a dataset together hold all its tokens."""
 
     tokens: int = Field(ge=0, lt=1 << 60)
     index: DocumentIndex | None = None

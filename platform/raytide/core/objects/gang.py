@@ -205,8 +205,8 @@ class Lease(ShownAsHtml):
 
     @property
     def version(self) -> str:
-        """The lease's id and epoch. A holder reports it as `settled` when it runs nothing any more on the members that
-        this epoch takes away."""
+        """The lease's id and epoch. A holder reports this value as `settled` once nothing runs any more on the members
+        that the epoch takes away."""
         return f"{self.id}@{self.epoch}"
 
     @property

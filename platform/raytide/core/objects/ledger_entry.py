@@ -22,7 +22,7 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a node that one job or endpoint holds. `weight` is its share of the node's dominant resource; 1.0 is
+    """The part of a node that one job or endpoint holds. `weight` is its share of the node's dominant resource. 1.0 is
     the whole node."""
 
     kind: EntryKind

@@ -40,7 +40,8 @@ class NodeView:
 
     @property
     def stable_total(self) -> Resources:
-        """The node's total resources without the object store. Its reported total shrinks as objects fill the store."""
+        """The node's total resources without the object store. Ray reports a smaller total for the object store as
+        objects fill it."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 
 

@@ -165,8 +165,8 @@ class UserStage(Config):
 
 
 class DocumentRules(Config):
-    """The cleaning steps for single documents, in this order: own stages, licence headers, secrets, PII, then the rule
-    sets.
+    """The cleaning steps for single documents, in this order: the users' own stages, licence headers, secrets, PII,
+    then the rule sets.
 
     A rule set that is left out is off. The value `true` turns it on with its defaults.
     """

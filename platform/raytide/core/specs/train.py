@@ -375,7 +375,7 @@ class TrainSpec(Config):
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def are_replicas_equal(self, step: int) -> bool:
-        """Returns whether all replicas have equal weights after `step`. With an OuterSpec, they do only at meetings."""
+        """Returns whether all replicas have equal weights after `step`: with an OuterSpec, only at meetings."""
         return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:

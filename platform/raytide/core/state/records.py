@@ -98,7 +98,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A stored plan. A tick whose plan is equal only updates `last_at_s`."""
+    """A stored plan. If the next tick makes the same plan, only `last_at_s` is updated."""
 
     at_s: float
     last_at_s: float

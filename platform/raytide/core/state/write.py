@@ -57,7 +57,7 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: str) -> None:
-    """Inserts rows. If a row exists with the same primary key, the columns `amounts` are added to it."""
+    """Inserts rows. If a row with the same primary key exists, the new row's columns `amounts` are added to it."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)

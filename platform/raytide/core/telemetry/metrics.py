@@ -1,7 +1,7 @@
 """The types of metrics and samples, their text in Prometheus' format, and recorders in which a process counts.
 
-`raytide.core.telemetry.catalogue` declares all metrics. prometheus_client is not used to write the text. It takes 70 ms
-for a page of 50 endpoints, for which it would stop a gateway's event loop.
+`raytide.core.telemetry.catalogue` declares all metrics. prometheus_client is not used to write the text. It would take
+70 ms for a page of 50 endpoints, and stop a gateway's event loop for that time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Metric:
 
     @property
     def exposed_name(self) -> str:
-        """The metric's name in queries. A counter's name ends in `_total`. A histogram's name is without `_bucket`,
-        `_sum` and `_count`."""
+        """The metric's name in queries. A counter's name ends in `_total`. A histogram's name does not include the
+        suffixes `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.type == "counter" else self.name
 
 

@@ -190,8 +190,8 @@ class MonitoringSection(Config):
 
 
 class TracingSection(Config):
-    """The settings for traces of requests and jobs. They are sent to a collector as OpenTelemetry's OTLP over HTTP.
-    Tracing is off if no address is set."""
+    """The settings for traces of requests and jobs. The traces are sent to a collector as OpenTelemetry's OTLP over
+    HTTP. Tracing is off if no address is set."""
 
     otlp: Annotated[str, Field(pattern=r"^(https?://[^\s/@?#]+[^\s@?#]*)?$", max_length=2048)] = ""
     """The collector's base URL, such as `http://127.0.0.1:4318`; `/v1/traces` is added."""

@@ -62,9 +62,9 @@ def cloud_files(file: Mapping[str, object], sections: Mapping[str, CloudSection]
 def node_type_sources(
     file: Mapping[str, object], sections: Mapping[str, CloudSection], owned: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the source of each node type, including the head's: the name of its section in `providers`, `hosts`,
-    `slurm`, or the type of the file's own provider. `owned` maps the node types of own machines and of Slurm to their
-    sources."""
+    """Returns the source of each node type, including the head's. The source is the name of a section in `providers`,
+    the word `hosts` or `slurm`, or the type of the file's own provider. `owned` maps the node types of own machines and
+    of Slurm to their sources."""
     section = file.get("provider")
     main = str(section.get("type")) if isinstance(section, Mapping) else ""
     sources = {name: owned.get(name, main) for name in _types(file)}

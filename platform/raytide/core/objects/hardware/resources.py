@@ -1,13 +1,13 @@
 """The keywords for the resources that work needs on each node, the same in the SDK, on the command line and in specs.
 
-    gpus="H100:8"       whole GPUs, of any model or of one; also 8, or 0.5 for a share of one
+    gpus="H100:8"       8 whole GPUs of this model; 8: of any model; 0.5: half a GPU
     cpus=16             CPUs
-    memory="64GiB"      bytes, or with a unit
-    nodes=(1, 4)        nodes with that much each; a range is elastic
+    memory="64GiB"      bytes, or a text with a unit
+    nodes=(1, 4)        nodes with these resources each; a range makes the gang elastic
     spot=True           spot capacity only; False: on-demand only; None: whichever costs less
     labels={...}        a label selector for the nodes
 
-A `Shape` and a `ServeSpec` hold them in Ray's form: resources by name and a label selector.
+A `Shape` and a `ServeSpec` store these values in Ray's form: resources by name and a label selector.
 """
 
 from __future__ import annotations

@@ -108,9 +108,8 @@ class JobQueries(DatabaseAccess):
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
         """Returns, by type and zone, the counts of nodes that ended without raytide's intention.
 
-        The arguments are texts by which the reason of a node shows its end: `taken_back` for nodes that the provider
-        takes back, `by_provider` for nodes that the provider ended, and `cancelled` for launches that raytide
-        cancelled.
+        The arguments are texts that occur in a node's `reason`: `taken_back` if the provider takes the node back,
+        `by_provider` if the provider ended it, and `cancelled` if raytide cancelled its launch.
         """
         n = t.nodes.c
         was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE

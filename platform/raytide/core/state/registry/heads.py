@@ -2,7 +2,7 @@
 machines.
 
 The head is Ray's GCS, the controller, the API and the gateways of one machine. The head's lease is separate from the
-controller's lease. A small loop renews it, so it can be short even if a tick takes long.
+controller's lease. A small loop renews the head's lease, so the lease can be short even if a tick takes long.
 
 A machine that takes over the lease raises the epoch, and ends the controller's lease in the same transaction. Every
 write by a process of the head checks the epoch (`Database.fence`). So a former head can write nothing from that moment

@@ -1,5 +1,5 @@
-"""API keys in the store. Each change of a key gets a revision number. Gateways ask for the changes after the last
-revision that they know."""
+"""API keys in the store. Each change of a key gets a revision number. A gateway asks for all changes after the last
+revision that it knows."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class SpendingRecords(DatabaseAccess):
         """Reserves amounts of accounts' budgets, each in full or not at all. Returns for each request id the reason of
         the refusal, or "" if the reservation is granted.
 
-        A reservation that exists already is granted again. Before, the reservations of gateways that were last seen
-        before `silent_before_s` are ended.
+        Ends the reservations of gateways that were last seen before `silent_before_s` first. A reservation that exists
+        already is granted again.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
