@@ -33,8 +33,8 @@ class SteadyClock:
     """Wall time without steps. It never goes back, and durations are right even if the machine's clock is set.
 
     When the wall clock steps (by NTP, a suspend or an operator), this clock catches up gradually. For example, after a
-    step of one hour it runs a quarter faster, or slower, for four hours. Until then, `wall_ahead_s` is the difference.
-    Thread-safe.
+    step of one hour it runs a quarter faster, or slower, for four hours. Meanwhile, `wall_ahead_s` is the difference
+    between the two clocks. Thread-safe.
     """
 
     def __init__(self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic):

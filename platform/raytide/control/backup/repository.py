@@ -106,8 +106,8 @@ class Repository:
         return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", self.url)
 
     def init(self, like: Repository | None = None) -> bool:
-        """Creates the repository. Returns False if it exists already. With `like`, both repositories cut files at the
-        same places, so that copied snapshots share their chunks.
+        """Creates the repository. Returns False if it exists already. With `like`, the new repository cuts files at the
+        same places as the repository `like`, so that copied snapshots share their chunks.
 
         Raises StorageError if the repository exists with another password.
         """

@@ -104,7 +104,7 @@ class Quarantine:
             return default
 
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
-        """Runs a stage on the snapshot without the quarantined records, except those whose retry is due.
+        """Runs a stage of the tick. Quarantined records are left out of the snapshot, unless their retry is due.
 
         Returns the snapshot that the stage handled, and the stage's result. The result is None if the stage raises even
         without any records.

@@ -41,7 +41,7 @@ def spawn(
     """Starts a process in its own session. Its output goes to `logs/<what>.log`, and its pid is recorded in
     `pids/<what>.json`.
 
-    If it cannot be recorded, the process is ended again and StorageError is raised.
+    If the pid cannot be recorded, the process is ended again and StorageError is raised.
     """
     process = start(what, argv, run_dir=run_dir, environment=environment, pass_fds=pass_fds)
     try:

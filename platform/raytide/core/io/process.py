@@ -83,7 +83,8 @@ class Process:
             os.close(fd)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the process to end. Returns False if it still runs after the timeout. None waits without limit."""
+        """Waits for the process to end. Returns False if it still runs after the timeout. A timeout of None means no
+        limit."""
         fd = self.open()
         if fd is None:
             return True

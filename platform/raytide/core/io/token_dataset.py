@@ -147,7 +147,7 @@ class TokenManifest(Config):
 
     @property
     def files(self) -> list[DatasetFile]:
-        """All files of which the manifest has the hash."""
+        """All files whose hash is in the manifest."""
         beside = [self.source.samples, self.source.cleaning, self.source.signatures, *self.texts]
         return [file for file in [*chain(*((s, s.index) for s in self.shards)), *beside] if file is not None]
 

@@ -123,8 +123,7 @@ class GatewaySection(Config):
     """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
 
     def demands_keys(self, *, is_loopback: bool) -> bool:
-        """Returns whether requests need an API key. With `auto`, this depends on whether the gateway listens on
-        loopback."""
+        """Returns whether requests need an API key. `auto` means yes, unless the gateway listens on loopback."""
         return not is_loopback if self.require_keys == "auto" else self.require_keys
 
 
@@ -149,7 +148,8 @@ class SftpSection(Config):
 
 
 class BackupSection(Config):
-    """The settings of backups through restic, which `raytide backup` and a scheduled process of the cluster make."""
+    """The settings of backups through restic, made by `raytide backup` or, on a schedule, by a process of the
+    cluster."""
 
     repository: Annotated[str, Field(min_length=1, max_length=4096)]
     """The repository: a path or a restic URL, such as `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path` or

@@ -289,8 +289,8 @@ LIVE_FIELDS = frozenset({"adapters", "inputs", "prefill", "weights"})
 
 
 def adapter_id(name: str, location: str) -> str:
-    """Returns the name by which engines know an adapter. It contains the adapter's location. So an engine can load a
-    changed adapter while running requests finish with the old one."""
+    """Returns the name by which engines know an adapter. It contains a hash of the adapter's location. So an engine can
+    load a changed adapter while running requests finish with the old one."""
     return f"{name}-{blake2s(location.encode(), digest_size=4).hexdigest()}"
 
 

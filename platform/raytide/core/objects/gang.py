@@ -244,4 +244,4 @@ class GangClient(LeaseClient, Protocol):
     """A LeaseClient that can release the lease, too. The holder of a GANG job uses it."""
 
     def release(self, job_id: str, *, error: str = "") -> None:
-        """Releases the lease, because the work is done or has failed. `error` describes the failure."""
+        """Releases the lease. `error` is empty if the work is done, else it describes why the work failed."""

@@ -36,7 +36,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Records that a subject (job, lease or endpoint) waits: what it waits for, and what would help."""
+    """Says that a subject (job, lease or endpoint) waits, what it waits for, and what would help."""
 
     subject: str
     constraint: Literal[
@@ -152,8 +152,8 @@ class Scale:
 class Drain:
     """Drains a node, so that Ray places nothing new on it.
 
-    A drain of kind `idle` fails if anything runs on the node, because Ray refuses it. With kind `notice`, the node
-    leaves at `deadline_s`, whatever runs there.
+    Ray refuses a drain of kind `idle` if anything runs on the node. With kind `notice`, the node leaves at
+    `deadline_s`, whatever runs there.
     """
 
     node_id: str

@@ -22,8 +22,8 @@ _OWN_OPTIONS = (
 
 
 class SlurmJobSection(Config):
-    """The options of `sbatch` for the jobs of one node type. The number of CPUs comes from the node type's resources.
-    The number of GPUs does as well, unless `gres` sets it."""
+    """The options of `sbatch` for the jobs of one node type. The numbers of CPUs and GPUs come from the node type's
+    resources, but `gres` overrides the number of GPUs."""
 
     partition: Word | None = None
     constraint: Word | None = None

@@ -52,7 +52,7 @@ class TransferSection(Config):
     """
 
     def places_of(self, url: str) -> tuple[str, ...]:
-        """Returns the places where the data at `url` is. Returns no place if this is unknown."""
+        """Returns the places where the data at `url` is. Returns an empty tuple if this is unknown."""
         return max(
             ((prefix, places) for prefix, places in self.data.items() if _is_below(url, prefix)),
             key=lambda item: len(item[0]),

@@ -136,8 +136,8 @@ class RolloutRecords(DatabaseAccess):
             return serving(c, name)
 
     def all_serving(self) -> dict[str, Serving]:
-        """Returns, by the endpoint's name, the application and the revision that serve each endpoint with a stored
-        entry."""
+        """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for
+        which none are stored are left out."""
         with self._db.read() as c:
             return all_serving(c)
 
@@ -190,8 +190,8 @@ def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision
 
 
 def serving(c: sa.Connection, name: str) -> Serving:
-    """Returns the application and the revision that serve an endpoint. If the endpoint has no stored entry, they are
-    its first application and its newest revision."""
+    """Returns the application and the revision that serve an endpoint. If none are stored, they are the endpoint's
+    first application and its newest revision."""
     row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
     if row is not None:
         return Serving(row.name, row.application, row.revision, row.previous)
@@ -201,8 +201,8 @@ def serving(c: sa.Connection, name: str) -> Serving:
 
 
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
-    """Returns, by the endpoint's name, the application and the revision that serve each endpoint with a stored
-    entry."""
+    """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for which
+    none are stored are left out."""
     return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
 
 

@@ -60,8 +60,8 @@ class SpendingRecords(DatabaseAccess):
         """Reserves amounts of accounts' budgets, each in full or not at all. Returns for each request id the reason of
         the refusal, or "" if the reservation is granted.
 
-        Ends the reservations of gateways that were last seen before `silent_before_s` first. A reservation that exists
-        already is granted again.
+        First, the reservations of gateways that were last seen before `silent_before_s` are ended. A reservation that
+        exists already is granted again.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
@@ -109,8 +109,8 @@ class SpendingRecords(DatabaseAccess):
         """Bills requests and ends their reservations. It also ends the reservations in `released`. Returns the number
         of newly billed requests.
 
-        A request that was billed before changes nothing. One audit entry covers all new requests. It includes
-        `refused`, the number of refused requests, which are not stored singly.
+        A request that was billed before changes nothing. One audit entry covers all new requests. Refused requests are
+        not stored, but the entry has their number, `refused`.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)
