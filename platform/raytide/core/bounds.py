@@ -156,7 +156,8 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
-    """Returns the text in a form safe for a terminal: storable, without escape sequences, at most `most` characters."""
+    """Returns the text in a form safe for a terminal: changed as by `storable`, without escape sequences, and at most
+    `most` characters long."""
     return _BARE_CONTROL.sub("\ufffd", storable(shortened(text, most)))
 
 

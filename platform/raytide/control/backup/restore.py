@@ -94,8 +94,8 @@ def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest
 def restore_cluster(
     repository: Repository, snapshot: RepositorySnapshot, run_dir: Path, *, state_url: str | None = None
 ) -> Restored:
-    """Restores a lost cluster into this run folder. Restores the folders that the cluster's state names to their
-    original paths."""
+    """Restores a lost cluster into this run folder, and the cluster's datasets, models, checkpoints and other folders
+    to their original paths."""
     with working(run_dir.name):
         work_dir = work_dir_of(run_dir.name)
         for left in work_dir.glob(f"{_SCRATCH}*"):

@@ -64,7 +64,7 @@ def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
 
 def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
     """Returns for each waiting job, lease or endpoint the reason why it waits. The reason comes from the plan. For an
-    admitted job, it says why the lease is not active yet."""
+    admitted job, the reason says why the job's lease is not active yet."""
     waiting = {
         a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
         for a in plan.actions

@@ -165,8 +165,8 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge with several values, one for each set of its last labels. Its first labels are given when it
-    is read. Only one thread may change it."""
+    """A counter or gauge with one value for each combination of its last labels. The first labels are added when the
+    values are read. Only one thread may change it."""
 
     __slots__ = ("_metric", "_values")
 

@@ -18,8 +18,8 @@ KEPT_REVISIONS = 100
 
 
 def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
-    """Adds a revision of an endpoint and returns its number. If the newest revision has the same team and spec, nothing
-    is added, and the newest number is returned. `is_new` always adds a revision.
+    """Adds a revision of an endpoint and returns its number. If the newest revision has the same team and spec, adds
+    nothing and returns the newest number. With `is_new`, a revision is always added.
 
     The caller must have locked the endpoint's row.
     """
