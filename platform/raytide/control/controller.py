@@ -83,7 +83,7 @@ _FORECAST_S = 10.0
 class Controller:
     """The control loop of a cluster: observe, decide, record, apply.
 
-    `tick` is one pass; `run` repeats it every `tick_s`, and at once when the provider reports an event.
+    `tick` is one pass. `run` repeats it every `tick_s` seconds, and at once when the provider reports an event.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:
@@ -132,9 +132,10 @@ class Controller:
         self._wake_pipe.write()
 
     def tick(self) -> Plan:
-        """Runs one pass and returns its plan.
+        """Runs one pass of the loop, and returns the plan of the pass.
 
-        Raises only if the store fails, because nothing may be done without it. The next tick observes everything again.
+        Raises only if the store fails, because nothing may be done without the store. The next tick observes everything
+        again.
         """
         began_s = time.monotonic()
         now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()

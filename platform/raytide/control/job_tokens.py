@@ -1,7 +1,7 @@
-"""API tokens of jobs, which managed drivers and the processes of scripts use in place of a user's token.
+"""API tokens of jobs. Managed drivers and the processes of scripts use them instead of a user's token.
 
-A token is the job's id and its HMAC-SHA256 under a key that only raytide's own user can read. Tokens are not stored:
-the API accepts them until the job is over.
+A token consists of the job's id and the id's HMAC-SHA256 under a key that only raytide's own user can read. Tokens are
+not stored. The API accepts a token until its job is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FILE = "job_key.json"
 
 
 def key_in(run_dir: Path) -> bytes:
-    """Returns the cluster's key for job tokens. Creates it with mode 0600 if it is missing."""
+    """Returns the key for job tokens in this folder. If there is no key yet, creates it in a file with mode 0600."""
     path = run_dir / _FILE
     record = read_json(path)
     if record is None:
@@ -33,7 +33,8 @@ def token_of(job_id: str, key: bytes) -> str:
 
 
 def job_named_by(token: str, key: bytes) -> str | None:
-    """Returns the job of this token; None if it is not a job token or was made with another key."""
+    """Returns the id of the job whose token this is. Returns None if the text is not a job token, or was made with
+    another key."""
     job_id, _, code = token.removeprefix(PREFIX).rpartition(".")
     if not token.startswith(PREFIX) or not job_id:
         return None

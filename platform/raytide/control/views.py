@@ -38,7 +38,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: object) -> Any:
-    """Returns a core dataclass or Config as plain JSON values."""
+    """Returns a dataclass of raytide, or a Config, as plain JSON values."""
     return _adapter(type(value)).dump_python(value, mode="json")
 
 
@@ -59,7 +59,7 @@ class AsJson:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The reason why a subject waits, from the last decision."""
+    """The reason why a job, lease or endpoint waits, from the controller's last decision."""
 
     constraint: str
     reason: str
@@ -70,7 +70,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class TeamUse:
-    """A team's usage and spending at the last decision."""
+    """A team's usage and spending at the controller's last decision."""
 
     used: Mapping[str, float]
     """Amounts by resource, for resources with a quota."""
@@ -117,7 +117,7 @@ class Live:
 
 
 def last_pass_s(live_path: Path) -> float:
-    """Returns the time of the controller's last tick, by its clock; 0.0 if unknown."""
+    """Returns the time of the controller's last tick, by the controller's clock. Returns 0.0 if the time is unknown."""
     try:
         at_s = (read_json(live_path) or {}).get("at_s")
     except (OSError, ValueError):
@@ -146,7 +146,7 @@ class JobView(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a replica's output, without what looks like a secret."""
+    """A line of a replica's output. Everything that looks like a secret has been removed from it."""
 
     replica: str
     at: str
@@ -207,7 +207,7 @@ class EndpointStatus(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class RevisionOutcome:
-    """The counts of one revision in a rollout."""
+    """The request counts of one revision in a rollout."""
 
     revision: int
     version: str
@@ -330,7 +330,7 @@ class CostTable(AsJson):
         return sum(row.kwh for row in self.rows)
 
     def co2_kg(self, kwh: float) -> float:
-        """Returns the estimated emissions of this energy in kilograms of CO2."""
+        """Returns the estimated emissions, in kilograms of CO2, of this much energy."""
         return kwh * self.grams_co2_per_kwh / 1000.0
 
     def _repr_html_(self) -> str:

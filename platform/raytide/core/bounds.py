@@ -1,6 +1,6 @@
-"""Limits on user input. Specs, error messages and docs/security.md all use this table.
+"""The limits on user input, as one table that specs, error messages and docs/security.md use.
 
-Each limit is far above what a real cluster needs, and low enough that a tick stays well below a second.
+Each limit is far above what a real cluster needs, yet low enough that a tick stays well below a second.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _image(text: str) -> str:
 
 
 def check_environment(pip: Sequence[str], image: str | None) -> None:
-    """Raises ValueError for packages beside an image: Ray starts a worker either in a container or with packages."""
+    """Raises ValueError if a spec names both pip packages and a container image. Ray starts a worker with one or the
+    other."""
     if pip and image is not None:
         raise ValueError(
             "image cannot be combined with pip: install the packages in the image, or leave one of them out"
@@ -140,7 +141,8 @@ Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 
 
 def storable(text: str) -> str:
-    """Returns the text as databases and JSON encoders accept it: without NULs, and with U+FFFD for lone surrogates."""
+    """Returns the text in a form that databases and JSON encoders accept. NULs are removed, and lone surrogates become
+    U+FFFD."""
     return _UNSTORABLE.sub(lambda found: "" if found[0] == "\0" else "\ufffd", text)
 
 
@@ -154,14 +156,15 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
-    """Returns the text in a form safe for a terminal: storable, without escape sequences, at most `most` characters."""
+    """Returns the text in a form safe for a terminal: changed as by `storable`, without escape sequences, and at most
+    `most` characters long."""
     return _BARE_CONTROL.sub("\ufffd", storable(shortened(text, most)))
 
 
 def problem_of(data: object, most_bytes: int = MOST_SPEC_BYTES) -> str:
-    """Returns why a spec's raw data is unacceptable regardless of its schema; empty if it is acceptable.
+    """Returns why the raw data of any spec is unacceptable. Returns an empty text if it is acceptable.
 
-    It checks size, depth, and values that JSON or a database cannot hold.
+    The schema is not checked. The checks cover the size, the depth, and values that JSON or a database cannot hold.
     """
     left, stack = most_bytes, [(data, 0)]
     while stack:

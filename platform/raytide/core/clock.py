@@ -1,4 +1,4 @@
-"""Clocks. Decisions read the time from a Snapshot; loops get a Clock, and tests a VirtualClock."""
+"""The clocks. Decisions take the time from a Snapshot. Loops are given a Clock, and tests a VirtualClock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Clock(Protocol):
         """Returns seconds since the epoch."""
 
     def wall_ahead_s(self) -> float:
-        """Returns the seconds by which the wall clock, and so the timestamps of other processes, are ahead of
-        `now_s`."""
+        """Returns by how many seconds the wall clock is ahead of `now_s`. The timestamps of other processes are ahead
+        by as much."""
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -30,10 +30,11 @@ MOST_S = 86_400.0
 
 
 class SteadyClock:
-    """Wall time without steps: it never goes back, and durations are right even if the machine's clock is set.
+    """Wall time without steps. It never goes back, and durations are right even if the machine's clock is set.
 
-    After a step of the wall clock (NTP, suspend, an operator) this clock catches up gradually: after a step of one hour
-    it runs a quarter faster, or slower, for four hours. Until then `wall_ahead_s` is the difference. Thread-safe.
+    When the wall clock steps (by NTP, a suspend or an operator), this clock catches up gradually. For example, after a
+    step of one hour it runs a quarter faster, or slower, for four hours. Meanwhile, `wall_ahead_s` is the difference
+    between the two clocks. Thread-safe.
     """
 
     def __init__(self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic):
@@ -42,15 +43,14 @@ class SteadyClock:
         self._now_s, self._at_s = wall_s(), monotonic_s()
 
     def go_on_from(self, at_s: float) -> None:
-        """Advances the clock to `at_s`, the last time of an earlier process. A time over a day ahead is ignored,
-        because the clock of that process was wrong.
-        """
+        """Advances the clock to `at_s`, the last time that an earlier process read. A time more than a day ahead is
+        ignored, because the clock of that process must have been wrong."""
         with self._lock:
             if self._now_s < at_s <= self._now_s + MOST_S:
                 self._now_s = at_s
 
     def read(self) -> tuple[float, float]:
-        """Returns the time, and how far the wall clock is ahead of it, in seconds."""
+        """Returns this clock's time, and the seconds by which the wall clock is ahead of it."""
         with self._lock:
             wall_s, at_s = self._wall_s(), self._monotonic_s()
             passed_s = max(0.0, at_s - self._at_s)
@@ -71,7 +71,7 @@ def _steady() -> SteadyClock:
 
 
 class SystemClock:
-    """The steady clock of this process."""
+    """The clock of this process: a SteadyClock that the whole process shares."""
 
     def go_on_from(self, at_s: float) -> None:
         _steady().go_on_from(at_s)
@@ -88,7 +88,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """Time that only `sleep` and `advance` move."""
+    """A clock for tests. Only `sleep` and `advance` move its time."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -106,12 +106,13 @@ class VirtualClock:
 
 
 def utc(at_s: float) -> str:
-    """Formats a time as `14:03:07 UTC`. Reasons use it because, unlike a duration, it reads the same in every tick."""
+    """Formats a time as `14:03:07 UTC`, for the reasons of decisions. Unlike a duration, a time reads the same in every
+    tick."""
     return datetime.fromtimestamp(at_s, tz=UTC).strftime("%H:%M:%S UTC")
 
 
 def ago(seconds: float | None) -> str:
-    """Formats a duration as `7s`, `3m` or `2h05m`."""
+    """Formats a duration as `7s`, `3m07s` or `2h05m`. None becomes `-`."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))
@@ -131,9 +132,8 @@ _HOW = "use 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seco
 
 
 def parse_deadline(value: object) -> Due:
-    """Parses a datetime with a time zone, or a time from now: a timedelta, seconds, or `1d12h`. Raises ValueError for
-    other values.
-    """
+    """Converts a deadline to a datetime, or to a timedelta from now. The value is a datetime with a time zone, a
+    timedelta, a number of seconds, or a text such as `1d12h`. Raises ValueError for other values."""
     try:
         due = _deadline_of(value.strip()) if isinstance(value, str) else value
         if isinstance(due, int | float) and not isinstance(due, bool):
@@ -159,7 +159,8 @@ def deadline_text(due: Due) -> str:
 
 
 def moment(at_s: float) -> str:
-    """Returns a text such as `Nov 22 19:40 UTC`, coarse so that reasons do not change each tick. Accepts any number."""
+    """Formats a time as `Nov 22 19:40 UTC`, for the reasons of decisions. Without seconds, a reason does not change in
+    each tick. Accepts any number."""
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 

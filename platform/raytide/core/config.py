@@ -1,4 +1,4 @@
-"""The base class of config files and specs, and the only place that reads raytide's environment variables."""
+"""The base class of config files and specs, and the functions through which raytide reads its environment variables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raytide.core.errors import ConfigError
 
 
 class Config(BaseModel):
-    """A frozen model. An unknown key is an error that names the closest known key.
+    """A frozen pydantic model. An unknown key raises an error that names the closest known key.
 
-    Numbers are finite. Texts have a maximum length; because of that limit pydantic also rejects lone surrogates.
+    Numbers must be finite. Texts have a maximum length. Because of this limit, pydantic also rejects lone surrogates.
     """
 
     model_config = ConfigDict(
@@ -35,7 +35,8 @@ class Config(BaseModel):
 
     @classmethod
     def parse(cls, data: Mapping[str, object], *, where: str) -> Self:
-        """Validates the data. Raises one ConfigError that names each bad field of `where`."""
+        """Validates the data and returns the model. Raises one ConfigError that names all bad fields. `where` names the
+        input in that error."""
         if problem := bounds.problem_of(data, cls.most_bytes):
             raise ConfigError(f"{bounds.printable(where, 200)}: {problem}.", hint="Reduce or remove it.")
         try:
@@ -48,7 +49,7 @@ class Config(BaseModel):
 
 
 def load_yaml(path: Path | str) -> dict[str, object]:
-    """Returns a YAML file's top-level mapping. Raises ConfigError if it cannot be read or parsed."""
+    """Returns the top-level mapping of a YAML file. Raises ConfigError if the file cannot be read or parsed."""
     import yaml
 
     try:
@@ -65,17 +66,17 @@ def load_yaml(path: Path | str) -> dict[str, object]:
 
 
 def home() -> Path:
-    """Returns the folder of the clusters' run folders: RAYTIDE_HOME, else ~/.raytide."""
+    """Returns the folder that contains the clusters' run folders: RAYTIDE_HOME if it is set, else ~/.raytide."""
     return Path(os.environ.get("RAYTIDE_HOME") or Path.home() / ".raytide")
 
 
 def environment(name: str) -> str | None:
-    """Returns the value of RAYTIDE_<name>; None if it is unset or empty."""
+    """Returns the value of the environment variable RAYTIDE_<name>, or None if it is unset or empty."""
     return os.environ.get(f"RAYTIDE_{name}") or None
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version of an installed Python package; None if it is not installed."""
+    """Returns the version of an installed Python package, or None if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -33,7 +33,7 @@ from typing import ClassVar
 
 
 class RaytideError(Exception):
-    """An error with a message that names the object, and a hint about what to do."""
+    """An error whose message names the affected object, with a hint about what to do."""
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
@@ -51,7 +51,7 @@ class RaytideError(Exception):
         return _rebuild, (type(self), self.message, self.hint)
 
     def to_json(self) -> dict[str, str]:
-        """Returns the wire format, which `from_json` turns back into the same class."""
+        """Returns the error as JSON for the network. `from_json` turns it back into an error of the same class."""
         return {"code": self.code, "message": self.message, "hint": self.hint}
 
 
@@ -175,6 +175,6 @@ def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
 
 
 def from_json(body: dict[str, str]) -> RaytideError:
-    """Returns the error that `to_json` described; an unknown code becomes a plain RaytideError."""
+    """Returns the error that `to_json` encoded. An unknown code becomes a plain RaytideError."""
     cls = _tree(RaytideError).get(body.get("code", ""), RaytideError)
     return cls(body.get("message", "unknown error"), hint=body.get("hint", ""))

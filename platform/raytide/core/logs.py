@@ -1,7 +1,7 @@
-"""JSON-lines logging: one object a line, for grep and for log collectors.
+"""Logging as JSON lines: one object per line, for grep and for log collectors.
 
-Modules use `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is
-constant, and fields hold what varies. A process calls `log_to` once; otherwise Python's usual logging applies.
+Modules use `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`. The message is
+constant, and the fields hold what varies. A process calls `log_to` once. Before that, Python's usual logging applies.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def _fields_of(record: logging.LogRecord) -> dict[str, object]:
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger with fields that are part of each of its lines."""
+    """A logger that adds fixed fields to each of its lines."""
 
     def __init__(self, logger: logging.Logger, fields: MutableMapping[str, object]) -> None:
         super().__init__(logger, fields)
         self._fields = fields
 
     def bind(self, **fields: object) -> Log:
-        """Returns a logger with these fields in addition to its own, as in `log.bind(job=job.id)`."""
+        """Returns a logger that adds these fields, and this logger's own fields, to its lines:
+        `log.bind(job=job.id)`."""
         return Log(self.logger, {**self._fields, **fields})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -69,10 +70,10 @@ def logger(name: str, **fields: object) -> Log:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as JSON: {"at", "level", "logger", "message", the fields, and "traceback" if there is an
-    exception}.
+    """Formats a log record as a JSON object with "at", "level", "logger", "message" and the record's fields. If there
+    is an exception, "traceback" is added.
 
-    What looks like a secret is removed.
+    Everything that looks like a secret is removed.
     """
 
     def __init__(self, **fields: object) -> None:

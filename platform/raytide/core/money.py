@@ -1,6 +1,7 @@
-"""Money as integer micro-dollars: prices in micro-dollars an hour, times in integer microseconds.
+"""Money as integer micro-dollars. Prices are in micro-dollars an hour, and times in integer microseconds.
 
-The cost of an interval is a difference of rounded cumulative costs, so the costs of its parts sum to it exactly.
+The cost of an interval is the difference of two rounded cumulative costs. The costs of the interval's parts thus sum to
+its cost exactly.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ def to_us(seconds: float) -> int:
 
 
 def month_of(us: int) -> str:
-    """Returns the month in UTC, such as `2026-11`, whose budget pays for an interval that began at `us`."""
+    """Returns the month in UTC, such as `2026-11`, in which the time `us` lies. The budget of this month pays for an
+    interval that began at `us`."""
     return datetime.fromtimestamp(us // MICRO, UTC).strftime("%Y-%m")
 
 
 def cumulative(price_micro_usd_h: int, since_us: int, until_us: int) -> int:
-    """Returns the cost of [since, until), rounded half up to a micro-dollar."""
+    """Returns the cost of the time from `since_us` to `until_us`, rounded half up to a micro-dollar."""
     if until_us < since_us:
         raise ValueError(f"an interval cannot end ({until_us}) before it starts ({since_us})")
     return (price_micro_usd_h * (until_us - since_us) + _HOUR_US // 2) // _HOUR_US
 
 
 def interval_cost(price_micro_usd_h: int, origin_us: int, from_us: int, to_us: int) -> int:
-    """Returns the cost of the part [from, to) of a lifetime that began at `origin`. The costs of adjacent parts sum to
-    the cost of the whole exactly.
-    """
+    """Returns the cost of the interval [from, to) of a node whose billing began at `origin`. The costs of adjacent
+    intervals sum exactly to the cost of both together."""
     return cumulative(price_micro_usd_h, origin_us, to_us) - cumulative(price_micro_usd_h, origin_us, from_us)
 
 
 def split(amount: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Splits an amount by weight with largest remainders; the parts sum to it exactly. Ties go to the smaller key."""
+    """Splits an amount by weight, with the largest-remainder method. The parts sum exactly to the amount. Ties go to
+    the smaller key."""
     total = sum(weights.values())
     if total <= 0:
         raise ValueError("weights must sum to more than zero")
@@ -56,6 +58,6 @@ def split(amount: int, weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def format_usd(amount_micro_usd: int) -> str:
-    """Formats as `$1.23`, with six digits below ten cents so that small runs do not look free."""
+    """Formats an amount as `$1.23`. Amounts below ten cents get six digits, so that small runs do not look free."""
     usd = amount_micro_usd / MICRO
     return f"${usd:,.2f}" if amount_micro_usd == 0 or abs(usd) >= 0.1 else f"${usd:.6f}"

@@ -1,7 +1,7 @@
-"""All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new Ray version.
+"""All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new version of Ray.
 
-Ray is imported lazily. The only other private import is in ray_serve/policy.py, which Serve runs by value where raytide
-may not be installed.
+Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve runs that file by value, where
+raytide may not be installed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ GcsClient = Any
 
 
 def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
-    """Returns a client that needs no driver connection. Raises OSError at once if nothing listens; Ray would block for
-    40 s."""
+    """Returns a GCS client that needs no driver connection. Raises OSError at once if nothing listens, because Ray
+    would block for 40 s."""
     from ray import _raylet
 
     host, _, port = address.rpartition(":")
@@ -27,9 +27,8 @@ def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
 
 
 def gcs_address_here() -> str:
-    """Returns the GCS address of this machine's cluster: RAY_ADDRESS, else the address that `ray start` recorded; empty
-    if there is none.
-    """
+    """Returns the GCS address of this machine's cluster: RAY_ADDRESS, else the address that `ray start` recorded. Empty
+    if there is neither."""
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
@@ -37,7 +36,7 @@ def gcs_address_here() -> str:
 
 
 def dashboard_url(client: GcsClient) -> str:
-    """Returns the URL of Ray's dashboard and job service; empty until it has started."""
+    """Returns the URL of Ray's dashboard and job service. Empty until the dashboard has started."""
     from ray._private import ray_constants
 
     key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
@@ -46,7 +45,7 @@ def dashboard_url(client: GcsClient) -> str:
 
 
 def connected_gcs() -> GcsClient:
-    """Returns this process's GCS client; available after `ray.init`."""
+    """Returns this process's GCS client, which exists after `ray.init`."""
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
@@ -55,7 +54,7 @@ def connected_gcs() -> GcsClient:
 
 
 def agent_address() -> str:
-    """Returns `host:port` of the HTTP server of the agent on this process's node; empty if it has not started yet."""
+    """Returns `host:port` of the HTTP server of this node's agent. Empty until the agent has started."""
     import ray
     from ray._private import ray_constants
     from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
@@ -78,14 +77,15 @@ def output_files() -> tuple[str, ...]:
 
 
 def is_without_ray() -> bool:
-    """Returns whether Ray would start its own cluster in this process on first use."""
+    """Returns whether the first use of Ray in this process would start a new local cluster."""
     import ray
 
     return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
 
 
 def hush_node_deaths() -> None:
-    """Stops Ray from printing the last lines of dead raylets on every driver's stdout, even with `log_to_driver=False`.
+    """Stops Ray from printing the last lines of dead raylets on the stdout of every driver. Ray prints these lines even
+    with `log_to_driver=False`.
 
     raytide's drivers learn of lost nodes from their leases, and their output belongs to the user.
     """
@@ -95,9 +95,8 @@ def hush_node_deaths() -> None:
 
 
 def use_ray_at(environment: Mapping[str, str]) -> None:
-    """Makes this process connect to Ray as these variables say. Ray reads its token settings at import, so this reads
-    them again.
-    """
+    """Makes this process connect to Ray as these environment variables say. Ray reads its token settings when it is
+    imported, so this function makes Ray read them a second time."""
     from ray import _raylet
 
     os.environ.update(environment)
@@ -105,7 +104,7 @@ def use_ray_at(environment: Mapping[str, str]) -> None:
 
 
 def autoscaler_messages() -> Any:
-    """Returns Ray's generated protobuf module, which has no types."""
+    """Returns Ray's generated protobuf module, which has no type annotations."""
     from ray.core.generated import autoscaler_pb2
 
     return autoscaler_pb2
@@ -118,7 +117,8 @@ def label_in_operator() -> int:
 
 
 def combine_bundles(requests: Iterable[Any]) -> list[Any]:
-    """Returns the bundles of a placement group; those that must share a node (STRICT_PACK) are combined into one."""
+    """Returns the resource requests of a placement group's bundles. The requests that must share a node (STRICT_PACK)
+    are combined into one."""
     from ray.autoscaler.v2.utils import ResourceRequestUtil
 
     return list(ResourceRequestUtil.combine_requests_with_affinity(list(requests)))
@@ -139,7 +139,7 @@ def serve_controller() -> Any:
 
 
 def kill_serve_actor(actor_name: str) -> bool:
-    """Kills a replica's actor; returns whether it was there."""
+    """Kills the actor of a Serve replica. Returns whether the actor existed."""
     import ray
     from ray.serve._private.constants import SERVE_NAMESPACE
 
@@ -151,9 +151,8 @@ def kill_serve_actor(actor_name: str) -> bool:
 
 
 def replica_node(actor_name: str) -> str:
-    """Returns Ray's id of the node of a starting Serve replica, before Serve reports it; empty if the replica has no
-    node yet.
-    """
+    """Returns Ray's id of the node on which a Serve replica starts, before Serve reports it. Empty if the replica has
+    no node yet."""
     import ray
     from ray._private import state
     from ray.serve._private.constants import SERVE_NAMESPACE
@@ -167,7 +166,7 @@ def replica_node(actor_name: str) -> str:
 
 
 def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """Returns Ray's ids of the nodes of each placement group's bundles, by the group's name."""
+    """Returns, by the name of each placement group, Ray's ids of the nodes of its bundles."""
     from ray.util.placement_group import placement_group_table
 
     return {
@@ -188,10 +187,11 @@ _NODE_PORTS = (
 
 
 def start_raylet(parameters: Mapping[str, Any]) -> int:
-    """Starts a node's raylet with these RayParams and returns its pid at once; it joins the cluster seconds later.
+    """Starts a node's raylet with these RayParams and returns its pid at once. The raylet joins the cluster seconds
+    later.
 
-    This replaces `ray start`, which has three problems. Two calls in one second choose the same socket name, and one
-    raylet dies. Ray ends a node that does not join within 30 s, which a busy machine may need. And Ray does not pass on
+    This replaces `ray start`, which has three problems. Two calls within one second choose the same socket name, and
+    one raylet dies. Ray ends a node that does not join within 30 s, which a busy machine may need. Ray does not pass on
     the port of the dashboard agent, so the raylet waits for the agent to report it, and aborts after 15 s.
     """
     from ray import _raylet
@@ -231,22 +231,23 @@ def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
 
 
 def with_environment(command: str, variables: Mapping[str, Any]) -> str:
-    """Returns the command with these variables set, as Ray's updater sends it."""
+    """Returns the shell command with these environment variables set, in the form in which Ray's updater sends
+    commands."""
     from ray.autoscaler._private.command_runner import _with_environment_variables
 
     return str(_with_environment_variables(command, dict(variables)))
 
 
 def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
-    """Returns a new NodeProvider for a `provider` section. It bypasses Ray's cache, which holds only one for each
-    type."""
+    """Returns a new NodeProvider for a `provider` section. Ray's cache is bypassed, because it holds only one
+    NodeProvider for each type."""
     from ray.autoscaler._private.providers import _get_node_provider
 
     return _get_node_provider(dict(section), cluster_name, use_cache=False)
 
 
 def bootstrapped_config(file: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns cluster.yaml as completed by the bootstrap of Ray's provider. The bootstrap may create keys, security
+    """Returns cluster.yaml as Ray's bootstrap for its provider completes it. The bootstrap may create keys, security
     groups and the like in the cloud."""
     from ray.autoscaler._private.providers import _get_node_provider_cls
 
@@ -256,7 +257,8 @@ def bootstrapped_config(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_tags(config: Mapping[str, Any], node_type: str) -> dict[str, str]:
-    """Returns the tags that Ray's autoscaler gives a new worker, which `ray down` and `ray exec` look for."""
+    """Returns the tags that Ray's autoscaler gives to a new worker. `ray down` and `ray exec` find the worker by these
+    tags."""
     from ray.autoscaler import tags
     from ray.autoscaler._private.util import hash_launch_conf
 
@@ -277,7 +279,8 @@ def is_set_up(tags: Mapping[str, str]) -> bool:
 def set_up_worker(
     cloud: Any, config: Mapping[str, Any], cloud_id: str, node_type: str, commands: list[str], process_runner: Any
 ) -> None:
-    """Copies files and runs the initialization, set-up and start commands over ssh. Raises if a command fails."""
+    """Sets up a worker over ssh: copies files and runs the initialization, set-up and start commands. Raises an error
+    if a command fails."""
     from ray.autoscaler._private.updater import NodeUpdater
     from ray.autoscaler._private.util import hash_runtime_conf
 

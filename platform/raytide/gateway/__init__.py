@@ -1,3 +1,2 @@
-"""The gateway: the cluster's OpenAI address. `model` in a request names the endpoint, whose replicas are reached over
-their own sockets.
-"""
+"""The gateway: the OpenAI-compatible address of the whole cluster. `model` in a request names the endpoint. The gateway
+reaches the endpoint's replicas over the replicas' own sockets."""

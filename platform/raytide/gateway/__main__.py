@@ -56,11 +56,11 @@ def serve(
     announce_page: Callable[[str], None] = lambda address: None,
     tracing: RequestTracing | None = None,
 ) -> None:
-    """Serves until SIGTERM, then finishes running requests, for at most a few seconds.
+    """Serves requests until SIGTERM. Then it finishes running requests, for at most a few seconds.
 
-    `files` is the folder of files and batches. `announce_page` is called with the address of the process's metrics
-    page. The process accepts connections once it knows which endpoints exist; until then the other processes on the
-    port get them.
+    `files` is the folder of uploaded files and batches. `announce_page` is called with the address of the process's
+    metrics page. The process accepts connections once it knows which endpoints exist. Until then, the other processes
+    on the port get the connections.
     """
     models = EndpointModels(name, HostedApis.from_environment(hosted))
 
@@ -129,7 +129,7 @@ def serve(
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket for `serve` to listen on, on a port that other gateway processes share."""
+    """Returns a socket on which `serve` listens. Other gateway processes can share its port."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,4 +1,5 @@
-"""The gateway's HTTP app: OpenAI's routes for every endpoint, by model or by a path that names the endpoint.
+"""The gateway's HTTP app. It has OpenAI's routes for all endpoints. A request names its endpoint as `model`, or by a
+path that contains the endpoint's name.
 
 The app's middleware identifies the sender of a request before the body is read.
 """
@@ -40,9 +41,8 @@ def create_app(
     tracing: RequestTracing | None = None,
     responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """Returns the app. `start` is a context around the app's life: it is entered before the first request and left
-    after the last. Without `responses` each process stores its own responses.
-    """
+    """Returns the HTTP app. `start` is a context that is entered before the first request and left after the last one.
+    If `responses` is None, each process stores its responses separately."""
     app = openai_app(models, asynccontextmanager(lambda _: start()), responses)
     app.add_middleware(Authentication, tenancy=tenancy)
     if tracing is not None:
@@ -93,11 +93,13 @@ class EndpointPaths:
 
 
 class Authentication:
-    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and vLLM's routes that compute.
+    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and those of vLLM's routes that
+    compute.
 
-    It refuses requests without a valid key, in the format of OpenAI or Anthropic. It belongs inside the middleware that
-    takes the endpoint's name from the path. Other paths, such as `/health`, need no key. Neither do requests that have
-    a caller already: rows of batches, sent by this process.
+    A request without a valid key is refused, with an error in the format of OpenAI or Anthropic. Two kinds of requests
+    need no key: those for other paths, such as `/health`, and those whose caller is known already, which are rows of
+    batches that this process sends. This middleware must be inside EndpointPaths, which takes the endpoint's name from
+    the path.
     """
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:

@@ -1,4 +1,4 @@
-"""The routes of API keys, usage and the audit log, and those that only gateways may use."""
+"""The HTTP routes for API keys, usage and the audit log, and the routes that only gateways may call."""
 
 import asyncio
 import json

@@ -1,7 +1,8 @@
-"""Lists the folders that a copy of the state names: checkpoints, datasets, models, and the files of runs.
+"""Lists the folders that a copy of the state store names: checkpoints, datasets, models, and the files of runs.
 
-Checkpoints, datasets and exported models are sealed: a manifest, written last, has the hash of each of their files. A
-backup leaves incomplete folders out, and a restored folder is compared with the hash that was noted at the backup.
+Checkpoints, datasets and exported models are sealed: a manifest, which is written last, has the hash of each file. A
+backup leaves incomplete folders out. After a restore, the hash of a sealed folder is compared with the hash that the
+backup recorded.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class _Named:
 
 
 def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
-    """Returns the folders and URLs that the copied state names, and the further paths in the configuration."""
+    """Returns the folders and URLs that the copy `state` of the state store names, and the paths that the configuration
+    adds."""
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
     named += [_Named("path", path, "metadata.raytide.backup.paths") for path in paths]
@@ -94,8 +96,8 @@ def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
 
 @contextmanager
 def pinned(contents: Contents) -> Iterator[Contents]:
-    """Yields the contents with each checkpoint replaced by hard links to its files, because its run may remove the
-    checkpoint while it is saved."""
+    """Yields the contents with each checkpoint replaced by a folder of hard links to its files. The links keep the
+    files if the run removes the checkpoint during the backup."""
     places = {Path(each.stored_as).parent / _PINNED for each in contents.folders if each.kind == "checkpoint"}
     try:
         folders = [_pin(each) if each.kind == "checkpoint" else each for each in contents.folders]
@@ -134,8 +136,8 @@ def _pin(folder: SavedFolder) -> SavedFolder | None:
 
 
 def paths_to_save(contents: Contents) -> list[Path]:
-    """Returns the files and folders to save. A run's folder is saved without its checkpoints; those to save are listed
-    as folders of their own."""
+    """Returns the files and folders to save. The folder of a run is saved without its checkpoints. Each checkpoint to
+    save is listed separately."""
     found: dict[Path, None] = {}
     checkpoints = {parent for each in contents.folders if each.kind == "checkpoint" for parent in _above(each.path)}
     for folder in contents.folders:
@@ -153,7 +155,8 @@ def _above(path: str) -> list[Path]:
 
 
 def is_there(folder: SavedFolder) -> bool:
-    """Returns whether a folder still has its files after the backup, because restic skips files that are gone."""
+    """Returns whether a folder still exists after the backup. The check is needed because restic skips files that
+    disappear."""
     path = Path(folder.stored_as)
     if folder.kind != "dataset":
         return path.exists()
@@ -166,9 +169,8 @@ def is_there(folder: SavedFolder) -> bool:
 
 
 def problem_of(folder: SavedFolder, path: Path) -> str:
-    """Returns the problem of a sealed folder that is now at `path`, after reading every byte; an empty text if there is
-    none.
-    """
+    """Returns the problem of a sealed folder that was restored to `path`. Returns an empty text if there is no problem.
+    Reads every byte of the folder."""
     try:
         if folder.kind == "checkpoint":
             manifest.verify(open_store(str(path.parent)), path.name)

@@ -1,7 +1,8 @@
-"""A drill: restores the newest snapshot into a scratch folder, starts a control plane on it, and checks what it holds.
+"""A drill: restores the newest snapshot into a scratch folder, starts a control plane on it, and checks the restored
+state.
 
-A backup that was never restored counts as none. A drill reads the whole snapshot and a part of the rest of the
-repository, measures the time to restore (RTO) and the age of the snapshot (RPO), and touches nothing of the cluster.
+A backup that was never restored proves nothing. A drill reads the whole snapshot and a part of the other data in the
+repository. It measures the time to restore (RTO) and the age of the snapshot (RPO). It does not touch the cluster.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _DAY_S = 86_400.0
 
 
 def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], float] = time.time) -> DrillResult:
-    """Runs a drill, records its result for the metrics and returns it. Raises an error if the drill cannot be run;
-    damage that it finds is part of the result."""
+    """Runs a drill, records the result for the metrics, and returns the result. Damage that the drill finds is part of
+    the result. Raises an error if the drill cannot be run."""
     with working(place.cluster):
         scratch = place.work_dir / f"drill-{secrets.token_hex(4)}"
         for left in place.work_dir.glob("drill-*"):
@@ -105,8 +106,8 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
-    """Yields the problems of the records: it checks the ledger's sums, the audit log's chain, the specs and the hold,
-    and makes one decision."""
+    """Yields the problems of the restored state. It checks the ledger's sums, the audit log's hash chain, the specs of
+    jobs and the hold on the controller, and makes one decision."""
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         booked, kept = (
             c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)

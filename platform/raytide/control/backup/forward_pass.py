@@ -1,7 +1,5 @@
-"""Runs one forward pass of a model directory. Exit code 1 if it fails.
-
-`python -m raytide.control.backup.forward_pass DIR`
-"""
+"""Runs one forward pass of a model directory: `python -m raytide.control.backup.forward_pass DIR`. The exit code is 1
+if the pass fails."""
 
 from __future__ import annotations
 

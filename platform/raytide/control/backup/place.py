@@ -1,4 +1,5 @@
-"""The places of one cluster's backup: what is saved, the repositories, and a folder for work in progress."""
+"""The places of one cluster's backup: the run folder and state that are saved, the repositories, and the work
+folder."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class BackupPlace:
 
 
 def place_of(cluster: str) -> BackupPlace:
-    """Returns the place of a cluster of this machine, running or not. Raises NotFoundError without its run folder,
-    ConfigError if its configuration has no `backup`."""
+    """Returns the backup's places for a cluster of this machine. The cluster need not be running. Raises NotFoundError
+    if the cluster has no run folder, and ConfigError if its configuration has no `backup` section."""
     run_dir = run_dir_of(cluster)
     config_path = run_dir / CONFIG
     if not config_path.exists():
@@ -66,6 +67,6 @@ def place_of(cluster: str) -> BackupPlace:
 
 
 def repository_at(url: str, password_file: str) -> Repository:
-    """Returns the repository at a path or a restic URL; a leading `~` is this user's home."""
+    """Returns the repository at a path or a restic URL. A leading `~` stands for this user's home."""
     where = str(Path(url).expanduser()) if url.startswith("~") else url
     return Repository(where, Path(password_file).expanduser(), home().resolve() / "backup" / ".cache")

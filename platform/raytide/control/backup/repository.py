@@ -1,7 +1,7 @@
-"""A restic repository, through the program `restic`.
+"""A restic repository, used through the program `restic`.
 
 restic cuts files into chunks, encrypts them and stores each distinct chunk once. Each snapshot is complete for readers
-and incremental in storage. Its own file is written last, so a killed backup leaves only unused chunks.
+and incremental in storage. restic writes the snapshot's own file last, so a killed backup leaves only unused chunks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class BackupSummary:
 
 
 def find_restic() -> str:
-    """Returns the path of restic: on the PATH, or where a checkout's `./dev setup` unpacked it. Raises ConfigError if
-    it is in neither place."""
+    """Returns the path of the program restic. It is on the PATH, or where a checkout's `./dev setup` has unpacked it.
+    Raises ConfigError if it is in neither place."""
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     found = shutil.which("restic") or shutil.which("restic", path=unpacked)
     if found is None:
@@ -106,10 +106,10 @@ class Repository:
         return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", self.url)
 
     def init(self, like: Repository | None = None) -> bool:
-        """Creates the repository; returns False if it exists. With `like`, both repositories cut files at the same
-        places, so that copied snapshots share their chunks.
+        """Creates the repository. Returns False if it exists already. With `like`, the new repository cuts files at the
+        same places as the repository `like`, so that copied snapshots share their chunks.
 
-        Raises StorageError if it exists with another password.
+        Raises StorageError if the repository exists with another password.
         """
         if self._call(["cat", "config"], timeout_s=_QUERY_S).returncode == 0:
             return False
@@ -129,10 +129,11 @@ class Repository:
         pass_fds: Sequence[int] = (),
     ) -> BackupSummary:
         """Saves these paths as one snapshot. Files that are unchanged since the snapshot `parent` are not read again.
-        Without a parent, or if it was removed, the cluster's newest snapshot is the parent.
+        If no parent is given, or if the parent was removed, the cluster's newest snapshot is the parent.
 
-        Writes the paths to `list_file`. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
-        as long as restic runs. Raises StorageError, and removes the snapshot, if it lacks other files.
+        The paths are passed to restic in the file `list_file`. Files below the paths in `may_vanish` may be removed
+        during the backup. If the snapshot lacks any other file, it is removed and StorageError is raised. restic
+        inherits the file descriptors `pass_fds`.
         """
         with full_disk_is_an_error(str(list_file)):
             list_file.write_text("".join(f"{path}\n" for path in paths))
@@ -171,11 +172,12 @@ class Repository:
         return self._call([*command, *more], timeout_s=_TRANSFER_S, pass_fds=pass_fds)
 
     def remove(self, snapshot: str) -> None:
-        """Removes a snapshot. Its data stays until the next `forget`, so that a new snapshot can use it again."""
+        """Removes a snapshot from the list. Its data stays in the repository until the next `forget`, so a new snapshot
+        can reuse the data."""
         self._checked(["forget", snapshot], "kept an incomplete snapshot")
 
     def snapshots(self, cluster: str | None = None) -> tuple[RepositorySnapshot, ...]:
-        """Returns raytide's snapshots, oldest first. Raises NotFoundError without the repository."""
+        """Returns raytide's snapshots, oldest first. Raises NotFoundError if the repository does not exist."""
         command = ["snapshots", "--json", "--tag", TAG, *([] if cluster is None else ["--host", cluster])]
         found = json.loads(self._checked(command, "cannot be read").stdout or "null") or []
         listed = (
@@ -190,26 +192,25 @@ class Repository:
         return tuple(sorted(listed, key=lambda each: each.at_s))
 
     def restore(self, snapshot: str, target: Path, *, include: Sequence[str] = ()) -> tuple[str, ...]:
-        """Writes a snapshot's files below `target` under their absolute paths; returns restic's errors, empty if all
-        files were restored.
+        """Writes a snapshot's files below `target`, under their absolute paths. Returns restic's errors, which are
+        empty if all files were restored.
 
-        All data is read from the repository, not from restic's cache. restic checks it against its hashes.
+        All data is read from the repository, not from restic's cache. restic checks the data against its hashes.
         """
         command = ["restore", snapshot, "--target", str(target), "--no-cache"]
         return _problems(self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S))
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
-        """Returns the problems of the repository's structure. With `part`, also reads that part of the data, of `parts`
-        parts counted from 1, and returns its problems.
-        """
+        """Returns the problems of the repository's structure. If `part` is given, reads that part of the data as well,
+        and adds its problems. The data has `parts` parts, counted from 1."""
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
     def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
-        """Removes the snapshots that no rule in `keep` keeps, and the data that no other snapshot uses.
+        """Removes the snapshots that no rule in `keep` keeps, and the data that only those snapshots use.
 
-        Returns the numbers of snapshots kept and removed. The newest snapshot is always kept; without rules, all others
-        are removed.
+        Returns the numbers of snapshots kept and removed. The newest snapshot is always kept. Without rules, all other
+        snapshots are removed.
         """
         rules = [f"--keep-{name}={count}" for name, count in keep.items() if count]
         command = ["forget", "--json", "--prune", "--tag", TAG, "--host", cluster, "--group-by", "host"]
@@ -219,7 +220,7 @@ class Repository:
         return sum(kept for kept, _ in sizes), sum(removed for _, removed in sizes)
 
     def copy_from(self, other: Repository, snapshots: Sequence[str]) -> None:
-        """Copies snapshots from another repository, unless this one has them."""
+        """Copies snapshots from another repository. Snapshots that this repository has already are skipped."""
         self._checked(["copy", *snapshots], "did not take the copy", timeout_s=_TRANSFER_S, other=other)
 
     def _checked(
@@ -328,7 +329,8 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether all files that a snapshot lacks were below a path in `may_vanish` and were removed meanwhile."""
+    """Returns whether the files that a snapshot lacks were all removed during the backup, below a path in
+    `may_vanish`."""
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]
     return (

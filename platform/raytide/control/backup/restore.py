@@ -1,7 +1,7 @@
-"""Restores a snapshot: first into a scratch folder, where it is checked, and from there into its place.
+"""Restores a snapshot: first into a scratch folder, where it is checked, and from there to the original paths.
 
-The folders that the state names are moved first and the state last, so that a killed restore leaves no state that names
-missing folders. Existing files are never overwritten.
+The folders that the state store names are moved first and the state store last. A restore that is killed thus leaves no
+state store that names missing folders. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCRATCH = "restore-"
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A snapshot in a scratch folder."""
+    """A snapshot that was restored into a scratch folder."""
 
     snapshot: RepositorySnapshot
     scratch: Path
@@ -73,9 +73,8 @@ class Restored:
 
 
 def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest") -> RepositorySnapshot:
-    """Returns the snapshot with this id, or the newest, of a cluster; without `cluster`, of any cluster. Raises
-    NotFoundError if there is none, or if those found belong to several clusters.
-    """
+    """Returns a cluster's snapshot with this id, or its newest snapshot. Without `cluster`, the snapshots of all
+    clusters are searched. Raises NotFoundError if none is found, or if those found belong to several clusters."""
     found = repository.snapshots(cluster)
     if id != "latest":
         found = tuple(each for each in found if each.id.startswith(id[:8]))
@@ -95,7 +94,8 @@ def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest
 def restore_cluster(
     repository: Repository, snapshot: RepositorySnapshot, run_dir: Path, *, state_url: str | None = None
 ) -> Restored:
-    """Restores a lost cluster into this run folder, and its folders into their own places."""
+    """Restores a lost cluster into this run folder, and the cluster's datasets, models, checkpoints and other folders
+    to their original paths."""
     with working(run_dir.name):
         work_dir = work_dir_of(run_dir.name)
         for left in work_dir.glob(f"{_SCRATCH}*"):
@@ -119,8 +119,8 @@ def check_is_free(run_dir: Path) -> None:
 
 
 def unpack(repository: Repository, snapshot: RepositorySnapshot, scratch: Path) -> Unpacked:
-    """Restores all of a snapshot into a new scratch folder. Raises StorageError if its manifest or its state is missing
-    or damaged."""
+    """Restores all of a snapshot into a new scratch folder. Raises StorageError if the snapshot's manifest or state is
+    missing or damaged."""
     with full_disk_is_an_error(str(scratch)):
         scratch.mkdir(mode=0o700, parents=True)
     problems = repository.restore(snapshot.id, scratch)
@@ -146,10 +146,10 @@ _EARLIER = "Use an earlier snapshot: `raytide backup list`."
 
 
 def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = None) -> Restored:
-    """Moves the unpacked files into their places; the result names the folders that were moved, and the problems.
+    """Moves the unpacked files to their original paths. The result names the folders that were moved, and the problems.
 
-    `state_url` replaces that of the restored configuration. Raises ConflictError if the run folder or the store holds
-    a cluster. A repeated restore goes on where a killed one stopped.
+    `state_url` replaces the URL of the state store in the restored configuration. Raises ConflictError if the run
+    folder or the state store contains a cluster. A second call continues where a killed restore stopped.
     """
     check_is_free(run_dir)
     restored, problems = [], []
@@ -173,10 +173,10 @@ def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = N
 
 
 def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
-    """Puts a hold into a copied state, so that its controller only observes until `raytide resume`. A second call has
-    no effect.
+    """Puts a hold into a copied state, so that the restored controller only observes until `raytide resume`. A second
+    call has no effect.
 
-    It also skips ids that may have been given out after the backup, and clears the leader that the backup names.
+    It skips ids that may have been given out after the backup, and removes the name of the leading controller.
     """
     order = Order(
         id=f"restore-{snapshot}",
@@ -199,7 +199,7 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
 
 
 def below(root: Path, path: str) -> Path:
-    """Returns the path at which restic restores an absolute path below its target folder."""
+    """Returns the path below `root` at which restic restores a file with this absolute path."""
     return root / path.lstrip("/")
 
 

@@ -21,7 +21,7 @@ FILE = "results.json"
 
 
 class LastRun(Config):
-    """The last successful run of one kind, and the last failure after it."""
+    """The last successful run of a backup task, and the last failure after that run."""
 
     at_s: float = 0.0
     """The time of the run; 0 if there was none. A backup does not have the changes after this time."""
@@ -35,7 +35,7 @@ class LastRun(Config):
 
 
 class DrillResult(Config):
-    """The measurements and findings of a drill."""
+    """The measurements and the problems that a drill found."""
 
     at_s: float
     snapshot: str
@@ -59,14 +59,13 @@ class BackupResults(Config):
 
 
 def work_dir_of(cluster: str) -> Path:
-    """Returns the folder for a cluster's unfinished backups, their lock and their results. It is outside of the run
-    folder, because that may be lost or renamed.
-    """
+    """Returns the folder for a cluster's unfinished backups, their lock and their results. This folder is outside the
+    run folder, because the run folder may be lost or renamed."""
     return home().resolve() / "backup" / cluster
 
 
 def read_results(work_dir: Path) -> BackupResults:
-    """Returns the results; empty ones if there are none, or the file cannot be read."""
+    """Returns the recorded results. The results are empty if nothing is recorded or the file cannot be read."""
     try:
         return BackupResults.parse(read_json(work_dir / FILE) or {}, where=FILE)
     except (OSError, ValueError, RaytideError):
@@ -81,13 +80,13 @@ def record_backup(place: BackupPlace, at_s: float, summary: BackupSummary, took_
 
 
 def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "") -> None:
-    """Records a successful run of `took_s` seconds of the task `kind`: `forget` or `cold`."""
+    """Records that the task `kind` (`forget` or `cold`) succeeded, and that it took `took_s` seconds."""
     _update(place, {kind: LastRun(at_s=time.time(), took_s=took_s, snapshot=snapshot)})
 
 
 @contextmanager
 def failures_recorded(place: BackupPlace, kind: str, now_s: Callable[[], float] = time.time) -> Iterator[None]:
-    """Records an exception of the block for the metrics, and raises it again."""
+    """Records an exception that the block raises, for the metrics. The exception is then raised again."""
     try:
         yield
     except (RaytideError, OSError) as error:

@@ -91,10 +91,10 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
 
 @contextmanager
 def working(cluster: str) -> Iterator[int]:
-    """Holds the lock of a cluster's backups, and yields its file descriptor. Waits a while for another backup to end,
-    and then raises ConflictError.
+    """Holds the lock of a cluster's backups inside the block, and yields the lock's file descriptor. If another backup,
+    restore or drill holds the lock, waits for a while and then raises ConflictError.
 
-    restic inherits the descriptor: if this process is killed, the lock lasts until restic has ended too.
+    restic inherits the descriptor. If this process is killed, the lock is held until restic has ended too.
     """
     folder = work_dir_of(cluster)
     with full_disk_is_an_error(str(folder)):

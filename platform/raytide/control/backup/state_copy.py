@@ -1,7 +1,7 @@
-"""Copies a cluster's state as one consistent whole into a SQLite file, and from such a file into a new store.
+"""Copies a cluster's state store as one consistent whole into a SQLite file, and from such a file into a new store.
 
-A copy of a PostgreSQL store is a SQLite file too. It opens without a server, so a drill needs none, and a cluster can
-move from one kind of store to the other.
+The copy of a PostgreSQL store is a SQLite file, too. A drill can open it without a server, and a cluster can move from
+one kind of store to the other.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def copy_state(url: str, target: Path) -> None:
 
 
 def copy_sqlite(source: Path, target: Path) -> None:
-    """Copies a SQLite file in one step, because a copy in several steps would restart at each write of another
-    process."""
+    """Copies a SQLite file in one step. A copy in several steps would start again whenever another process writes to
+    the file."""
     try:
         with (
             full_disk_is_an_error(str(target)),
@@ -67,7 +67,8 @@ def check_state(file: Path) -> None:
 
 
 def write_state(file: Path, url: str) -> None:
-    """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if it holds anything."""
+    """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if the store is not
+    empty."""
     with closing(Database(f"sqlite:///{file}")) as source:
         source.upgrade()
         _copy_rows(source, url)

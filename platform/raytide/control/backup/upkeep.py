@@ -25,8 +25,8 @@ def due_tasks(
 ) -> tuple[tuple[BackupTask, ...], float]:
     """Returns the tasks that are due, in the order to run them, and the seconds until the next task is due.
 
-    After a failure a task is tried again within five minutes. `started_s` is the start of this process, from which the
-    times of the first drill and clean-up are counted.
+    A failed task is tried again within five minutes. The first drill and the first clean-up are due one period after
+    `started_s`, the start of this process.
     """
     each: list[tuple[BackupTask, LastRun, float]] = [("backup", results.backup, settings.every_s)]
     if settings.cold_repository:
@@ -57,7 +57,7 @@ def create_repositories(place: BackupPlace) -> list[Repository]:
 
 
 def forget(place: BackupPlace) -> tuple[int, int]:
-    """Removes the snapshots that the retention does not keep; returns the numbers of those kept and removed."""
+    """Removes the snapshots that the retention rules do not keep. Returns the numbers of snapshots kept and removed."""
     with working(place.cluster), failures_recorded(place, "forget"):
         began_s = time.monotonic()
         found = place.hot.forget(place.cluster, place.settings.keep.model_dump())
@@ -66,7 +66,8 @@ def forget(place: BackupPlace) -> tuple[int, int]:
 
 
 def copy_to_cold(place: BackupPlace) -> str:
-    """Copies the newest snapshot to the cold repository, and returns its id. Data that is there is not sent again."""
+    """Copies the newest snapshot to the cold repository, and returns its id. Data that the cold repository has
+    already is not sent again."""
     if place.cold is None:
         raise ConfigError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
     with working(place.cluster), failures_recorded(place, "cold"):

@@ -1,6 +1,6 @@
 """Implements `raytide up cluster.yaml`: Ray's cluster launcher starts the head, which runs raytide's controller.
 
-A dry run uses the same launcher and updater, on a provider whose machines only record what is done to them.
+A dry run uses Ray's launcher and updater, too. Its provider does not create machines, but records every step.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class SetUpStep:
 
 
 def up(path: Path, name: str | None = None, *, insecure: bool = False) -> LaunchedHead:
-    """Starts the head, or updates a running one.
+    """Starts the head on a cloud, or updates a running head.
 
-    Raises an error, before anything is done, if the file cannot work or, unless `insecure`, if it would open Ray to
-    others.
+    Checks the file first. Raises an error, before anything is done, if the file cannot work, or if it would open Ray to
+    others. `insecure` skips the second check.
     """
     file, _ = _checked(path, name, insecure)
     from ray.autoscaler import sdk
@@ -71,8 +71,8 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
-    """Returns the steps that `up` and then the controller would take on the head and on one node of each type, without
-    taking them."""
+    """Returns the steps that would set up the head and one node of each type: the steps of `up`, and later those of the
+    controller. Takes none of these steps."""
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []

@@ -1,4 +1,5 @@
-"""The record of a running cluster, embedded or with a head on a cloud: its run folder, addresses and processes."""
+"""The record of a running cluster: its run folder, addresses and processes. The cluster is embedded or has a head on a
+cloud."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ _FOREIGN = ("RAY_", "RAYTIDE_NODE", "RAYTIDE_API", "RAYTIDE_TOKEN")
 
 
 class RunningCluster(Config):
-    """The content of `cluster.json` in a run folder; the base of LocalCluster and HeadCluster."""
+    """The content of `cluster.json` in a run folder. The base class of LocalCluster and HeadCluster."""
 
     name: str
     cluster_id: str
@@ -82,28 +83,29 @@ class RunningCluster(Config):
 
     @property
     def holder(self) -> str:
-        """The controller's name, unique among the clusters that may use the store."""
+        """The name under which this cluster's controller leads. It is unique among the clusters that may use the same
+        store."""
         return f"{self.cluster_id}@{self.head_name or socket.gethostname()}"
 
     @property
     def tokens_file(self) -> Path:
-        """The file of the API's tokens: {token: {user, team}} for a user, {token: {role: ...}} for a gateway or
-        Alertmanager."""
+        """The file with the API's tokens as JSON. A user's token has an entry {token: {user, team}}. The token of a
+        gateway or of Alertmanager has an entry {token: {role: ...}}."""
         return (self.shared_dir or self.run_dir) / "tokens.json"
 
     @property
     def client_file(self) -> Path:
-        """The file {address, token} of the API for users. It exists while the cluster is up."""
+        """The file {address, token} with which users reach the API. It exists while the cluster is up."""
         return self.run_dir / "client.json"
 
     @property
     def gateway_file(self) -> Path:
-        """The file {address, token} of the API for gateways. The token opens only the gateways' routes."""
+        """The file {address, token} with which gateways reach the API. The token opens only the gateways' routes."""
         return self.run_dir / "gateway.json"
 
     @property
     def alertmanager_token_file(self) -> Path:
-        """The file with an API token that opens only the webhook for alerts."""
+        """The file with Alertmanager's API token. The token opens only the webhook for alerts."""
         return self.run_dir / "alertmanager.token"
 
     @property
@@ -126,7 +128,8 @@ class RunningCluster(Config):
 
     @property
     def ray_token_file(self) -> Path | None:
-        """The file of Ray's token; None if Ray uses no token. The token allows everything in this cluster's Ray."""
+        """The file with Ray's token, or None if Ray uses no token. The token gives full access to this cluster's
+        Ray."""
         raise NotImplementedError
 
     @property
@@ -139,7 +142,7 @@ class RunningCluster(Config):
 
     @property
     def ray_headers(self) -> dict[str, str]:
-        """The headers for requests to Ray's dashboard."""
+        """The HTTP headers that authenticate requests to Ray's dashboard."""
         token = self.ray_token_file
         return {} if token is None else {"Authorization": f"Bearer {token.read_text().strip()}"}
 
@@ -159,12 +162,13 @@ class RunningCluster(Config):
         return process is not None and process.alive
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of raytide's own processes: the operator's, including cloud credentials."""
+        """Returns the environment variables of raytide's own processes. They include the operator's variables, with any
+        cloud credentials."""
         raise NotImplementedError
 
     def with_cluster_mark(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables `inherited`, with those of the cluster's processes added. This interpreter's folder is
-        first on PATH, because jobs start as `python`."""
+        """Returns the variables `inherited` together with the variables of the cluster's processes. The folder of this
+        Python interpreter is first on PATH, because jobs start as `python`."""
         return {
             **inherited,
             MARK: self.cluster_id,
@@ -181,8 +185,8 @@ class RunningCluster(Config):
 
 
 class LocalCluster(RunningCluster):
-    """An embedded cluster, which owns 127.0.K.* of this machine: the head has 127.0.K.1, each node its own
-    127.0.K.N."""
+    """An embedded cluster, which owns the addresses 127.0.K.* of this machine. The head has 127.0.K.1, and each node
+    has another 127.0.K.N."""
 
     k: int
     temp_dir: Path
@@ -214,15 +218,17 @@ class LocalCluster(RunningCluster):
         return self.with_cluster_mark({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
 
     def node_environment(self) -> dict[str, str]:
-        """Returns the environment of Ray's head and nodes, which drivers, trainers, replicas and scripts inherit."""
+        """Returns the environment variables of Ray's head and nodes. Drivers, trainers, replicas and scripts inherit
+        them."""
         named = all_passed(load_cluster(self.config_path).settings.pass_environment)
         rays = {"RAY_AUTH_TOKEN_PATH": str(self.ray_token_file), **RAY_ENVIRONMENT}
         return {**passed(self.environment(), ON_NODES, named), **rays}
 
 
 class HeadCluster(RunningCluster):
-    """A cluster on a Ray head that raytide did not start. RAY_AUTH_MODE, or a token in Ray's usual place, tells whether
-    Ray uses a token."""
+    """A cluster that is not embedded. If it has one head, raytide did not start Ray. Ray then uses a token if
+    RAY_AUTH_MODE is `token`. If that variable is unset, Ray uses a token if there is one in Ray's usual place. If the
+    cluster has several heads, Ray uses the token in the folder that the heads share."""
 
     @property
     def ray_token_file(self) -> Path | None:
@@ -243,7 +249,8 @@ def run_dir_of(name: str) -> Path:
 
 
 def load(run_dir: Path) -> RunningCluster | None:
-    """Returns the cluster that this run folder records, running or not; None if it records none."""
+    """Returns the cluster that is recorded in this run folder, whether or not it runs. Returns None if the folder has
+    no record."""
     record = read_json(run_dir / "cluster.json")
     if record is None:
         return None

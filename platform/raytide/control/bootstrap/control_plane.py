@@ -1,4 +1,4 @@
-"""Starts and ends the supervisor of a cluster and its children, the controller and the API."""
+"""Starts and ends a cluster's supervisor and the supervisor's children, such as the controller and the API."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _STOP_GRACE_S = 12.0
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Creates API tokens, and writes the operator's to `client.json` and the gateways' to `gateway.json`. If the
-    cluster runs Alertmanager, its token gets a file of its own. Tokens of users and of earlier starts stay valid.
-    """
+    """Creates the API tokens of this start. The operator's token is written to `client.json`, and the gateways' token
+    to `gateway.json`. If the cluster runs Alertmanager, its token is written to another file. Tokens of users and of
+    earlier starts stay valid."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
@@ -85,7 +85,7 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
 
 
 def end_children(cluster: RunningCluster) -> None:
-    """Ends the supervisor first, so that it restarts nothing, and then its children."""
+    """Ends the supervisor and then its children. In this order the supervisor restarts none of them."""
     for whats in (["supervisor"], [*CHILDREN, *MONITORING, *BACKUP]):
         recorded = [process for what in whats if (process := cluster.process(what))]
         terminate_all([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
@@ -98,8 +98,8 @@ def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
 
 
 def end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """Terminates nodes until the provider lists no running one, because a cloud may list new machines late. Returns all
-    machines."""
+    """Terminates nodes until the provider lists no running node. It repeats this because a cloud may list a new machine
+    late. Returns all machines."""
     try:
         while True:
             live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]

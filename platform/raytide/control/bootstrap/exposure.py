@@ -1,7 +1,7 @@
-"""Checks in a cluster.yaml, or in a running cluster, that Ray is not open to others.
+"""Checks that Ray is not open to others, in a cluster.yaml or in a running cluster.
 
-Ray runs any code for its callers, so Ray must use a token if others can reach its address, and the dashboard, which
-accepts jobs, must listen on loopback.
+Ray runs any code for its callers. So Ray must use a token if others can reach its address. Ray's dashboard accepts
+jobs, so the dashboard must listen on loopback only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def check_file(file: Mapping[str, Any], *, where: str) -> None:
 
 
 def uses_token(file: Mapping[str, Any], role: str) -> bool:
-    """Returns whether this role's `ray start` has RAY_AUTH_MODE set, and every setting of it is `token`."""
+    """Returns whether the commands that start Ray for this role (head or worker) set RAY_AUTH_MODE to `token`, and
+    never to another value."""
     docker = file.get("docker") if isinstance(file.get("docker"), Mapping) else {}
     sources = [file.get(key) for key in ("initialization_commands", "setup_commands")]
     sources += [file.get(f"{role}_setup_commands"), file.get(f"{role}_start_ray_commands")]
@@ -55,7 +56,7 @@ def uses_token(file: Mapping[str, Any], role: str) -> bool:
 
 
 def check_running(gcs_address: str, dashboard_url: str) -> None:
-    """Raises ClusterError if other machines can reach this Ray without its token, or can reach its dashboard."""
+    """Raises ClusterError if other machines can reach this Ray's dashboard, or can reach Ray without a token."""
     if is_loopback(gcs_address.rpartition(":")[0]):
         return
     problems = []
@@ -78,7 +79,7 @@ def check_running(gcs_address: str, dashboard_url: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether the host is a loopback address or `localhost`; False for other names."""
+    """Returns whether the host is a loopback address or the name `localhost`. Returns False for any other name."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Starts and ends embedded clusters. `down` leaves no process behind, whatever was killed before."""
+"""Starts and ends embedded clusters. `down` leaves no process behind, even if some processes were killed before."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ def up(
     owner: Process | None = None,
     monitoring: bool = False,
 ) -> LocalCluster:
-    """Starts a cluster, or adopts one whose supervisor was killed; returns it.
+    """Starts and returns a cluster. If a cluster of this name runs without its supervisor, restarts the supervisor and
+    returns that cluster.
 
-    If the start of a new cluster fails, the cluster is ended again. A new cluster with an `owner` is ended when that
-    process is gone. With `monitoring`, Prometheus and Alertmanager, which must be installed, run beside it and keep the
-    measurements of an earlier cluster of this name.
+    If the start of a new cluster fails, the cluster is ended again. A new cluster with an `owner` ends when the owner
+    process ends. With `monitoring`, Prometheus and Alertmanager run beside the cluster. Both must be installed. They
+    keep the measurements of an earlier cluster of this name.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
@@ -121,9 +122,10 @@ def up(
 
 
 def down(name: str = "local") -> Closed | None:
-    """Ends a cluster in any state, crashed or half started, and closes its books. Its run folder stays.
+    """Ends a cluster in any state, even if it crashed or is half started, and books its last costs. The run folder
+    stays.
 
-    Returns the final records; None if there is no such cluster.
+    Returns the final records, or None if there is no such cluster.
     """
     _check_name(name)
     if not run_dir_of(name).parent.exists():
@@ -137,9 +139,8 @@ def down(name: str = "local") -> Closed | None:
 
 
 def find(name: str | None = None) -> LocalCluster:
-    """Returns the running cluster of that name (default: RAYTIDE_CLUSTER_NAME, else `local`). Raises NotFoundError if
-    it is not running.
-    """
+    """Returns the running cluster of that name. The default name is RAYTIDE_CLUSTER_NAME, or `local` if this variable
+    is unset. Raises NotFoundError if the cluster is not running."""
     name = name or environment("CLUSTER_NAME") or "local"
     cluster = _load(name)
     if cluster is None or not cluster.is_alive("head"):
@@ -156,7 +157,8 @@ def temporary(
     children: Mapping[str, str] = CHILDREN,
     monitoring: bool = False,
 ) -> Iterator[LocalCluster]:
-    """Yields a cluster in its own home, which is also this process's RAYTIDE_HOME inside the block; then ends it."""
+    """Yields a new cluster, and ends it after the block. The cluster has a home folder of its own, to which
+    RAYTIDE_HOME of this process points inside the block."""
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:

@@ -1,5 +1,5 @@
-"""Claims the addresses 127.0.K.* of a cluster. Linux answers on all of 127/8, so local clusters never share an
-address."""
+"""Claims the addresses 127.0.K.* for a cluster, so that local clusters never share an address. Linux answers on all of
+127/8."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ANY = "0.0.0.0"  # only probed  # nosec B104
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
-    """Returns the first K whose addresses and ports are all free, and a socket that claims it.
+    """Returns the first K for which all addresses and ports are free, and the socket that claims this K.
 
-    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and ends with the last
-    process that holds it. Raises ConflictError if no K is free.
+    The claim is a name in Linux's abstract socket namespace. It has the same scope as the address 127.0.K.1, and ends
+    with the last process that holds the socket. Raises ConflictError if no K is free.
     """
     taken: list[str] = []
     for k, places in needs.items():
@@ -40,7 +40,7 @@ def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.s
 
 
 def is_free(ip: str, port: int) -> bool:
-    """Returns whether nothing listens at this address and port; closing connections do not count."""
+    """Returns whether nothing listens at this address and port. Connections that are being closed do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -21,10 +21,11 @@ class _Here(NamedTuple):
 
 
 def watch_notices(cloud: str) -> Process:
-    """Starts this node's watcher, which outlives the caller, or returns the running one.
+    """Starts this node's watcher of the cloud's notices, or returns the running watcher. The watcher outlives the
+    caller.
 
-    It first queries the cloud and the GCS once. A failure is only printed, because the node has joined Ray and the
-    watcher retries.
+    A new watcher's connections to the cloud and the GCS are tested first. If the test fails, only a message is printed:
+    the node has joined Ray, and the watcher retries.
     """
     if cloud not in CLOUDS:
         raise UsageError(f"cloud {cloud!r} is not supported.", hint=f"Supported clouds: {', '.join(CLOUDS)}.")
@@ -41,9 +42,8 @@ def watch_notices(cloud: str) -> Process:
 
 
 def export_metrics() -> Process:
-    """Starts this node's exporter, which outlives the caller, or returns the running one. The exporter ends at once on
-    a machine where it can measure nothing.
-    """
+    """Starts this node's metrics exporter, or returns the running exporter. The exporter outlives the caller. It ends
+    at once on a machine where it can measure nothing."""
     here = _here()
     return _start("exporter", ["raytide.autoscaler.nodes.exporter.server", *here], here, lambda: None)
 

@@ -1,6 +1,7 @@
-"""Ends a cluster when the process that owns it is gone. Run with the cluster's run folder and id.
+"""Ends a cluster when the process that owns it is gone. The arguments are the cluster's run folder and id.
 
-`up` starts it first in an owned cluster, and the supervisor restarts it. It imports Ray only to end a cluster.
+`up` starts this process first in an owned cluster, and the supervisor restarts it. It imports Ray only to end a
+cluster.
 """
 
 from __future__ import annotations

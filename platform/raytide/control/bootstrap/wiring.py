@@ -53,7 +53,8 @@ ends."""
 
 
 def sources(cluster: RunningCluster) -> Sources:
-    """Connects this process to Ray, and returns the controller's connections."""
+    """Connects this process to Ray, and returns the controller's connections to Ray, the provider, the API and the
+    meters."""
     import ray
 
     settings = load_cluster(cluster.config_path).settings
@@ -82,8 +83,9 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock | None = None) -> Provider:
-    """Returns one provider for all node types: that of the `provider` section, combined with further clouds, the
-    operator's own machines, and Slurm. An embedded cluster has only the local provider, unless the section says `fake`.
+    """Returns one provider for all node types. It combines the provider of the `provider` section, further clouds, the
+    operator's own machines, and Slurm. An embedded cluster has only the local provider, unless the section's type is
+    `fake`.
 
     With `only_ends` the provider can end nodes, but not set them up.
     """
@@ -234,7 +236,7 @@ def local_provider(cluster: LocalCluster) -> LocalProvider:
 
 
 def bill(cluster: RunningCluster) -> Bill:
-    """Returns the machines' billing records, for processes that must not change machines."""
+    """Returns the billing records of the cluster's machines, for a process that must not start or end machines."""
     section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
     if isinstance(cluster, LocalCluster) and section["type"] != "fake":
         return local_provider(cluster)

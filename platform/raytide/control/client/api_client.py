@@ -1,5 +1,5 @@
-"""The HTTP client of the API, used by the SDK, the CLI and drivers. It also implements LeaseClient for every gang's
-driver."""
+"""The HTTP client of the API, for the SDK, the CLI and drivers. It implements LeaseClient, through which the driver of
+a gang follows its lease."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class ApiClient:
 
     @classmethod
     def of_job(cls, run_dir: Path | str, job_id: str) -> ApiClient:
-        """Returns the client of a managed driver. It has the rights of the driver's job (docs/security.md) until the
-        job is over.
+        """Returns a client for the managed driver of this job. It has the job's rights (docs/security.md) until the job
+        is over.
 
-        It reads the cluster's key, which only raytide's own user can read.
+        Reads the cluster's key for job tokens, which only raytide's own user can read.
         """
         folder = Path(run_dir)
         record = json.loads((folder / "cluster.json").read_text())
@@ -100,12 +100,13 @@ class ApiClient:
 
     @property
     def access(self) -> dict[str, str]:
-        """Environment variables that give `ApiClient.find` the same rights."""
+        """Environment variables with which `ApiClient.find` returns a client with the same rights."""
         return {"RAYTIDE_API": self.address, "RAYTIDE_TOKEN": self._token}
 
     @classmethod
     def find(cls, name: str | None = None) -> ApiClient:
-        """Returns a client for RAYTIDE_API and RAYTIDE_TOKEN if set, else for the local cluster of that name."""
+        """Returns a client for RAYTIDE_API and RAYTIDE_TOKEN if both are set and no `name` is given. Otherwise returns
+        the client of the local cluster `name`."""
         address, token = environment("API"), environment("TOKEN")
         if address and token and name is None:
             return cls(address, token)
@@ -119,7 +120,7 @@ class ApiClient:
         return from_json(JobView, self._post("/v1/jobs", _to_body(spec), {"key": key or secrets.token_hex(8)}))
 
     def upload(self, package: bytes) -> str:
-        """Uploads a packed working directory for later jobs; returns its digest."""
+        """Uploads a packed working directory, which later jobs may name. Returns its digest."""
         from raytide.core.io.working_dir import digest_of
 
         digest = digest_of(package)
@@ -130,7 +131,7 @@ class ApiClient:
         return self._respond("GET", f"/v1/packages/{digest}", patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
 
     def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
-        """Returns jobs, newest first; with `active`, only unfinished jobs."""
+        """Returns jobs, newest first. With `active`, returns only unfinished jobs."""
         query = {"limit": limit, "offset": offset, "active": active}
         return from_json(list[JobView], self._get("/v1/jobs", query))
 
@@ -141,7 +142,7 @@ class ApiClient:
         return from_json(JobView, self._post(f"/v1/jobs/{job_id}/stop"))
 
     def retry(self, job_id: str, *, key: str | None = None) -> JobView:
-        """Submits the job's spec again."""
+        """Submits the spec of this job again, as a new job."""
         query = {"key": key or secrets.token_hex(8)}
         return from_json(JobView, self._post(f"/v1/jobs/{job_id}/retry", query=query))
 
@@ -149,15 +150,13 @@ class ApiClient:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
     def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False, per: BudgetPer = "job") -> JobView:
-        """Sets the most dollars that the job may cost, in total or per month; None removes the limit.
-
-        Above a `soft` budget the job gets spot nodes only.
-        """
+        """Sets the most dollars that the job may cost, in total or per month. None removes the limit. Above a `soft`
+        budget the job gets spot nodes only."""
         query = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
         return from_json(JobView, self._write("PUT", f"/v1/jobs/{job_id}/budget", query=query))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
-        """Returns at most a megabyte of the driver's output, from the position `after`, or its last `tail` lines."""
+        """Returns at most a megabyte of the driver's output: from the position `after` on, or the last `tail` lines."""
         where = {"after": after} if tail is None else {"tail": tail}
         return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
@@ -194,7 +193,7 @@ class ApiClient:
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/weights", change.model_dump()))
 
     def change_adapters(self, name: str, change: AdapterChange) -> EndpointStatus:
-        """Loads and unloads adapters of an endpoint while it runs."""
+        """Loads and unloads adapters of a running endpoint."""
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/adapters", _to_body(change)))
 
     def revisions(self, name: str) -> list[EndpointRevision]:
@@ -202,7 +201,7 @@ class ApiClient:
         return from_json(list[EndpointRevision], self._get(f"/v1/endpoints/{name}/revisions"))
 
     def roll_back(self, name: str, revision: int | None = None) -> EndpointStatus:
-        """Gives an endpoint the spec of an earlier revision, by default the one that served before the current one."""
+        """Gives an endpoint the spec of an earlier revision. The default is the revision that served before."""
         if revision is None:  # the request may be repeated, and must then mean the same
             revision = self.endpoint(name).previous
             if revision == 0:
@@ -210,8 +209,8 @@ class ApiClient:
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/rollback", query={"revision": revision}))
 
     def start_rollout(self, spec: ServeSpec, rollout: Mapping[str, Any], why: str = "") -> RolloutStatus:
-        """Starts a rollout of a new revision beside the revision that serves, and returns its status. `rollout` is a
-        RolloutSpec as JSON."""
+        """Starts a rollout: a new revision runs beside the revision that serves. Returns the rollout's status.
+        `rollout` is a RolloutSpec as JSON."""
         body = {"spec": _to_body(spec), "rollout": rollout, "why": why}
         return from_json(RolloutStatus, self._post("/v1/rollouts", body))
 
@@ -220,16 +219,16 @@ class ApiClient:
         return from_json(list[RolloutStatus], self._get(f"/v1/endpoints/{name}/rollouts", {"limit": limit}))
 
     def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str = "") -> RolloutStatus:
-        """Requests the end of the running rollout: "stop" returns to the champion, "promote" keeps the challenger."""
+        """Requests the end of the running rollout: "stop" keeps the old revision, "promote" keeps the new one."""
         query = {"why": why or None}
         return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
 
     def feedback(self, name: str) -> list[RevisionFeedback]:
-        """Returns the thumbs up and down of each revision of an endpoint, newest revision first."""
+        """Returns the users' judgements of an endpoint's answers for each revision, newest revision first."""
         return from_json(list[RevisionFeedback], self._get(f"/v1/endpoints/{name}/feedback"))
 
     def register_model(self, spec: ModelVersionSpec) -> ModelVersion:
-        """Adds a version of a model, or returns the existing version if it is the same."""
+        """Adds a version of a model. Returns the existing version if the same content was registered before."""
         return from_json(ModelVersion, self._post("/v1/models", _to_body(spec)))
 
     def models(self, *, limit: int = 100, offset: int = 0) -> list[RegisteredModel]:
@@ -248,20 +247,20 @@ class ApiClient:
         return from_json(ModelVersion, self._get(f"/v1/models/{reference.name}/versions/{which}"))
 
     def promote(self, name: str, alias: str, change: AliasSpec) -> AliasChange:
-        """Points an alias of a model at another version, or at none."""
+        """Points an alias of a model at another version, or removes the alias."""
         body = change.model_dump(mode="json")
         return from_json(AliasChange, self._write("PUT", f"/v1/models/{name}/aliases/{alias}", body))
 
     def model_history(
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
-        """Returns the changes of a model's aliases, newest first; with a time, only those up to it."""
+        """Returns the changes of a model's aliases, newest first. `until_s` leaves out later changes."""
         query = {"alias": alias, "until_s": until_s, "limit": limit}
         return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
-        """Returns the latest plans, newest last, with their actions as `Plan.to_json` writes them. With `until_s`, only
-        plans made up to that time."""
+        """Returns the latest plans, newest last, with actions in the form of `Plan.to_json`. With `until_s`, returns
+        only plans made up to that time."""
         return list(self._get("/v1/plans", {"limit": limit, "until_s": until_s}))
 
     def corrections(self) -> Corrections:
@@ -282,7 +281,7 @@ class ApiClient:
         return from_json(list[TeamView], self._get("/v1/teams"))
 
     def change_team(self, name: str, **changes: object) -> TeamSpec:
-        """Sets some fields of the team's TeamSpec."""
+        """Sets the fields of the team's TeamSpec that are named in `changes`."""
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def create_key(self, spec: KeySpec) -> NewKey:
@@ -290,7 +289,7 @@ class ApiClient:
         return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
 
     def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:
-        """Returns API keys, newest first; with `ended`, also those that were revoked or have expired."""
+        """Returns API keys, newest first. With `ended`, the result includes keys that were revoked or have expired."""
         query = {"limit": limit, "offset": offset, "ended": ended}
         return from_json(list[KeyView], self._get("/v1/keys", query))
 
@@ -298,7 +297,7 @@ class ApiClient:
         return from_json(KeyView, self._get(f"/v1/keys/{key_id}"))
 
     def rotate_key(self, key_id: str, *, grace_s: float = 0.0) -> NewKey:
-        """Replaces a key, which stays valid for `grace_s` seconds."""
+        """Returns a new key that replaces this one. The old key stays valid for `grace_s` seconds."""
         path, query = f"/v1/keys/{key_id}/rotate", {"grace_s": grace_s}
         return from_json(NewKey, json.loads(self._respond("POST", path, query, patience_s=0.0)))
 
@@ -306,11 +305,11 @@ class ApiClient:
         return from_json(KeyView, self._post(f"/v1/keys/{key_id}/revoke"))
 
     def usage(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> UsagePage:
-        """Returns a page of requests, newest first. Filters: key, team, user, model, since_s, until_s."""
+        """Returns a page of billed requests, newest first. Filters: key, team, user, model, since_s, until_s."""
         return from_json(UsagePage, self._get("/v1/usage", {**which, "before": before, "limit": limit}))
 
     def usage_sums(self, by: UsageBy, **which: str | float | None) -> list[UsageSum]:
-        """Returns sums of usage by group, over the requests that `usage` would return."""
+        """Returns sums of usage by group, over the requests that match the filters of `usage`."""
         return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", which))
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
@@ -318,8 +317,8 @@ class ApiClient:
         return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:
-        """Checks the audit log's hash chain. With `head`, an entry `NUMBER:HASH`, it also checks that the log still
-        contains this entry."""
+        """Checks the audit log's hash chain. `head` is an entry `NUMBER:HASH` that was saved earlier. If it is given,
+        the log must still contain that entry."""
         return from_json(ChainVerdict, self._get("/v1/audit/verify", {"head": head}, timeout_s=_UPLOAD_TIMEOUT_S))
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from raytide.core.errors import ConfigError
 class HttpConnections:
     """Connections to one HTTP server, kept open between requests. Thread-safe.
 
-    They use the standard library's client, because importing any other takes longer than the rest of `raytide ps`.
+    They use the standard library's HTTP client, because importing any other client takes longer than the rest of
+    `raytide ps`.
     """
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:
@@ -32,9 +33,11 @@ class HttpConnections:
     ) -> tuple[int, bytes]:
         """Sends a request and returns the status and the body of the response.
 
-        A `bytes` body is sent as it is, any other one as JSON, None as no body. Query parameters that are None are left
-        out. Raises OSError or HTTPException if no response comes. A request that fails on a reused connection, which
-        the server may have closed, is sent again on another.
+        A `bytes` body is sent unchanged. None is sent as an empty body, and any other value as JSON. Query parameters
+        that are None are left out.
+
+        If the request fails on a reused connection, it is sent again on another connection, because the server may have
+        closed the reused one. Raises OSError or HTTPException if no response comes.
         """
         headers, content = dict(self._headers), body if isinstance(body, bytes) else None
         if body is not content:

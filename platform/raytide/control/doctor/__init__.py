@@ -1,1 +1,1 @@
-"""Checks of this machine and of the operator's own machines. Each check says how to fix what it finds."""
+"""Checks of this machine and of the operator's own machines. Each check that finds a problem says how to fix it."""

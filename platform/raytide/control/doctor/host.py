@@ -1,4 +1,5 @@
-"""Checks over ssh whether one of the operator's own machines can be a node (`raytide doctor HOST`); changes nothing."""
+"""Checks over ssh whether one of the operator's own machines can be a node (`raytide doctor HOST`). The checks change
+nothing."""
 
 from __future__ import annotations
 
@@ -33,9 +34,11 @@ _OPEN = "Open this port of the head for the machine (docs/security.md)."
 
 
 def check_host(name: str, config_path: Path | None = None, cluster: str = "local") -> list[Finding]:
-    """Returns the findings about one of the operator's own machines, named in the file at `config_path`.
+    """Returns the findings about one of the operator's own machines. `name` is the machine's name in the cluster.yaml
+    at `config_path`.
 
-    The default file is the running cluster's. If the cluster runs, the machine must reach its ports.
+    The default file is that of the running cluster. If the cluster runs, the machine must be able to reach the
+    cluster's ports.
     """
     running = load(run_dir_of(cluster))
     path = config_path or (running.config_path if running is not None else None)
@@ -70,8 +73,8 @@ def findings_of(
     seconds_ahead: float,
     uncertain_s: float,
 ) -> list[Finding]:
-    """Returns the findings about a machine. Its clock is `seconds_ahead` of this machine's, give or take
-    `uncertain_s`."""
+    """Returns the findings about a machine. `seconds_ahead` says how far its clock is ahead of this machine's clock,
+    with an error of at most `uncertain_s`."""
     gpus = int(node_type.resources.get("GPU", 0))
     found = [
         Finding("ssh", "ok", f"{host.address} answers"),

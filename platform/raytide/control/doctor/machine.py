@@ -45,14 +45,14 @@ class Finding:
 
 
 def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, status: Status = "fail") -> Finding:
-    """Returns a finding: `ok` with the text `detail` if all is fine, else `status` with `otherwise` and the fix."""
+    """Returns the finding of one check. If `is_fine`, its status is `ok` and its text is `detail`. Otherwise it has the
+    given `status`, the text `otherwise` and the hint `fix`."""
     return Finding(name, "ok", detail) if is_fine else Finding(name, status, otherwise, fix)
 
 
 def check() -> list[Finding]:
-    """Returns the findings of all checks, in the order of setting up a new machine. It takes seconds, because it
-    imports torch.
-    """
+    """Returns the findings of all checks, in the order in which a new machine is set up. It takes seconds, because it
+    imports torch."""
     return [one() for one in CHECKS]
 
 
@@ -176,7 +176,7 @@ def podman_finding(version: str, driver: str, *, is_root: bool) -> Finding:
     """Returns the finding about a machine's podman. It is never a failure, because only jobs that name an image need
     podman.
 
-    `version` is empty without podman; `driver`, podman's storage driver, is empty if podman cannot run.
+    `version` is empty if podman is not installed. `driver` is podman's storage driver, or empty if podman cannot run.
     """
     if not version:
         return Finding("podman", "ok", "not installed: jobs that name an image fail here")

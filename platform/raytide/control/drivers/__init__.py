@@ -1,1 +1,1 @@
-"""The drivers of managed jobs: their process, and their start and end through Ray."""
+"""The drivers of managed jobs: the driver process, and its start and end through Ray."""

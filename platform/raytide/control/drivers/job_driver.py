@@ -2,8 +2,9 @@
 
 `python -m raytide.control.drivers.job_driver RUN_DIR JOB`
 
-It runs the trainer, build or script of the job's kind with the API client. A RaytideError becomes the job's reason.
-After a failure of the cluster (a lost node, an API that restarts) the driver exits and is started again.
+The driver runs the job's trainer, dataset build or script, and reaches the API with a client of the job. A RaytideError
+becomes the reason of the job's failure. After a failure of the cluster, such as a lost node or a restart of the API,
+the driver exits and is started again.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def data(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def require_own_user(job: Job, run_dir: Path) -> None:
-    """Raises DeniedError if `run_as` gives the team's code a user of its own, because a build's stages would run as
-    raytide's user."""
+    """Raises DeniedError if the cluster's `run_as` gives the team's code a user of its own. The stages of a dataset
+    build are users' code, and would run as raytide's user instead."""
     if load_cluster(run_dir / "cluster.yaml").settings.user_of(job.spec.team):
         raise DeniedError(
             f"{job.spec.name}: cleaning.stages run as raytide's user, and this cluster's run_as gives users' code "
@@ -105,10 +106,10 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 class LeasedMembers:
-    """The placement groups of a lease's members, kept up to date by a thread.
+    """The placement groups of a lease's usable members, kept up to date by a thread.
 
-    Members that are about to leave get no more work, unless all are. Once no member is usable, this process ends,
-    because a new lease may take long; it is started again, and finished work is kept.
+    Members that are about to leave are included only if no other members are left. If no member is usable, the process
+    ends, because a new lease may take long. The process is later started again, and finished work is kept.
     """
 
     def __init__(self, lease: Lease, client: ApiClient, job_id: str) -> None:
@@ -153,9 +154,10 @@ DRIVERS: Mapping[JobKind, Callable[[Job, ApiClient, Path], None]] = {
 
 
 class Stall:
-    """A context that raises WaitTimeoutError when `moved` is not called for `timeout_s` seconds.
+    """A context that raises WaitTimeoutError if `moved` is not called for `timeout_s` seconds.
 
-    It uses an alarm signal, because the main thread waits in Ray's code. Use one at a time, in the main thread.
+    It uses an alarm signal, because the main thread waits in Ray's code. Only one such context may be open, in the main
+    thread.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
@@ -182,7 +184,7 @@ class Stall:
 
 
 class Throttle:
-    """Reports progress at most once a second, except for a new stage, which is reported at once."""
+    """Reports a job's progress at most once a second. A new stage is reported at once."""
 
     def __init__(self, client: ApiClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -211,7 +213,8 @@ def active_lease(client: ApiClient, job_id: str) -> Lease:
 
 
 def has_lost_members(job_id: str, client: ApiClient) -> bool:
-    """Returns True if the job's lease is active without a usable member: they were lost, or are being replaced."""
+    """Returns True if the job's lease is active but has no usable member. Its members were lost, or are being
+    replaced."""
     with suppress(RaytideError):
         lease = client.wait_lease(job_id, newer_than=-1, timeout_s=0)
         return lease.state is LeaseState.ACTIVE and not lease.usable

@@ -1,4 +1,5 @@
-"""Runs managed drivers as Ray jobs: one submission for each attempt of a job, so that none is started twice.
+"""Runs managed drivers as Ray jobs. Each attempt of a job is one Ray job with a fixed submission id, so no attempt is
+started twice.
 
 It uses Ray's job REST API and does not import Ray.
 """
@@ -28,10 +29,8 @@ _LOG = "job-driver-{}.log"
 
 
 class RayJobs:
-    """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests.
-
-    `head_epoch` is the number of the leading head in a cluster with several heads.
-    """
+    """Starts, lists and stops the drivers of jobs through Ray's dashboard. The HTTP `headers` authenticate the
+    requests. `head_epoch` is the number of the leading head in a cluster with several heads."""
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str], head_epoch: int = 0) -> None:
         # No proxy: the addresses are internal, and the headers contain the cluster's token.
@@ -41,7 +40,7 @@ class RayJobs:
         self._is_watched = False
 
     def start(self, key: DriverKey) -> None:
-        """Submits the attempt; has no effect if it was submitted before."""
+        """Submits an attempt of a job to Ray. Has no effect if the attempt was submitted before."""
         argv = [sys.executable, "-m", "raytide.control.drivers.job_driver", str(self._run_dir), key.job_id]
         body = {
             "entrypoint": "exec " + shlex.join(argv),
@@ -75,7 +74,7 @@ class RayJobs:
             self._is_watched = True
 
     def stop(self, key: DriverKey) -> None:
-        """Sends SIGTERM, and SIGKILL three seconds later."""
+        """Ends the attempt's driver: Ray sends SIGTERM, and SIGKILL three seconds later."""
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
@@ -93,8 +92,9 @@ class RayJobs:
         return self.file(address, _LOG.format(_submission_id(key)), start, most)
 
     def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of a file in Ray's log folder from `start` on, and the file's size in bytes; empty
-        and 0 without the file. `agent` is the address of the agent on the file's node."""
+        """Returns up to `most` bytes of a file in Ray's log folder, from byte `start` on, and the file's size in bytes.
+        Returns empty bytes and the size 0 if the file does not exist. `agent` is the address of the agent on the file's
+        node."""
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
         response = self._call("GET", f"{agent}/logs/{name}", headers=wanted)
         if response.status_code == httpx.codes.NOT_FOUND:

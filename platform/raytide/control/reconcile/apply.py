@@ -52,10 +52,11 @@ def apply(
     now_s: float,
     check_lead: Callable[[], None] = lambda: None,
 ) -> ApplyResult:
-    """Executes all due actions. A failed call is reported and does not stop the next ones; the next tick retries it.
+    """Executes all due actions. A failed call is reported and does not stop the other calls. The next tick retries the
+    failed call.
 
-    `check_lead` is called before each call, because this process may have been paused for long. It ends the execution
-    by raising an error once this process does not lead.
+    `check_lead` is called before each call, because this process may have been paused for long. It raises an error once
+    another controller leads, which ends the execution.
     """
     result = ApplyResult()
 
@@ -139,7 +140,7 @@ def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: App
 
 
 def log_plan(plan: Plan) -> None:
-    """Logs a line for each action except waits, and one line for all assignments of a lease."""
+    """Logs a plan, one line for each action. Waits are not logged. All assignments of a lease share one line."""
     assigned: dict[str, list[int]] = {}
     for action in plan.actions:
         if isinstance(action, Assign):

@@ -1,7 +1,9 @@
-"""The decision of one tick. Each step sees the result of the step before, so that they cannot conflict.
+"""The decision of one tick. Each step works on the result of the step before, so the steps cannot contradict each
+other.
 
-First, deadline jobs get their market constraints and nodes above the fleet's cost limit are drained. Then endpoints get
-their target replicas, the queue admits, preempts and grows gangs, and the autoscaler plans nodes and placements.
+First, jobs with a deadline get their market constraints, and nodes above the fleet's cost limit are drained. Second,
+endpoints get their target numbers of replicas. Third, the queue admits, preempts and grows gangs. Last, the autoscaler
+plans nodes and placements.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def decide_constrained(seen: Snapshot) -> Plan:
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
-    """Returns the snapshot with these admissions, preemptions and grown gangs applied."""
+    """Returns the snapshot as it will be after these actions. Only actions that admit, preempt, shrink or grow gangs
+    are applied."""
     new = tuple(action.lease for action in actions if isinstance(action, Admit))
     leases = {lease.id: lease for lease in snapshot.leases}
     for action in actions:
@@ -60,7 +63,8 @@ def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
 
 
 def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
-    """Returns what each subject waits for: the plan's reason, or for an admitted job why its lease is not active."""
+    """Returns for each waiting job, lease or endpoint the reason why it waits. The reason comes from the plan. For an
+    admitted job, the reason says why the job's lease is not active yet."""
     waiting = {
         a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
         for a in plan.actions
@@ -85,9 +89,8 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
 
 
 def data_costs(snapshot: Snapshot) -> dict[str, str]:
-    """Returns a text for each job that pays for moving data to its nodes: the cost per hour that this adds. For a job
-    without nodes, it is the cost on the cheapest nodes that could be bought.
-    """
+    """Returns, for each job that pays for moving data to its nodes, a text with the cost that this adds per hour. If a
+    job has no nodes yet, the cheapest nodes that could be bought are assumed."""
     if snapshot.transfer is None:
         return {}
     table = OfferingTable.from_snapshot(snapshot)

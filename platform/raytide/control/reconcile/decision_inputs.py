@@ -1,4 +1,4 @@
-"""Adds the inputs to the Snapshot that its records do not hold: spot risk, spending limits, and the value of
+"""Adds to the Snapshot the inputs that the stored records do not have: spot risk, spending limits, and the value of
 replicas."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PAST_NODES = 1000
 
 
 class DecisionInputs:
-    """Computes the inputs of the decision beside the records, and keeps their state from tick to tick.
+    """Computes the inputs of a decision that are not stored records, and keeps what it learned from tick to tick.
 
-    A new controller learns this state again from the records of nodes.
+    A new controller learns this again from the records of nodes.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
@@ -40,8 +40,8 @@ class DecisionInputs:
         self._summed_at_s: float | None = None
 
     def add_to(self, snapshot: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
-        """Returns the snapshot with spot quotes, forecasts, limits and replica values. `nodes` includes those that just
-        ended."""
+        """Returns the snapshot with spot quotes, spot forecasts, limits and replica values added. `nodes` must include
+        the nodes that have just ended."""
         nodes = tuple(nodes)
         self._risk.observe(nodes, snapshot.at_s)
         quotes = self._risk.quotes(snapshot.node_types, prices, snapshot.at_s)

@@ -1,7 +1,7 @@
-"""Measures for how long the drivers of gangs have not polled their leases, by the controller's clock.
+"""Measures, by the controller's clock, for how long the driver of each gang has not polled its lease.
 
-Heartbeat times come from the API's clock. A heartbeat is only compared with the previous one: a change shows that the
-driver is alive, so no clock step can make a live driver look dead.
+The API's clock sets the heartbeat times. So a heartbeat is only compared with the heartbeat before it: if the two
+differ, the driver is alive. A step of a clock thus cannot make a live driver look dead.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ silence.
 
 
 def disconnected_heartbeat_s(heartbeat_at_s: float | None, now_s: float, timeout_s: float) -> float:
-    """Returns the heartbeat time to store for a driver that disconnected from a pending poll.
+    """Returns the heartbeat time to store for a driver that disconnected during a pending poll.
 
-    It is so early that only DISCONNECT_GRACE_S of the driver's timeout is left.
+    This time is so early that the driver has only DISCONNECT_GRACE_S left until its timeout.
     """
     earlier_s = now_s - timeout_s + min(DISCONNECT_GRACE_S, timeout_s)
     return earlier_s if heartbeat_at_s is None else min(earlier_s, heartbeat_at_s - 1e-3)
@@ -36,14 +36,15 @@ class _Silence:
 
 
 class DriverSilence:
-    """The silence of all drivers. Call `observe` on every tick, and `forget` after a tick that could not act."""
+    """The silences of the drivers of all gangs. Call `observe` on every tick, and `forget` after a tick that could not
+    act."""
 
     def __init__(self) -> None:
         self._silences: dict[str, _Silence] = {}
         self._observed_s: float | None = None
 
     def observe(self, jobs: Iterable[Job], now_s: float) -> Mapping[str, float]:
-        """Returns the silence of each gang's driver in seconds, by job."""
+        """Returns by job id for how many seconds each gang's driver has been silent."""
         passed_s = 0.0 if self._observed_s is None else max(0.0, now_s - self._observed_s)
         self._observed_s = now_s
         gangs = [job for job in jobs if job.spec.kind is JobKind.GANG and not job.is_final]
@@ -51,7 +52,8 @@ class DriverSilence:
         return {job_id: heard.silent_s for job_id, heard in self._silences.items()}
 
     def forget(self) -> None:
-        """Resets all silences, because drivers could not reach the API or the controller could not store heartbeats."""
+        """Resets all silences to zero. Call it if drivers could not reach the API, or if the controller could not store
+        heartbeats."""
         self._silences, self._observed_s = {}, None
 
 

@@ -1,4 +1,4 @@
-"""Writes a plan's intents into the records, which are persisted before anything is executed."""
+"""Writes a plan's intents into the records. The records are stored before any intent is carried out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytide.queue.lifecycle import jobs, leases
 
 
 def record_intents(records: ClusterRecords, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
-    """Applies the actions that are intents. An idle drain is not an intent, because Ray may refuse it."""
+    """Applies the plan's intents to the records. An idle drain is not an intent, because Ray may refuse it."""
     now_s = plan.at_s
     before = tuple(records.nodes.values())
     assigned: dict[str, dict[int, str]] = {}

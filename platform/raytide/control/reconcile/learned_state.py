@@ -48,9 +48,8 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """The learned facts about replicas (speeds, start times), about endpoints with an SLO (`fleets`), and about jobs
-    (`strides`).
-    """
+    """The learned facts: the `speeds` and `starts` of replicas, the models of endpoints with an SLO (`fleets`), and the
+    `strides` of jobs."""
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)
@@ -59,7 +58,7 @@ class Knowledge:
 
 
 class LearnedState:
-    """Reads and writes `learned.json`. Parts that cannot be read are dropped."""
+    """Reads and writes `learned.json`. A part of the file that cannot be read is dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,8 +78,8 @@ class LearnedState:
         )
 
     def save(self, known: Knowledge, now_s: float) -> None:
-        """Writes what changed, at most once a minute. A failure is only logged, because a new controller can learn it
-        again."""
+        """Writes `learned.json` if something changed, at most once a minute. A failure is only logged, because a new
+        controller can learn the facts again."""
         if 0.0 <= now_s - self._written_s < PERIOD_S or known == self.known:
             return
         self._written_s = now_s

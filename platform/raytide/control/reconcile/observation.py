@@ -1,4 +1,5 @@
-"""Observes the provider, Ray, Serve and drivers once per tick. A source that fails gives None and an error."""
+"""Observes the provider, Ray, Serve and drivers once per tick. If a source fails, its value is None and its error is
+kept."""
 
 from __future__ import annotations
 
@@ -62,13 +63,13 @@ class ClusterObservation:
 
 
 class ApiProbe:
-    """Checks whether drivers can reach the API; their silence means nothing while they cannot."""
+    """Checks whether the API answers. While it does not answer, the silence of drivers means nothing."""
 
     def __init__(self, api_url: str) -> None:
         self._http = httpx.Client(base_url=api_url, timeout=1.0)  # a tick waits for it
 
     def answers(self) -> bool:
-        """Returns True, or raises when the API does not answer."""
+        """Returns True if the API answers, else raises the error of the request."""
         self._http.get("/health").raise_for_status()
         return True
 
@@ -94,10 +95,10 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Queries every source once. A source that fails is named in `errors` and gives None, or an empty value where that
-    is safe: a failure is never taken as proof that something is gone.
+    """Queries every source once. If a source fails, `errors` names it, and its value is None, or empty where that is
+    safe. A failure is never taken as proof that something is gone.
 
-    `names` are the node names of the last observation, used if the provider does not answer.
+    `names` are the node names of the last observation. They are used if the provider does not answer.
     """
     errors: list[str] = []
 
@@ -134,8 +135,8 @@ def observe(
 
 
 class LastReplicas:
-    """The replicas that Ray Serve last reported. They keep serving while it does not answer, and are shown for a
-    minute."""
+    """The replicas in the last report of Ray Serve. While Ray Serve does not answer, they keep serving, so they are
+    shown for another minute."""
 
     def __init__(self) -> None:
         self._at_s = -math.inf
@@ -143,7 +144,8 @@ class LastReplicas:
         self._pages: tuple[Target, ...] = ()
 
     def shown(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
-        """Returns the observation; if Ray Serve does not answer, with the last known loads and metrics pages."""
+        """Returns the observation. If Ray Serve does not answer, it is completed with the last known loads and metrics
+        pages."""
         if observed.serve_answers:
             self._at_s, self._loads = at_s, observed.loads
             self._pages = tuple(target for target in observed.targets if target.job == "raytide-replica")
@@ -154,7 +156,8 @@ class LastReplicas:
 
 
 def at_controller_time(observed: ClusterObservation, wall_ahead_s: float) -> ClusterObservation:
-    """Returns the observation with wall-clock timestamps of others converted to the controller's clock."""
+    """Returns the observation with the timestamps of other processes converted from wall-clock time to the controller's
+    clock."""
     if not wall_ahead_s:
         return observed
     loads = {
@@ -188,7 +191,8 @@ def _targets(
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
-    """Returns raytide's node id by Ray's name of the machine, for machines whose name in Ray differs from it."""
+    """Returns a mapping from Ray's name of a machine to raytide's node id. It has only the machines for which the two
+    differ."""
     return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
 
 

@@ -1,7 +1,8 @@
-"""Isolates records whose handling raises, so that all others are still served.
+"""Isolates records that make a stage of the tick raise, so that all other records are still handled.
 
-A stage of the tick is a function of the Snapshot. When it raises, bisection finds the records that make it raise. They
-stay in quarantine, with an error that `raytide ps` and `raytide why` show, until they change or their retry is due.
+A stage is a function of the Snapshot. If a stage raises, a bisection finds the records that make it raise. These
+records are quarantined, with an error that `raytide ps` and `raytide why` show. A record leaves quarantine when it is
+retried without an error. Its retry comes sooner if the record changes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StageOvertimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A record that is excluded from decisions, with the error."""
+    """A record that is excluded from decisions, and the error that the record caused."""
 
     kind: str
     """`job`, `endpoint` or `unmanaged`."""
@@ -57,7 +58,7 @@ class Quarantined:
 
 @dataclass(slots=True)
 class Quarantine:
-    """The quarantine, kept from tick to tick. A new controller finds the records again."""
+    """The quarantined records, kept from tick to tick. A new controller finds these records again."""
 
     limit_s: float = STAGE_LIMIT_S
     held: dict[str, Quarantined] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class Quarantine:
     """Errors of this tick that belong to no record."""
 
     def begin_tick(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
-        """Begins a tick: forgets records that are over, and selects those to retry."""
+        """Begins a tick. Removes records that no longer exist from the quarantine, and selects the records to retry."""
         self.errors = []
         for subject, entry in tuple(self.held.items()):
             record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
@@ -82,9 +83,8 @@ class Quarantine:
         self.trying = {subject for subject, entry in self.held.items() if entry.retry_at_s <= now_s}
 
     def attempt(self, what: str, act: Callable[[], T], default: T) -> T:
-        """Returns the result of `act`. If `act` raises, returns `default` and notes the error, which concerns no single
-        record.
-        """
+        """Returns the result of `act`, which does not concern a single record. If `act` raises, adds the error to
+        `errors` and returns `default`."""
         try:
             return act()
         except Exception as error:  # must not stop the tick
@@ -104,10 +104,10 @@ class Quarantine:
             return default
 
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
-        """Runs a stage, without quarantined records whose retry is not due.
+        """Runs a stage of the tick. Quarantined records are left out of the snapshot, unless their retry is due.
 
-        Returns the snapshot that the stage handled, and the stage's result; None as the result if the stage raises even
-        without records.
+        Returns the snapshot that the stage handled, and the stage's result. The result is None if the stage raises even
+        without any records.
         """
         known = self.held.keys() - self.trying
         subjects = [subject for subject in _subjects(snapshot) if subject not in known]
@@ -156,7 +156,8 @@ class Quarantine:
         return taken, result
 
     def end_tick(self, plan: Plan | None, at_s: float) -> Plan:
-        """Ends a tick: returns the plan with a Wait for each quarantined record; an empty plan if there is none."""
+        """Ends a tick. Returns the plan with a Wait added for each quarantined record. If `plan` is None, the result
+        has only these Waits."""
         for subject in self.trying:
             self.held.pop(subject, None)
         self.trying = set()
@@ -181,8 +182,8 @@ class Quarantine:
 
 
 def without_subjects(snapshot: Snapshot, subjects: Collection[str]) -> Snapshot:
-    """Returns the snapshot without these jobs and endpoints. Their nodes stay in it, neither idle nor with free
-    resources."""
+    """Returns the snapshot without these jobs and endpoints. The nodes that they use stay in it, marked as occupied, so
+    that nothing else is placed there."""
     jobs = tuple(job for job in snapshot.jobs if job.id not in subjects)
     leases = tuple(lease for lease in snapshot.leases if lease.job_id not in subjects)
     occupied = {

@@ -1,4 +1,4 @@
-"""Advances the records by an observation, and takes the Snapshot on which the tick decides."""
+"""Updates the records from an observation, and takes the Snapshot on which the tick decides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ClusterRecords:
-    """The records of one tick by id, which each step of the tick updates."""
+    """All records of one tick, by id. Each step of the tick updates them."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ClusterRecords:
 
 
 class Guard(Protocol):
-    """Calls `act` for one record; if it raises, returns the default and keeps the error."""
+    """Calls `act` for one record and returns its result. If `act` raises, keeps the error and returns `default`."""
 
     def __call__(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T: ...
 
@@ -80,7 +80,7 @@ def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: f
 
 
 def advance(records: ClusterRecords, observed: ClusterObservation, now_s: float, guard: Guard = unguarded) -> None:
-    """Updates every record from the observation. A record whose update raises stays unchanged."""
+    """Updates every record from the observation. If the update of a record raises, that record stays unchanged."""
     before = tuple(records.nodes.values())
     moved = lifecycle.observe(before, observed.machines, observed.ray_nodes, observed.notices, now_s)
     rested = pools.update_pools(tuple(records.pools.values()), before, moved, now_s)
@@ -142,7 +142,8 @@ def has_gangs(records: ClusterRecords) -> bool:
 
 
 def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
-    """Returns the records that differ from the loaded ones in `stored`."""
+    """Returns what to write at the end of the tick: the records that differ from those in `stored`, the booked costs
+    and the plan."""
     old = ClusterRecords.of(stored)
     return Changes(
         at_s=now_s,
@@ -162,7 +163,8 @@ def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Pl
 
 
 def metered(records: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
-    """Returns the node types by node id, for ready nodes whose physical utilization counts (`busy_above`)."""
+    """Returns the node type of each ready node, by node id, for node types that set `busy_above`. Such a node is kept
+    while its measured use is high, even if it is idle in Ray."""
     ready = {node.id: types[node.type] for node in records.nodes.values() if node.ready_at_s and node.type in types}
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 

@@ -1,6 +1,5 @@
-"""The pace of the controller: it retries ticks while the store fails, waits while another controller leads, and ticks
-less often while nothing happens.
-"""
+"""Decides when the next tick runs: it retries while the store fails, waits while another controller leads, and rests
+longer while nothing happens."""
 
 from __future__ import annotations
 
@@ -28,9 +27,10 @@ log = logger(__name__)
 class RetryLoop:
     """Runs ticks with back-off.
 
-    `attempt` returns the seconds until the next tick: `period_s`, or after a failure a delay that doubles with each
-    further failure, up to ten seconds. Storage errors are retried without limit, because they end by themselves. Any
-    other exception is a bug: the fifth in a row is raised, so that the supervisor restarts the process.
+    `attempt` runs a tick and returns the seconds until the next tick. After a success, this delay is `period_s`. With
+    each further failure in a row it doubles, up to ten seconds. Storage errors are retried without limit, because their
+    causes pass. Any other exception is a bug. From the fifth failure in a row on, a bug is raised, so that the
+    supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -58,15 +58,14 @@ class RetryLoop:
 
 
 def is_idle(snapshot: Snapshot, plan: Plan) -> bool:
-    """Returns whether there is nothing to do until the next event: no job, endpoint or other demand exists, and no node
-    changes state.
-    """
+    """Returns whether nothing needs to be done until the next event. This holds if there are no jobs, endpoints,
+    demands or planned actions, and all nodes are ready."""
     is_wanted = snapshot.jobs or snapshot.leases or snapshot.endpoints or snapshot.demand or plan.actions
     return not is_wanted and all(view.node.state is NodeState.READY for view in snapshot.nodes)
 
 
 def wait_for_lead(store: Store, holder: str, clock: Clock, live_path: Path) -> None:
-    """Returns once this process leads. Until then it logs and publishes which controller leads."""
+    """Returns once this process leads. Until then, it logs and publishes the name of the leading controller."""
     logged = ""
     while other := store.lead(holder):
         if other != logged:

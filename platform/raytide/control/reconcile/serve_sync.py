@@ -1,4 +1,4 @@
-"""Makes Ray Serve match the endpoints' records, in a thread of its own, because a deployment takes seconds."""
+"""Deploys the endpoints' records to Ray Serve, in a separate thread, because a deployment takes seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ its start.
 
 @dataclass(frozen=True, slots=True)
 class ServeObservation:
-    """The result of the last pass."""
+    """What the last pass of ServeSync found."""
 
     gone: frozenset[tuple[str, float]] = frozenset()
     """Deleted endpoints that are gone from Serve, by name and creation time, because names are reused."""
@@ -38,8 +38,8 @@ class ServeObservation:
 
 
 class ServeSync:
-    """Runs one pass at a time; the next starts when it has finished. `check_lead` is called before each change, and
-    raises once another controller leads."""
+    """Runs passes that make Ray Serve match the endpoints' records, one at a time. `check_lead` is called before each
+    change, and raises once another controller leads."""
 
     def __init__(self, control: ServeControl, check_lead: Callable[[], None] = lambda: None) -> None:
         self._control, self._check_lead = control, check_lead
@@ -51,8 +51,8 @@ class ServeSync:
         """None before the first pass has finished."""
 
     def sync(self, endpoints: Iterable[Endpoint], routes: Mapping[str, EndpointRoute] = MappingProxyType({})) -> None:
-        """Stores the result of the last pass in `served` and starts the next one, unless a pass still runs. Endpoints
-        with an unreadable spec keep running until they are deleted."""
+        """Starts a pass, unless the last one still runs. If the last pass has ended, its result is stored in `served`
+        first. Endpoints with an unreadable spec keep running until they are deleted."""
         if self._pass is not None:
             if not self._pass.done():
                 return
@@ -118,7 +118,7 @@ class ServeSync:
 def follow_serve(
     endpoint: Endpoint, observed: ClusterObservation, served: ServeObservation | None, now_s: float
 ) -> Endpoint:
-    """Returns the endpoint with the state that Serve shows."""
+    """Returns the endpoint with its state updated from Serve's reports."""
     if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
         unread = f"its spec cannot be read any more: {endpoint.unreadable}"
         return replace(endpoint, state=EndpointState.FAILED, reason=unread)

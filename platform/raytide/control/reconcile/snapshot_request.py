@@ -1,6 +1,7 @@
-"""Requests and answers the Snapshot of a running controller through files, for decisions made elsewhere.
+"""Passes the Snapshot of a running controller to other processes through files, for decisions made there.
 
-Only the controller observes the cluster, and writing a large Snapshot on every tick would cost more than the decision.
+Only the controller observes the cluster. It writes the Snapshot only on request, because writing a large Snapshot on
+every tick would cost more than the decision.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _POLL_S = 0.05
 
 
 def answer_request(folder: Path, snapshot: Snapshot) -> None:
-    """Writes the decision's input to a file if it was requested. Every tick calls it."""
+    """Writes the decision's input to a file if another process has requested it. Every tick calls this function."""
     asked = folder / _ASKED
     if asked.exists():
         asked.unlink()  # first, so that the next tick answers later requests
@@ -30,7 +31,7 @@ def answer_request(folder: Path, snapshot: Snapshot) -> None:
 
 def request_snapshot(folder: Path, patience_s: float = 10.0) -> str:
     """Returns the input of the controller's next decision, as JSON. Raises ClusterError if the controller does not
-    tick."""
+    answer."""
     before = _version(folder)
     with full_disk_is_an_error(str(folder / _ASKED)):
         (folder / _ASKED).touch()

@@ -1,1 +1,1 @@
-"""The processes of the control plane: the supervisor, daemons, the watcher of an owner, their logs."""
+"""The processes of the control plane: the supervisor, other long-lived processes, and their logs."""

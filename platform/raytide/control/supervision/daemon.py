@@ -1,4 +1,4 @@
-"""Starts the long-lived processes of a cluster, and locks them so that each runs once."""
+"""Starts the long-lived processes of a cluster, and locks each of them so that it runs only once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNRECORDED_GRACE_S = 5.0
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock of this machine until the block or the process ends. Raises ConflictError if it is
-    taken."""
+    """Holds an exclusive lock on this machine until the block ends. The lock is also released if the process ends.
+    Raises ConflictError if another process holds the lock."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,9 +38,10 @@ def spawn(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Process:
-    """Starts a process in its own session, logs to `logs/<what>.log` and records it in `pids/<what>.json`.
+    """Starts a process in its own session. Its output goes to `logs/<what>.log`, and its pid is recorded in
+    `pids/<what>.json`.
 
-    Raises StorageError if it cannot be recorded; the process is then ended again.
+    If the pid cannot be recorded, the process is ended again and StorageError is raised.
     """
     process = start(what, argv, run_dir=run_dir, environment=environment, pass_fds=pass_fds)
     try:
@@ -60,7 +61,8 @@ def start(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Process:
-    """Starts a process and returns it without recording it, for a parent that records its children later."""
+    """Starts a process and returns it without recording its pid. Supervisors use this, because they record their
+    children later."""
     log = _open_log(run_dir / "logs" / f"{what}.log")
     try:
         child = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Limits the size of the logs of the cluster's processes and of jobs' drivers.
+"""Limits the size of the logs of a cluster's processes and of jobs' drivers.
 
-These logs are opened for appending, so their writers continue at the new end after a truncation.
+These logs are opened for appending. If a log is truncated, its writer thus continues at the new end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _DROPPED = re.compile(rb"raytide dropped the first (\d{20}) bytes of this log, w
 
 
 def rotate(paths: Iterable[Path], *, most: int = MOST_BYTES) -> None:
-    """Moves the content of large logs to numbered files. Without disk space the content is dropped instead."""
+    """Moves the content of each log that is larger than `most` bytes to a numbered file. If the disk is full, the
+    content is dropped instead."""
     for path in paths:
         try:
             if path.stat().st_size > most:
@@ -70,8 +71,8 @@ def _rotate(path: Path) -> None:
 
 
 def bound_driver_log(fd: int = 1) -> None:
-    """Limits the log of this process, which is a job's driver, while it runs and when it ends, and deletes old drivers'
-    logs.
+    """Limits the log of this process, the driver of a job, while it runs and when it ends. It also deletes the oldest
+    logs of ended drivers.
 
     Does nothing unless the process's output is a file opened for appending.
     """
@@ -103,10 +104,11 @@ def _bound_at_exit(thread: threading.Thread, ended: threading.Event) -> None:
 
 
 def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
-    """Cuts a log of more than `most` bytes to its last lines, at most `kept` bytes, and returns whether it did.
+    """Cuts a log of more than `most` bytes down to its last lines, at most `kept` bytes. Returns whether the log was
+    cut.
 
-    A header with the number of dropped bytes keeps positions in the log valid. A new file replaces the old one, also as
-    this process's output, so that lines written meanwhile are not lost.
+    A header with the number of dropped bytes keeps positions in the log valid. The cut log is a new file, which also
+    becomes this process's output. So no line that is written meanwhile is lost.
     """
     if os.fstat(fd).st_size <= most:
         return False
@@ -161,7 +163,8 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dropped_before(head: bytes) -> int | None:
-    """Returns the number of dropped bytes that the head of a driver's log states; None if no bytes were dropped."""
+    """Returns the number of dropped bytes that the header of a driver's log states. Returns None if no bytes were
+    dropped."""
     found = _DROPPED.match(head)
     return None if found is None else int(found[1])
 

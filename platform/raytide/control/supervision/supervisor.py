@@ -2,8 +2,8 @@
 
 Run as `python -m raytide.control.supervision.supervisor RUN_DIR [NAME=MODULE ...]`.
 
-A killed supervisor leaves its children running. The next one finds them by their recorded pid and start time, or by
-their command line if a full disk kept them from being recorded, and adopts them.
+A killed supervisor leaves its children running, and the next supervisor adopts them. It finds a child by the recorded
+pid and start time. If a full disk kept the child from being recorded, it finds the child by its command line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CHORES_S = 5.0
 
 @dataclass(slots=True)
 class Child:
-    """A supervised process, with its restarts."""
+    """A supervised process, and the time of its next restart."""
 
     what: str
     argv: Sequence[str]
@@ -79,7 +79,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class OwnedCluster:
-    """A cluster that ends with the process that owns it."""
+    """A cluster that is ended when its owner process ends."""
 
     name: str
     cluster_id: str
@@ -87,7 +87,8 @@ class OwnedCluster:
 
 
 def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | None:
-    """Returns the cluster with its owner; None if it has no owner, or another cluster has taken its place."""
+    """Returns the cluster of this run folder with its owner. Returns None if it has no owner, or if its id is not
+    `cluster_id`."""
     record = read_json(run_dir / "cluster.json") or {}
     if not record.get("owner_pid") or cluster_id not in (None, record["cluster_id"]):
         return None
@@ -96,7 +97,8 @@ def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | Non
 
 
 def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
-    """Starts the process that ends the cluster once its owner is gone, unless it runs already or there is no owner."""
+    """Starts the process that ends the cluster once the owner is gone. Does nothing if there is no owner or that
+    process already runs."""
     if (owned := owner_of(run_dir)) is None:
         return
     arguments = ["-m", "raytide.control.bootstrap.owner_watch", str(run_dir), owned.cluster_id]
@@ -105,7 +107,7 @@ def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
 
 
 def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
-    """Supervises until SIGTERM, which ends the children too."""
+    """Starts the children, and restarts each child that ends. On SIGTERM, it ends the children and returns."""
     sweep([run_dir, run_dir / "pids"])
     watched = [_found(run_dir, what, argv) for what, argv in children.items()]
     # SIGTERM arrives as a byte, not an exception, which could lose a child in the middle of its start
@@ -209,7 +211,8 @@ def _recorded(run_dir: Path, what: str) -> Process | None:
 
 
 def arguments(child: str, run_dir: str) -> list[str]:
-    """Returns Python's arguments for a child, as CHILDREN describes it."""
+    """Returns Python's command-line arguments for a child. `child` is a module name and further arguments, as in
+    CHILDREN."""
     module, *more = child.split()
     return ["-m", module, run_dir, *more]
 

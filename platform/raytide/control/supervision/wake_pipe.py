@@ -1,4 +1,4 @@
-"""A pipe in the run folder that wakes an idle controller, which rests longer between ticks while nothing happens."""
+"""A named pipe in the run folder. It wakes an idle controller, which otherwise rests longer between ticks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 65_536
 
 
 def wake_controller(run_dir: Path) -> None:
-    """Wakes the controller if it rests; otherwise its next rest ends at once."""
+    """Wakes the controller from its rest. If it does not rest now, its next rest ends at once."""
     with suppress(OSError):  # no controller runs, or it has wake-ups pending
         fd = os.open(run_dir / _NAME, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -35,7 +35,8 @@ class WakePipe:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer too: it never reads end-of-file
 
     def rest(self, seconds: float) -> None:
-        """Returns after this time, or at once if something is or was written to the pipe since the last rest."""
+        """Waits for `seconds`, or until something is written to the pipe. Returns at once if something was written
+        since the last rest."""
         if self._fd < 0 or seconds <= 0:
             return
         poll = select.poll()
@@ -45,7 +46,7 @@ class WakePipe:
                 os.read(self._fd, _MOST_BYTES)
 
     def write(self) -> None:
-        """Ends the rest. Safe in any thread and in a signal handler."""
+        """Ends the controller's rest. Safe in any thread and in a signal handler."""
         if self._fd >= 0:
             with suppress(BlockingIOError):
                 os.write(self._fd, b".")

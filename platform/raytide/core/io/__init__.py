@@ -1,1 +1,1 @@
-"""Files, URLs, processes and the environment."""
+"""Tools for files, URLs, processes and environment variables."""

@@ -1,4 +1,5 @@
-"""Small JSON files that are written atomically, so that a killed writer leaves the old text or the new one."""
+"""Small JSON files that are written atomically. If the writer is killed, the file has either the old text or the new
+text."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ _LEFT_BEHIND_S = 60.0
 
 
 def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_kept: bool = True) -> None:
-    """Replaces the file atomically.
+    """Replaces the file atomically by `data` as JSON.
 
-    The new text survives a power loss once this returns, unless `is_kept` is false: after a power loss the file may
-    then have the old text or be empty. An OSError leaves the old text and no other file.
+    When this returns, the new text survives a power loss. With `is_kept` false it may not: after a power loss, the file
+    may have the old text or be empty. An OSError leaves the old text and no temporary file.
     """
     write_text(path, _json(data), mode=mode, is_kept=is_kept)
 
@@ -39,9 +40,8 @@ def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True
 
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
-    """Writes the file unless it exists, and returns whether it did. Of several concurrent writers, exactly one gets
-    True.
-    """
+    """Writes the file if it does not exist yet, and returns whether it did. If several writers call this concurrently,
+    exactly one of them gets True."""
     staged = _staged(path, _json(data), mode, is_kept=True)
     try:
         os.link(staged, path)
@@ -54,9 +54,8 @@ def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) ->
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the mapping in the file; None if the file does not exist. Raises ValueError if it does not contain a
-    mapping.
-    """
+    """Returns the JSON mapping in the file, or None if the file does not exist. Raises ValueError if the file does not
+    contain a mapping."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
@@ -67,7 +66,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def check_room(folder: Path, size: int = 4096) -> None:
-    """Raises OSError if a file of `size` bytes cannot be written to the folder now. Leaves no file in it."""
+    """Raises OSError if a file of `size` bytes cannot be written to the folder now. It tests this with a temporary
+    file."""
     staged = folder / f".room.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
         _write(staged, b"\0" * size, 0o600, is_kept=True)
@@ -76,7 +76,7 @@ def check_room(folder: Path, size: int = 4096) -> None:
 
 
 def sweep(folders: Iterable[Path]) -> int:
-    """Removes the staged files of killed writers from these folders; returns their number."""
+    """Removes from these folders the temporary files that killed writers left. Returns the number of removed files."""
     removed = 0
     for folder in folders:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:

@@ -1,9 +1,11 @@
-"""A claim file that gives an output folder, at a path or an fsspec URL, one writer at a time.
+"""A claim file, through which only one writer at a time uses an output folder. The folder is a path or an fsspec URL.
 
-The claim names its holder and changes with every heartbeat. It may be taken over at once if its holder is the same job,
-a job that has ended or a dead process of this machine, and otherwise after WATCH_S without a heartbeat. Clocks of
-different machines are never compared. A writer that lost its claim learns it before it commits (`committing`). fsspec
-has no compare-and-swap for object stores, so concurrent takers of a URL read the file back to see which one won.
+The claim names its holder and changes with every heartbeat. Another run may take it over at once in three cases: the
+holder is the same job, or a job that has ended, or a dead process of this machine. Otherwise it may take the claim over
+after WATCH_S without a heartbeat. Clocks of different machines are never compared.
+
+A writer that lost its claim learns this before it commits (`committing`). fsspec has no compare-and-swap for object
+stores. So runs that take over a URL at the same time read the file back to see which of them won.
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ class ClaimRecord:
 
 
 class Claim:
-    """The claim of this process, held until `release` or until another run takes it over.
+    """This process's claim on its output folders, held until `release` or until another run takes it over.
 
-    Raises a ConflictError that names the other run if the folder is in use.
+    Raises a ConflictError that names the other run if a folder is in use.
     """
 
     def __init__(
@@ -101,12 +103,12 @@ class Claim:
         return max(held.epoch for held in self._held.values())
 
     def check(self) -> None:
-        """Raises ConflictError if a heartbeat found that another run took over a folder."""
+        """Raises ConflictError if a heartbeat found that another run has taken over one of the folders."""
         if self._lost is not None:
             raise self._lost
 
     def release(self) -> None:
-        """Frees the folders for the next run, except those that another run holds."""
+        """Frees the folders for the next run. Folders that another run has taken over stay claimed."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self._beat_s)
@@ -210,7 +212,7 @@ def committing(places: Sequence[str], token: str) -> Iterator[None]:
 
 
 def read_claim(place: str) -> ClaimRecord | None:
-    """Returns the claim of a folder; None if there is none, or the file is not a claim."""
+    """Returns the claim on a folder, or None if the folder has no valid claim file."""
     place = _plain(place)
     try:
         if is_local(place):

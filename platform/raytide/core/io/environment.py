@@ -50,9 +50,11 @@ NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*\*?$"
 
 
 def passed(inherited: Mapping[str, str], allowed: Iterable[str], named: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the variables that match a pattern of `allowed` or one that the operator `named`.
+    """Returns the environment variables whose names match a pattern in `allowed` or in `named`, the operator's own
+    list.
 
-    A name that looks like a secret must be `named` in full, because `HF_*` is meant for caches and not for HF_TOKEN.
+    A variable whose name looks like a secret passes only if `named` has its full name. A pattern such as `HF_*` is
+    meant for caches, and not for HF_TOKEN.
     """
     patterns, exact = tuple(allowed), set(named)
     more = tuple(name for name in exact if name.endswith("*"))
@@ -66,7 +68,7 @@ def passed(inherited: Mapping[str, str], allowed: Iterable[str], named: Iterable
 
 
 def all_passed(configured: Iterable[str]) -> tuple[str, ...]:
-    """Returns `pass_environment` of cluster.yaml and the comma-separated names in RAYTIDE_PASS."""
+    """Returns the names in `pass_environment` of cluster.yaml and the comma-separated names in RAYTIDE_PASS."""
     extra = (environment("PASS") or "").split(",")
     return tuple(dict.fromkeys((*configured, *(name.strip() for name in extra if name.strip()))))
 

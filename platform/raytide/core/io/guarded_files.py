@@ -1,4 +1,5 @@
-"""fsspec's local file system, which checks each opened file again, because links may change after the path was checked.
+"""fsspec's local file system with a check of each file after it was opened, because links may change after a path was
+checked.
 
 Import this module lazily: importing fsspec is slow.
 """

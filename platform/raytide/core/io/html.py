@@ -1,7 +1,8 @@
-"""Renders objects as HTML for notebooks: in one style, readable on light and dark backgrounds, with all texts escaped.
+"""Renders objects as HTML for notebooks, in one style that is readable on light and dark backgrounds. All texts are
+escaped.
 
-The style takes its colours from the text around it. Each piece of HTML contains it, because a notebook shows the pieces
-one by one.
+The style takes its colours from the surrounding text. Every rendered object contains the style, because a notebook
+shows each object separately.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def framed(*parts: str) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns an HTML table. Rows after the 200th are counted, not shown; columns without a name have no header."""
+    """Returns an HTML table. It shows at most 200 rows, and the number of the other rows. If all column names are
+    empty, the table has no header."""
     found = list(rows)
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
@@ -86,14 +88,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def bar(done: float, total: float) -> str:
-    """Returns a progress bar at `done` of `total`."""
+    """Returns an HTML progress bar that shows `done` of `total`."""
     return f'<progress value="{done:g}" max="{total:g}">{done:g} of {total:g}</progress>'
 
 
 def pairs_of(value: object) -> list[tuple[str, str]]:
-    """Returns the name and value of each field of a dataclass or Config. A field's unit is shown with its value, not in
-    its name.
-    """
+    """Returns the name and the value of each field of a dataclass or Config, as texts. A unit such as seconds is
+    removed from the name and shown with the value."""
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
     else:
@@ -102,7 +103,7 @@ def pairs_of(value: object) -> list[tuple[str, str]]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a value as a short text; `-` for an empty value."""
+    """Returns a value as a short text. An empty value becomes `-`."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):

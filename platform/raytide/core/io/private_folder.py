@@ -1,7 +1,7 @@
 """This user's private cache folder on a machine, and locks between processes.
 
-The folder has a fixed name in the system's temporary folder (set TMPDIR to move it), where any user may create files.
-So it is used only if this user owns it and no other user may write to it.
+The folder has a fixed name in the system's temporary folder (TMPDIR moves it), where any user may create files. It is
+used only if this user owns it and no other user may write to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _POLL_S = 0.05
 
 
 def private_folder(*names: str) -> Path:
-    """Returns a folder that only this user can write to. Raises StorageError if another user owns the name."""
+    """Returns a folder that only this user can write to. Raises StorageError if another user owns the folder of that
+    name."""
     top = Path(tempfile.gettempdir()) / f"raytide-{os.getuid()}"
     with full_disk_is_an_error(str(top)):
         top.mkdir(mode=0o700, exist_ok=True)
@@ -43,9 +44,8 @@ def private_folder(*names: str) -> Path:
 
 @contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Tries to take the lock without waiting, and yields whether it did. The lock is released at the end of the block,
-    or of the process.
-    """
+    """Tries to take the lock without waiting, and yields whether this succeeded. The lock is released when the block or
+    the process ends."""
     handle = lock_file(path)
     try:
         yield take(handle, fcntl.LOCK_EX)
@@ -68,17 +68,15 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 
 def lock_file(path: Path) -> int:
-    """Opens the file of a lock, and creates it if needed; returns its descriptor. The caller closes it, which frees the
-    lock.
-    """
+    """Opens the file of a lock, creating it if needed, and returns its file descriptor. The caller closes the
+    descriptor, which releases the lock."""
     with full_disk_is_an_error(str(path)):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def take(handle: int, kind: int) -> bool:
-    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting, and returns whether it did. It replaces a lock that
-    is already held through `handle`.
-    """
+    """Tries to take a lock of this kind (LOCK_EX or LOCK_SH) without waiting, and returns whether this succeeded. A
+    lock that is already held through `handle` is converted to this kind."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

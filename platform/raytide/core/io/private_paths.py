@@ -1,7 +1,9 @@
-"""Paths that users' specs must not name, because they hold the secrets of raytide, the system or the operator.
+"""Checks that users' specs do not name private paths. These paths hold the secrets of raytide, the system or the
+operator.
 
-Trainers, builds and endpoints access the paths of a spec as raytide's user. A dataset built from `client.json` would
-reveal the operator's token. `metadata.raytide.data_roots` restricts specs to the paths below these roots.
+Trainers, builds and endpoints read and write the paths of a spec as raytide's user. A dataset built from `client.json`,
+for example, would reveal the operator's token. `metadata.raytide.data_roots` restricts specs further, to the paths
+below these roots.
 """
 
 from __future__ import annotations
@@ -45,23 +47,21 @@ _STORE = re.compile(r"^(s3|s3a|gs|gcs|abfs|abfss|az|hf)://", re.IGNORECASE)
 
 
 def restrict_to(roots: Iterable[str]) -> None:
-    """Restricts specs to these paths and URLs, in this process and in processes that inherit the variable `ROOTS`. An
-    empty list removes the restriction.
-    """
+    """Restricts specs to the paths and URLs below these roots. This applies to this process and to processes that
+    inherit its environment variable `ROOTS`. An empty list removes the restriction."""
     os.environ[ROOTS] = json.dumps([*roots])
 
 
 def inherited_restriction() -> dict[str, dict[str, str]] | None:
-    """Returns the `runtime_env` for `ray.init` that applies this process's restriction to all its actors and tasks;
-    None if it has no restriction.
-    """
+    """Returns the `runtime_env` for `ray.init` with which all actors and tasks get this process's restriction. Returns
+    None if this process has no restriction."""
     return {"env_vars": {ROOTS: os.environ[ROOTS]}} if _roots() else None
 
 
 def check_path(path: str, what: str = "") -> None:
-    """Raises DeniedError if the resolved path is private or outside the data roots.
+    """Raises DeniedError if the path, after its links are resolved, is private or outside the data roots.
 
-    `safe_opener` and `guarded_files` check the file again when it is opened.
+    `safe_opener` and `guarded_files` check the file once more when it is opened.
     """
     real = os.path.realpath(os.path.expanduser(path))
     if _is_in(real, _staged()):
@@ -70,7 +70,8 @@ def check_path(path: str, what: str = "") -> None:
 
 
 def check_opened(path: str, what: str = "") -> None:
-    """Checks the path of an opened file as `check_path` does, but allows raytide's own local copies."""
+    """Raises DeniedError if an opened file is private or outside the data roots. raytide's own local copies are
+    allowed."""
     real = os.path.realpath(path)
     if not _is_in(real, _staged()):
         _check_resolved(real, what or path)
@@ -88,7 +89,8 @@ def _check_resolved(real: str, what: str) -> None:
 
 
 def check_links(folder: str, what: str = "") -> None:
-    """Checks the links in a folder and its subfolders, to a limited depth, because its files are opened by name."""
+    """Raises DeniedError if a symbolic link in this folder leads to a private path. Searches subfolders to a limited
+    depth. Links matter because the folder's files are opened by name."""
     left, level = MOST_ENTRIES, [folder]
     for _ in range(_LEVELS):
         below: list[str] = []
@@ -109,8 +111,8 @@ def check_links(folder: str, what: str = "") -> None:
 
 
 def check_named(config: object, where: str, *, links: bool = False) -> None:
-    """Raises DeniedError if a path or URL in a spec, at any depth, is private; with `links`, also for links below these
-    paths.
+    """Raises DeniedError if a spec contains a private path or URL at any depth. With `links`, also checks the symbolic
+    links below these paths.
 
     `where` names the spec in the error.
     """
@@ -137,10 +139,10 @@ def _check_part(part: str, what: str, *, links: bool) -> None:
 
 
 def safe_opener(path: str, flags: int) -> int:
-    """Returns an opener for `open` that raises DeniedError if the opened file is private, even if links changed after a
-    check.
+    """Returns an opener for Python's `open`. The opener raises DeniedError if the opened file is private, even if links
+    changed after an earlier check.
 
-    It refuses to write through a final link, and to open anything but regular files.
+    It does not write through a link at the end of the path, and opens only regular files.
     """
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     emptied = flags & os.O_TRUNC

@@ -1,8 +1,8 @@
-"""Processes identified by pid and start time, so that a reused pid is never mistaken for an earlier process. Linux
+"""Processes, identified by pid and start time, so that a reused pid is never mistaken for an earlier process. Linux
 only.
 
-Every process of a cluster carries a mark in its environment (`NAME=value`), which its children inherit: `marked` finds
-processes that are in no record. `free_port` is for a process that is about to start.
+Every process of a cluster has a mark in its environment (`NAME=value`), which its children inherit. `marked` finds such
+processes even if no record lists them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int, what: str = "") -> Process | None:
-        """Returns the process that has this pid now; None if there is none, or only a zombie."""
+        """Returns the process that has this pid now. Returns None if there is no such process, or only a zombie."""
         ticks = _start_time(pid)
         return None if ticks is None else cls(pid, ticks, what)
 
@@ -59,7 +59,8 @@ class Process:
         return _start_time(self.pid) == self.start_time
 
     def open(self) -> int | None:
-        """Returns a pidfd, which becomes readable when the process ends; None if it has ended. The caller closes it."""
+        """Returns a pidfd of the process, which becomes readable when the process ends. Returns None if it has ended
+        already. The caller closes the pidfd."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -82,7 +83,8 @@ class Process:
             os.close(fd)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the process to end; returns False on a timeout. None waits without limit."""
+        """Waits for the process to end. Returns False if it still runs after the timeout. A timeout of None means no
+        limit."""
         fd = self.open()
         if fd is None:
             return True
@@ -93,7 +95,7 @@ class Process:
 
 
 def terminate_all(processes: Iterable[Process], *, grace_s: float) -> None:
-    """Sends SIGTERM to all, and SIGKILL to those that still run after the grace period."""
+    """Sends SIGTERM to all these processes, and SIGKILL to those that still run after the grace period."""
     alive = [process for process in processes if process.alive]
     for process in alive:
         process.send(signal.SIGTERM)
@@ -116,7 +118,7 @@ def running(arguments: Sequence[str]) -> list[Process]:
 
 
 def marked(name: str, value: str) -> list[Process]:
-    """Returns this user's processes whose environment contains `name=value`, except this process."""
+    """Returns this user's processes whose environment contains `name=value`. The calling process is left out."""
     wanted = f"{name}={value}".encode()
     return _processes(lambda entry: wanted in _content(entry / "environ").split(b"\0"), name)
 
@@ -145,9 +147,8 @@ def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
 
 
 def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
-    """Sends SIGKILL to the processes that `marked` returns until there are none; returns the number killed. Raises
-    ClusterError if some are left after `timeout_s`.
-    """
+    """Sends SIGKILL to the processes that `marked` returns, until it returns none. Returns the number of killed
+    processes. Raises ClusterError if some are left after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     killed: set[Process] = set()
     while left := marked(name, value):
@@ -174,10 +175,11 @@ def _start_time(pid: int) -> int | None:
 
 
 def free_port() -> int:
-    """Returns a random port on which no address of this host listens, for a process that opens it a moment later.
+    """Returns a random port on which nothing on this host listens. A process that the caller starts opens the port a
+    moment later.
 
-    The kernel gives it to no outgoing connection meanwhile: it lies outside of the ephemeral range, where there is
-    room. Another process may still open it, so the caller tries again where that process says EADDRINUSE.
+    If there is room, the port is outside the kernel's ephemeral range, so that no outgoing connection gets it
+    meanwhile. Another process may still open it. If opening it fails with EADDRINUSE, the caller must try again.
     """
     first, last = map(int, _EPHEMERAL_PORTS.read_text().split())
     spans = (range(_FIRST_PORT, first), range(last + 1, 1 << 16))
@@ -190,5 +192,6 @@ def free_port() -> int:
 
 
 def die_with_parent(signum: signal.Signals) -> None:
-    """Makes the kernel send this process the signal as soon as the thread that started it has ended."""
+    """Makes the kernel send this signal to the calling process as soon as the thread that started the process has
+    ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

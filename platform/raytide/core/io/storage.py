@@ -50,7 +50,7 @@ def read_bytes(url: str) -> bytes:
 
 
 def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
-    """Writes the file atomically: to a temporary name, which is then moved. A file that need not be durable may be
+    """Writes the file atomically: to a temporary name, which is then renamed. If `is_durable` is false, the file may be
     empty or torn after a power failure."""
     write_parts(url, [data], is_durable=is_durable)
 
@@ -99,8 +99,8 @@ _AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloud
 def check_url(url: str) -> None:
     """Raises DataError unless the URL is a local path or a plain URL of an object store.
 
-    It refuses http, and everything that could make a reader open something else: chained URLs
-    (`simplecache::http://...`), credentials, ports and hosts in a URL, options in its query.
+    Rejected are http, chained URLs (`simplecache::http://...`), credentials, ports and hosts in the URL, and options in
+    its query. Such a URL could make a reader open something else.
     """
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
@@ -124,7 +124,7 @@ def check_url(url: str) -> None:
 
 
 def local_path(url: str) -> str | None:
-    """Returns the path of a local URL; None for other URLs."""
+    """Returns the path of a local URL, or None for any other URL."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return os.path.expanduser(url)
@@ -145,7 +145,7 @@ def sha256(*parts: bytes | memoryview) -> str:
 
 @contextmanager
 def full_disk_is_an_error(what: str) -> Iterator[None]:
-    """Turns an OSError inside the block into a StorageError that names the object `what`."""
+    """Turns an OSError inside the block into a StorageError. `what` names the written file in the message."""
     try:
         yield
     except OSError as error:

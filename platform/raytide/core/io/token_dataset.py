@@ -1,8 +1,9 @@
-"""The token dataset format, which the pipeline writes and the trainer reads.
+"""The format of token datasets, which the data pipeline writes and the trainer reads.
 
 A dataset is a directory (a path or an fsspec URL) with `manifest.json`, `tokenizer.json`, `tokenizer_config.json` and
-shards of raw little-endian token ids. Each document ends with `eos_id`; shards may split documents. Beside each shard
-an index holds the ends of its documents. The manifest is written last: a directory without one is incomplete.
+shards of raw little-endian token ids. Each document ends with `eos_id`. A document may continue in the next shard.
+Beside each shard, an index file lists the ends of its documents. The manifest is written last, so a directory without a
+manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -58,20 +59,21 @@ def _inside(what: str) -> AfterValidator:
 
 
 class DatasetFile(Config):
-    """A file that a manifest names; its path is relative to the dataset."""
+    """A file that a manifest names. Its path is relative to the dataset's directory."""
 
     file: Annotated[str, _inside("a shard")]
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class DocumentIndex(DatasetFile):
-    """The ends of the documents that end in one shard: global token positions, exclusive, in increasing order."""
+    """The index file of one shard. For each document that ends in the shard, it has the exclusive end as a global token
+    position, in increasing order."""
 
     documents: int = Field(ge=0, lt=1 << 60)
 
 
 class Shard(DatasetFile):
-    """A file of tokens."""
+    """A file of token ids. The shards of a dataset together hold all its tokens."""
 
     tokens: int = Field(ge=0, lt=1 << 60)
     index: DocumentIndex | None = None
@@ -79,13 +81,13 @@ class Shard(DatasetFile):
 
 
 class TextFile(DatasetFile):
-    """A file of the kept documents' text, in dataset order."""
+    """A file with the text of the documents that were kept, in dataset order."""
 
     documents: int = Field(ge=0, lt=1 << 60)
 
 
 class Source(Config):
-    """The origin of the tokens, which shows whether a build would give the same dataset again."""
+    """The origin of the tokens. It shows whether a new build would give the same dataset."""
 
     digest: str = ""
     """A hash of the spec and its inputs (names, sizes, versions)."""
@@ -108,7 +110,8 @@ class Source(Config):
 
 
 class TokenManifest(Config):
-    """The content of `manifest.json`. Tokens are numbered in shard order, the same for every reader."""
+    """The content of `manifest.json`. Tokens are numbered in the order of the shards, which is the same for every
+    reader."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -144,7 +147,7 @@ class TokenManifest(Config):
 
     @property
     def files(self) -> list[DatasetFile]:
-        """All files whose hash the manifest has."""
+        """All files whose hash is in the manifest."""
         beside = [self.source.samples, self.source.cleaning, self.source.signatures, *self.texts]
         return [file for file in [*chain(*((s, s.index) for s in self.shards)), *beside] if file is not None]
 
@@ -159,7 +162,7 @@ class TokenManifest(Config):
         return framed(table("token dataset", ("", ""), rows))
 
     def to_bytes(self) -> bytes:
-        """Serializes the manifest; equal manifests give equal bytes."""
+        """Returns the manifest as bytes. Equal manifests give equal bytes."""
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -187,7 +190,7 @@ def sha256_of(url: str) -> str:
 
 
 def parse_manifest(text: bytes, where: str) -> TokenManifest:
-    """Returns the manifest in `text`. Raises DataError if it is malformed."""
+    """Returns the manifest that `text` encodes. Raises DataError if the text is malformed."""
     try:
         if len(text) > MAX_MANIFEST_BYTES:
             raise ValueError(f"its {len(text)} bytes exceed {MAX_MANIFEST_BYTES}")
@@ -209,10 +212,10 @@ def parse_manifest(text: bytes, where: str) -> TokenManifest:
 
 
 def document_ends(url: str, manifest: TokenManifest) -> NDArray[np.int64]:
-    """Returns the end of each document, int64 [documents]: global token positions, exclusive, in increasing order.
+    """Returns the exclusive end of each document as a global token position, in increasing order: int64 [documents].
 
-    A dataset of version 1 has no index; all its tokens are then read, and a document ends after each `eos_id`. Raises
-    DataError for an index that contradicts the manifest.
+    A dataset of version 1 has no index. All its tokens are then read, and a document ends after each `eos_id`. Raises
+    DataError if an index contradicts the manifest.
     """
     import numpy as np
 
@@ -255,7 +258,8 @@ def _scanned_ends(url: str, manifest: TokenManifest) -> Iterator[NDArray[np.int6
 
 
 def verify(url: str) -> TokenManifest:
-    """Reads all shards and the tokenizer. Raises DataError if the size or hash of one differs from the manifest."""
+    """Reads all files of the dataset and returns its manifest. Raises DataError if the size or the hash of a file
+    differs from the manifest."""
     manifest = load_manifest(url)
     if manifest.tokenizer_sha256 is not None:
         _check(join(url, manifest.tokenizer), None, manifest.tokenizer_sha256)

@@ -1,4 +1,4 @@
-"""Packs a working directory into one file at submission and unpacks it on every member.
+"""Packs a working directory into one file when a job is submitted, and unpacks it on every member of the gang.
 
 The same files always give the same digest.
 """
@@ -40,7 +40,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
-    """Returns the folder as a zip file. `exclude` holds patterns of names or relative paths, in addition to `LEFT_OUT`.
+    """Returns the folder as a zip file. Files that match a pattern in `exclude` or `LEFT_OUT` are left out. A pattern
+    is for a name or a relative path.
 
     Raises DataError if a file cannot be read, or if a file or the package is too large.
     """
@@ -62,9 +63,9 @@ def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
 
 
 def unpack(package: bytes, folder: Path) -> None:
-    """Unpacks a package below `folder`; executable files stay executable.
+    """Unpacks a package below `folder`. Executable files stay executable.
 
-    Raises DataError for packages that `pack` would not make, because users may upload anything.
+    Raises DataError for a package that `pack` would not make, because users may upload anything.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(package)) as archive:

@@ -1,1 +1,1 @@
-"""The nouns of raytide: nodes, gangs, jobs, endpoints, teams, snapshots, plans."""
+"""The objects that raytide manages: nodes, gangs, jobs, endpoints, teams, snapshots, plans."""

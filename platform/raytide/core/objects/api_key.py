@@ -1,4 +1,4 @@
-"""API keys of the gateway: who sends a request, what it may use, and the records of what it used."""
+"""API keys of the gateway: the owner of a key, what the key may use, and records of its use."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _MODEL = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
 
 def new_secret() -> str:
-    """Returns a key that a client sends: 256 random bits, so that its hash needs no salt."""
+    """Returns a new secret key, which a client sends. It has 256 random bits, so its hash needs no salt."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of_secret(secret: str) -> str:
-    """Returns the SHA-256 of a key, in hex; only this is stored."""
+    """Returns the SHA-256 of a secret key, in hex. Only this hash is stored."""
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
 class KeyBudget(Config):
-    """The most that the requests of a key may cost, by the prices of the endpoints."""
+    """The most that the requests of a key may cost in a period, by the token prices of the endpoints."""
 
     usd: float = Field(ge=0, le=bounds.MOST_USD)
     per: Literal["month", "life"] = "month"
@@ -45,7 +45,8 @@ class KeyBudget(Config):
 
 
 class KeySpec(Config):
-    """`raytide key create`: what a key may use. A limit that is left out does not apply."""
+    """The specification of a new key, as `raytide key create` sends it: what the key may use. A limit that is left out
+    does not apply."""
 
     name: bounds.Name
     team: bounds.Name = "default"
@@ -70,7 +71,7 @@ class KeySpec(Config):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without its secret."""
+    """A stored API key, without its secret."""
 
     id: str
     name: str
@@ -112,13 +113,12 @@ class ApiKey:
         )
 
     def is_valid(self, now_s: float) -> bool:
-        """Returns whether it is neither revoked nor expired."""
+        """Returns whether the key is neither revoked nor expired."""
         return self.revoked_at_s is None and (self.expires_at_s is None or now_s < self.expires_at_s)
 
     def allows(self, model: str) -> bool:
-        """Returns whether the key may use a model. A key that may use an endpoint may use its adapters
-        (`NAME:ADAPTER`).
-        """
+        """Returns whether the key may use a model. A key for an endpoint may use the endpoint's adapters, too
+        (`NAME:ADAPTER`)."""
         return not self.models or model in self.models or model.partition(":")[0] in self.models
 
 
@@ -132,7 +132,7 @@ class KeySpending:
 
 
 class TokenPrice(Config):
-    """US dollars for a million tokens."""
+    """The prices of an endpoint's tokens, each in US dollars per million tokens."""
 
     prompt: float = Field(default=0.0, ge=0, le=1e6)
     """The price of prompt tokens that are not in the prefix cache."""
@@ -141,19 +141,20 @@ class TokenPrice(Config):
     completion: float = Field(default=0.0, ge=0, le=1e6)
 
     def cost_pico_usd(self, prompt: int, cached: int, completion: int) -> int:
-        """Returns the exact cost in pico-dollars of a request whose `prompt` tokens include the `cached` ones."""
+        """Returns the exact cost of a request in pico-dollars. `prompt` counts all prompt tokens, including the
+        `cached` ones."""
         uncached = max(0, prompt - cached)
         prices = (micro_usd(self.prompt), micro_usd(self.cached), micro_usd(self.completion))
         return sum(price * tokens for price, tokens in zip(prices, (uncached, cached, completion), strict=True))
 
     def most_micro_usd(self, prompt: int, completion: int) -> int:
-        """Returns the most that a request with these tokens can cost in micro-dollars, rounded up."""
+        """Returns the most that a request with these numbers of tokens can cost, in micro-dollars rounded up."""
         pico = max(self.cost_pico_usd(prompt, 0, completion), self.cost_pico_usd(prompt, prompt, completion))
         return -(-pico // _PICO)
 
 
 class HostedBackend(Config):
-    """A model that a hosted API serves. `metadata.raytide.gateway.hosted` lists the APIs."""
+    """A model that a hosted API serves instead of replicas. `metadata.raytide.gateway.hosted` lists these APIs."""
 
     base_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -165,9 +166,9 @@ class HostedBackend(Config):
 
 
 def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, int]:
-    """Returns the whole micro-dollars to bill for a cost, and the rest to carry to the account's next request.
+    """Returns the whole micro-dollars to bill for a request, and the rest to carry to the account's next request.
 
-    The amount is the difference of two roundings of the account's cumulative cost, so amounts sum to it exactly.
+    The billed amounts are differences of the account's rounded cumulative cost, so they sum exactly to it.
     """
     total = carried_pico_usd + cost_pico_usd
     amount = max(0, (total + _PICO // 2) // _PICO)
@@ -175,7 +176,7 @@ def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, in
 
 
 class RequestUsage(Config):
-    """A gateway's report on one request."""
+    """A gateway's report on one request: its tokens, its HTTP status and its cost."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
     """The id that the gateway made. A request that is reported again is not billed again."""
@@ -197,7 +198,8 @@ class RequestUsage(Config):
 
 
 class AskedReservation(Config):
-    """The most that a request of a key may cost, reserved before it is admitted."""
+    """A gateway's request to reserve the most that one request of a key may cost. It is made before the request is
+    admitted."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
     """The id of the request."""
@@ -206,7 +208,7 @@ class AskedReservation(Config):
 
 
 class ReservationBatch(Config):
-    """The reservations that a gateway requests together."""
+    """The reservations that a gateway asks for in one call."""
 
     most_bytes: ClassVar[int] = MOST_BATCH_BYTES
 
@@ -215,7 +217,7 @@ class ReservationBatch(Config):
 
 
 class UsageBatch(Config):
-    """The requests that a gateway has finished, or has dropped before they cost anything."""
+    """A gateway's report on finished requests, and on requests that were dropped before they cost anything."""
 
     most_bytes: ClassVar[int] = MOST_BATCH_BYTES
 
@@ -229,7 +231,8 @@ class UsageBatch(Config):
 
 @dataclass(frozen=True, slots=True)
 class KeyTableChange:
-    """The keys, prices and weights for a gateway: all keys, or those that changed since the gateway's last revision."""
+    """The API keys, prices and weights that a gateway needs. It has all keys, or only those that changed since the
+    gateway's last revision."""
 
     revision: int
     is_whole: bool
@@ -244,7 +247,7 @@ class KeyTableChange:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """A billed request."""
+    """The stored usage of one billed request."""
 
     id: str
     at_s: float
@@ -279,7 +282,8 @@ class UsageSum:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """An entry of the audit log. `hash` covers all other fields, and so, through `previous`, all earlier entries."""
+    """An entry of the audit log. Its `hash` covers all its other fields. One of them, `previous`, is the hash of the
+    entry before, so `hash` covers all earlier entries as well."""
 
     seq: int
     at_s: float

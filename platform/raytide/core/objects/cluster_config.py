@@ -1,4 +1,4 @@
-"""cluster.yaml: Ray's file with raytide's section, `metadata.raytide`, joined into one ClusterConfig."""
+"""The file cluster.yaml as one ClusterConfig, which joins Ray's sections with raytide's section `metadata.raytide`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 
 
 class NodeTypeSection(Config):
-    """`metadata.raytide.node_types.<name>`: the properties that Ray's node type of the same name does not have."""
+    """The section `metadata.raytide.node_types.<name>`. It has the properties of a node type that are missing from
+    Ray's node type of the same name."""
 
     price_usd_h: float | None = Field(default=None, ge=0)
     power_w: float | None = Field(default=None, gt=0, le=1_000_000)
@@ -93,14 +94,14 @@ class LimitsSection(Config):
 
 
 class UnmanagedSection(Config):
-    """The nodes that may be bought for work without a lease (raw tasks, foreign placement groups)."""
+    """Limits on the nodes that may be bought for work without a lease: raw Ray tasks and foreign placement groups."""
 
     max_nodes: int = Field(default=1, ge=0)
     gpu: bool = False
 
 
 class HostedApi(Config):
-    """A hosted OpenAI-compatible API that endpoints may use, with the operator's key."""
+    """A hosted OpenAI-compatible API that endpoints may use, and the operator's key for it."""
 
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
     """The base URL, such as `https://api.openai.com/v1`."""
@@ -110,7 +111,7 @@ class HostedApi(Config):
 
 
 class GatewaySection(Config):
-    """The OpenAI address of all endpoints."""
+    """The settings of the gateway, the OpenAI-compatible address of all endpoints."""
 
     require_keys: Literal["auto"] | bool = "auto"
     """True if requests need an API key; with `auto`, they need one unless the gateway listens on a loopback address."""
@@ -122,13 +123,13 @@ class GatewaySection(Config):
     """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
 
     def demands_keys(self, *, is_loopback: bool) -> bool:
-        """Returns whether requests need an API key; with `auto`, unless the gateway listens on a loopback address."""
+        """Returns whether requests need an API key. `auto` means yes, unless the gateway listens on loopback."""
         return not is_loopback if self.require_keys == "auto" else self.require_keys
 
 
 class BackupRetention(Config):
-    """The snapshots to keep: the newest `last` ones, and the newest of each of the last hours, days, weeks and so
-    on."""
+    """The numbers of snapshots to keep: the newest `last` snapshots, and the newest snapshot of each of the last hours,
+    days, weeks and so on."""
 
     last: int = Field(default=4, ge=1, le=10_000)
     hourly: int = Field(default=24, ge=0, le=10_000)
@@ -147,7 +148,8 @@ class SftpSection(Config):
 
 
 class BackupSection(Config):
-    """Backups through restic, which `raytide backup` and, on a schedule, a process of the cluster make."""
+    """The settings of backups through restic, made by `raytide backup` or, on a schedule, by a process of the
+    cluster."""
 
     repository: Annotated[str, Field(min_length=1, max_length=4096)]
     """The repository: a path or a restic URL, such as `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path` or
@@ -186,7 +188,7 @@ class BackupSection(Config):
 
 
 class RaytideSection(Config):
-    """`metadata.raytide` of cluster.yaml."""
+    """The section `metadata.raytide` of cluster.yaml."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -248,27 +250,28 @@ class RaytideSection(Config):
         return self
 
     def owned_node_types(self) -> dict[str, str]:
-        """Returns the source of each node type that is not bought from a cloud: `hosts` for own machines, `slurm` for
-        jobs of Slurm."""
+        """Returns the node types that are not bought from a cloud, each with its source: `hosts` for own machines,
+        `slurm` for jobs of Slurm."""
         own = {} if self.hosts is None else dict.fromkeys(self.hosts.node_types(), "hosts")
         return own if self.slurm is None else own | dict.fromkeys(self.slurm.node_types, "slurm")
 
     def users(self) -> frozenset[str]:
-        """Returns the users under which scripts run, other than raytide's own user."""
+        """Returns the operating system's users under which scripts run. raytide's own user is left out."""
         named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """Returns the user under which the team's scripts run."""
+        """Returns the operating system's user under which the team's scripts run. Empty means raytide's own user."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError for packages of a training or an endpoint if the team's code has a user of its own."""
+        """Raises DeniedError if a training or an endpoint names pip packages although the team's code has a user of its
+        own."""
         hint = "Install them on the nodes, or run a script: its packages are its user's."
         self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
 
     def check_image(self, image: str | None, team: str, what: str) -> None:
-        """Raises DeniedError for a job's image if the team's code has a user of its own."""
+        """Raises DeniedError if a job names a container image although the team's code has a user of its own."""
         hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
         self._check_user(None if image is None else f"the image {image}", team, what, hint)
 
@@ -280,7 +283,7 @@ class RaytideSection(Config):
 
 
 class ClusterConfig(Config):
-    """The fleet and the policies of one cluster."""
+    """The node types and the policies of one cluster."""
 
     name: str
     node_types: tuple[NodeType, ...]

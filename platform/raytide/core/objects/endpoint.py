@@ -52,7 +52,8 @@ METERS = ("cpu", "gpu", "memory")
 
 
 class ScaleSignal(Config):
-    """A signal besides requests on which an endpoint scales: measured on its nodes, or reported by users."""
+    """A value, other than the number of requests, by which an endpoint scales. It is measured on the endpoint's nodes
+    or reported by users."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
     """The name: `gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that `POST
@@ -71,7 +72,8 @@ class ScaleSignal(Config):
 
 
 class Replicas(Config):
-    """The number of replicas: the largest that requests, KV caches, work or signals need, within `min` and `max`."""
+    """The rules for an endpoint's number of replicas. The number is the largest that requests, KV caches, work or
+    signals need, within `min` and `max`."""
 
     min: int = Field(default=1, ge=0, le=bounds.MOST_REPLICAS)
     """With 0 the last replica ends after `downscale_delay_s` without a request; the next request waits for a new
@@ -129,27 +131,27 @@ class Replicas(Config):
         return self
 
     def at(self, at_s: float) -> Replicas:
-        """Returns these limits with the minimum that is scheduled for that time (seconds since the epoch)."""
+        """Returns these rules with `min` replaced by the minimum that is scheduled for this time (seconds since the
+        epoch)."""
         minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
         return self.model_copy(update={"min": max(minimums)}) if minimums else self
 
     @property
     def least(self) -> int:
-        """The smallest minimum at any time."""
+        """The smallest minimum of replicas at any time."""
         return min(self.min, *(entry.min for entry in self.schedule)) if self.schedule else self.min
 
     @property
     def most(self) -> int:
-        """The most replicas at any time: with an SLO twice `max`, because spot replicas overlap the on-demand ones they
-        replace.
-        """
+        """The largest number of replicas at any time. With an SLO it is twice `max`, because new spot replicas run
+        beside the on-demand replicas that they replace."""
         return self.max if self.slo_target is None else 2 * self.max
 
 
 class AnswerCachePolicy(Config):
-    """Lets the gateway store exact answers to greedy and seeded requests, for the team that sent them. With API keys it
-    stores only answers for keys with `answer_cache`.
-    """
+    """The settings of the gateway's cache of exact answers to greedy and seeded requests. An answer is shared only
+    within the team that sent the request. If requests need API keys, only answers for keys with `answer_cache` are
+    stored."""
 
     ttl_s: float = Field(default=300.0, gt=0, le=86_400)
     max_mb: int = Field(default=64, ge=1, le=4096)
@@ -157,9 +159,8 @@ class AnswerCachePolicy(Config):
 
 
 class PrefillPolicy(Config):
-    """Disaggregated prefill: another endpoint's replicas compute the prompts and hand over the KV cache, so that
-    decoding never waits for prompts.
-    """
+    """The settings of disaggregated prefill. The replicas of another endpoint compute the prompts and hand over the KV
+    cache, so decoding never waits for prompts."""
 
     endpoint: str = Field(pattern=ENDPOINT_NAME)
     """The endpoint that computes prompts: one of the same team with the same model and engine options. While it has no
@@ -172,7 +173,7 @@ class PrefillPolicy(Config):
 
 
 class ServeSpec(Config):
-    """`raytide serve`: the model, its resources and its replicas."""
+    """The specification of an endpoint, as `raytide serve` sends it: the model, its resources and its replicas."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}(~[1-9][0-9]{0,9})?$")
     """The name of the endpoint, which is also the OpenAI model name. Only raytide adds `~` and a number, for the
@@ -252,7 +253,8 @@ class ServeSpec(Config):
 
     @property
     def served(self) -> str:
-        """A digest that is equal for specs whose replicas do the same work on the same share of a node."""
+        """A digest of the model, resources, members and engine options. If it is equal for two specs, their replicas do
+        the same work on the same share of a node."""
         work = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
         return blake2s(json.dumps(work, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -287,14 +289,13 @@ LIVE_FIELDS = frozenset({"adapters", "inputs", "prefill", "weights"})
 
 
 def adapter_id(name: str, location: str) -> str:
-    """Returns the engines' name for an adapter. It depends on the location, so that an engine can load a changed
-    adapter while requests finish with the old one.
-    """
+    """Returns the name by which engines know an adapter. It contains a hash of the adapter's location. So an engine can
+    load a changed adapter while running requests finish with the old one."""
     return f"{name}-{blake2s(location.encode(), digest_size=4).hexdigest()}"
 
 
 def adapted_models(name: str, spec: ServeSpec) -> tuple[str, ...]:
-    """Returns the OpenAI model names of an endpoint's adapters."""
+    """Returns the model names under which OpenAI clients reach an endpoint's adapters."""
     return tuple(f"{name}{ADAPTER_SEPARATOR}{adapter}" for adapter in sorted(spec.adapters))
 
 
@@ -338,7 +339,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRevision:
-    """A spec that an endpoint had."""
+    """A spec that an endpoint has or had, with its revision number."""
 
     name: str
     number: int

@@ -49,7 +49,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The demand on an endpoint, learned by observation (`autoscaler/endpoints/traffic.py`)."""
+    """The demand on an endpoint, as `autoscaler/endpoints/traffic.py` learns it by observation."""
 
     requests_rps: float = 0.0
     """The requests per second. All rates are those of the last half minute."""
@@ -81,7 +81,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStartup:
-    """The start of one replica."""
+    """The progress of one replica's start."""
 
     id: str
     ordered_at_s: float
@@ -97,7 +97,7 @@ LOADING = "loading"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLive:
-    """The adapters and weights of a running replica, which change without a new replica."""
+    """The adapters and weights that a running replica has loaded. They can change without a new replica."""
 
     id: str
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class ReplicaLive:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLog:
-    """The files with a replica's output, which the agent of its node serves while the node lives."""
+    """The files with a replica's output. The agent of the replica's node serves them while the node lives."""
 
     replica: str
     began_at_s: float
@@ -168,7 +168,8 @@ class EndpointLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaValue:
-    """The replicas of an endpoint with an SLO that are worth their price (`autoscaler/endpoints/replica_value.py`)."""
+    """The numbers of an endpoint's replicas that are worth their price, for an endpoint with an SLO.
+    `autoscaler/endpoints/replica_value.py` computes them."""
 
     spot: int
     """The number of replicas that are worth the price of spot, including those on standby."""

@@ -1,4 +1,5 @@
-"""Gangs: members that are useful only together; leases, which the queue grants to them; and the clients of leases."""
+"""Gangs, leases and their clients. The members of a gang are useful only together, and the queue grants a gang its
+lease."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ Needed = Annotated[dict[bounds.Name, float], Field(max_length=bounds.MOST_RESOUR
 
 
 class Shape(Config):
-    """One acceptable form of a gang: a number of members, each whole on one node.
+    """One acceptable form of a gang: a number of members. Each member fits on a single node.
 
-    Ranks that must share a node are one member: 8 GPUs on one node is one member with GPU 8.
+    Ranks that must share a node form one member. For example, 8 GPUs on one node are one member with `GPU: 8`.
     """
 
     members: int = Field(default=1, ge=1, le=bounds.MOST_MEMBERS)
@@ -70,9 +71,9 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """Returns a shape of one member with computed or reported amounts.
+        """Returns a shape with one member. The amounts are computed or reported, not requested by a user.
 
-        They are not validated, because users may be unable to request such amounts.
+        They are not validated, because they may be outside the limits for users.
         """
         return cls.model_construct(
             members=1,
@@ -86,12 +87,13 @@ class Shape(Config):
 
     @classmethod
     def words(cls) -> frozenset[str]:
-        """Returns the keywords that a spec may use for a shape."""
+        """Returns the keywords with which a spec may describe a shape."""
         return frozenset({*cls.model_fields, *NODE_WORDS})
 
     @property
     def gpus(self) -> float:
-        """The size of one member in GPUs."""
+        """The size of one member in GPUs. If a member has no GPU, its CPUs are converted: CPUS_OF_A_GPU of them count
+        as one GPU."""
         return self.resources.get("GPU", 0.0) or self.resources.get("CPU", 0.0) / CPUS_OF_A_GPU
 
     @property
@@ -106,7 +108,8 @@ class Shape(Config):
 
 
 class GangSpec(Config):
-    """A job's shapes in order of preference. Shapes on which its work is known to cost less are tried first."""
+    """A job's acceptable shapes in order of preference. If the cost of the work is known, shapes on which it costs less
+    are tried first."""
 
     shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
     form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
@@ -147,7 +150,7 @@ _WITHOUT_NODE = (MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class Member(ShownAsHtml):
-    """One member of a lease. `incarnation` grows each time its place has to be filled anew."""
+    """One member of a lease: a place on a node. `incarnation` grows whenever the place has to be filled anew."""
 
     index: int
     state: MemberState = MemberState.WAITING
@@ -187,7 +190,7 @@ class Member(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class Lease(ShownAsHtml):
-    """The grant of a job's gang. `epoch` grows with every change that its holder must react to."""
+    """The grant of a job's gang. `epoch` grows with every change to which the lease's holder must react."""
 
     id: str
     job_id: str
@@ -202,19 +205,18 @@ class Lease(ShownAsHtml):
 
     @property
     def version(self) -> str:
-        """The value that a holder reports as `settled` once it runs nothing any more on the members that this epoch
-        takes away.
-        """
+        """The lease's id and epoch. A holder reports this value as `settled` once nothing runs any more on the members
+        that the epoch takes away."""
         return f"{self.id}@{self.epoch}"
 
     @property
     def member_count(self) -> int:
-        """The number of members that have a node, usable or not."""
+        """The number of members that have a node, including unusable ones."""
         return sum([member.state not in _WITHOUT_NODE for member in self.members])
 
     @property
     def is_preempted(self) -> bool:
-        """True while the whole gang is being preempted; its job then returns to the queue."""
+        """True while the whole gang is being preempted. Afterwards the job returns to the queue."""
         return all(member.gives_way or member.state is MemberState.PARKED for member in self.members)
 
     @property
@@ -223,20 +225,23 @@ class Lease(ShownAsHtml):
 
 
 class LeaseClient(Protocol):
-    """The interface between the platform and the driver of a gang. Every call also keeps a driver-held lease alive."""
+    """The interface through which the driver of a gang follows its lease. Each call shows that the driver is alive,
+    which keeps the lease."""
 
     def lease(self, job_id: str) -> Lease:
-        """Returns the present lease; raises LeaseLostError once it is over."""
+        """Returns the lease as it is now. Raises LeaseLostError once the lease is over."""
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
-        """Returns the lease as soon as its epoch is above `newer_than`; after `timeout_s` seconds, the present one."""
+        """Returns the lease as soon as its epoch is above `newer_than`. After `timeout_s` seconds, returns the lease as
+        it is then."""
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        """Reports numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""
+        """Reports the job's progress for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts and so
+        on."""
 
 
 class GangClient(LeaseClient, Protocol):
-    """A client that can also release the lease, for the holder of a GANG job."""
+    """A LeaseClient that can release the lease, too. The holder of a GANG job uses it."""
 
     def release(self, job_id: str, *, error: str = "") -> None:
-        """Releases the lease because the work is done, or has failed with `error`."""
+        """Releases the lease. `error` is empty if the work is done, else it describes why the work failed."""

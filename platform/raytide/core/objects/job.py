@@ -47,7 +47,8 @@ BudgetPer = Literal["job", "month"]
 
 
 class JobSpec(Config):
-    """The specification of a job. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
+    """The specification of a job. `config` is the specification for the job's kind (TrainSpec, DataSpec, ScriptSpec) as
+    JSON."""
 
     kind: JobKind
     name: bounds.Name
@@ -96,7 +97,7 @@ class JobSpec(Config):
 
     @property
     def due_at_s(self) -> float | None:
-        """The deadline in seconds since the epoch; None without a deadline, and before submission."""
+        """The deadline in seconds since the epoch. None before the job is submitted, or if it has no deadline."""
         return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
 
 
@@ -156,13 +157,14 @@ class Job:
         return self.state in FINAL_STATES
 
     def held_for_s(self, now_s: float) -> float:
-        """Returns the seconds for which the job has held a gang, over all its runs."""
+        """Returns for how many seconds the job has held a gang, summed over all its attempts."""
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Returns the seconds of work left on its present gang; None if unknown.
+        """Returns the seconds of work left on the job's present gang, or None if unknown.
 
-        They are the reported `left_s`, else computed from the rate of its steps, else from its estimate.
+        The first of these that is known counts: the reported `left_s`, the remaining steps at their present rate, the
+        job's estimate.
         """
         left_s = self._left_s(now_s)
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
@@ -181,11 +183,12 @@ class Job:
 
     @property
     def redo_s(self) -> float:
-        """The most seconds of work that are repeated if the job loses its gang, as its driver reported."""
+        """The most seconds of work that would be repeated if the job lost its gang now, as its driver reported."""
         return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
     def progress_number(self, name: str) -> float | None:
-        """Returns a number from the job's reported progress; None if it is missing or implausible."""
+        """Returns a number from the progress that the job reported. Returns None if the number is missing or
+        implausible."""
         return _plausible_number(self.progress, name)
 
 

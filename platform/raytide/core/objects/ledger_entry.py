@@ -1,4 +1,4 @@
-"""Entries of the ledger, and the occupancies of nodes that they are computed from."""
+"""The entries of the ledger, and the occupancies of nodes from which they are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One holder's part of a node. `weight` is its share of the node's dominant resource, 1.0 for the whole node."""
+    """The part of a node that one job or endpoint holds. `weight` is its share of the node's dominant resource. 1.0 is
+    the whole node."""
 
     kind: EntryKind
     subject: str
@@ -37,9 +38,8 @@ Occupancy = tuple[Share, ...]
 
 @dataclass(frozen=True, slots=True)
 class OpenInterval:
-    """The cost of a node since `from_us` that is not booked yet. Each node that the provider bills has one open
-    interval.
-    """
+    """The time since `from_us` for which a node's cost is not booked yet. Each node that the provider bills has one
+    open interval."""
 
     node_id: str
     price_micro_usd_h: int
@@ -51,7 +51,8 @@ class OpenInterval:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The cost of a share of a node over [from_us, to_us). Entries never change; a mistake is reversed by another."""
+    """The cost of a share of a node over [from_us, to_us). Entries never change. A mistake is corrected by a second
+    entry that reverses it."""
 
     node_id: str
     from_us: int
@@ -80,9 +81,8 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The sum of all entries with these values. `node_id` and `day` (since the epoch) are set only when grouped by
-    them.
-    """
+    """The sum of all ledger entries that agree in these fields. `node_id` and `day` (days since the epoch) are set only
+    if the sums are grouped by them."""
 
     kind: EntryKind
     subject: str
@@ -97,9 +97,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Booked micro-dollars. Open intervals, which are at most a minute old, are left out; budgets have a margin for
-    them.
-    """
+    """The booked spending in micro-dollars. It leaves out open intervals, which are at most a minute old. Budgets have
+    a margin for them."""
 
     jobs: Mapping[str, int] = field(default_factory=dict)
     """Micro-dollars in total, by job."""

@@ -1,4 +1,4 @@
-"""Node types that can be bought, nodes that were bought, and measurements of them."""
+"""Node types that can be bought, nodes that were bought, and measurements of nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Meter = Literal["cpu", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A measurement and its time."""
+    """A measured or reported value, and its time."""
 
     value: float
     at_s: float
@@ -46,7 +46,8 @@ Use = Mapping[Meter, Signal]
 
 @dataclass(frozen=True, slots=True)
 class NodeReading:
-    """The last values that Ray's agent and an exporter reported of a machine; None for a value that neither reports."""
+    """The last values that Ray's agent and an exporter reported about a machine. A value that neither reports is
+    None."""
 
     at_s: float
     memory_use: float | None = None
@@ -73,9 +74,8 @@ class NodeReading:
 
 @dataclass(frozen=True, slots=True)
 class NodeMeasurement:
-    """A machine's last reading, with its power in watts and its energy in joules since the controller started, each by
-    source.
-    """
+    """A machine's last reading, its power in watts, and its energy in joules since the controller started. Power and
+    energy are listed by source."""
 
     reading: NodeReading
     power_w: Mapping[str, float]
@@ -93,7 +93,7 @@ _DAY_MINUTES = 24 * 60
 
 
 class ScheduledMinimum(Config):
-    """The smallest number of nodes during some hours of some days, by the clocks of a time zone."""
+    """The smallest number of nodes or replicas during some hours of some weekdays, by the clocks of a time zone."""
 
     min: int = Field(ge=0)
     days: tuple[Weekday, ...] = Field(default=WEEKDAYS, min_length=1)
@@ -133,7 +133,7 @@ class ScheduledMinimum(Config):
 
 
 class NodeType(Config):
-    """A node type: its resources, its zones and its price."""
+    """A type of node that can be bought: its resources, its zones and its price."""
 
     name: str
     resources: dict[str, float]
@@ -180,7 +180,8 @@ class NodeType(Config):
         return self
 
     def at(self, at_s: float) -> NodeType:
-        """Returns the type with the minimum that is scheduled for that time, at most `max_nodes`."""
+        """Returns the node type with the minimum of nodes that is scheduled for this time. The minimum is at most
+        `max_nodes`."""
         minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
         if not minimums:
             return self
@@ -190,7 +191,8 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """Returns the labels in Ray of the type's nodes in this zone, with market, zone, type and provider."""
+        """Returns the labels that Ray shows for nodes of this type in this zone. They include the market, zone, type
+        and provider."""
         labels = {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
         return {**labels, PROVIDER_LABEL: self.provider} if self.provider else labels
 
@@ -206,7 +208,8 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine through its whole life. Times are seconds since the epoch, None until they happen."""
+    """One machine through its whole life. Times are seconds since the epoch, or None for events that have not
+    happened."""
 
     id: str
     type: str
@@ -244,17 +247,19 @@ def round_up_gpu_share(need: Resources) -> Resources:
 
 
 def fits(need: Resources, free: Resources) -> bool:
-    """Returns True if `free` covers `need`; resources that `free` does not name count as zero."""
+    """Returns True if the amounts in `free` cover those in `need`. A resource that `free` does not name counts as
+    zero."""
     return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in need.items())
 
 
 def dominant_share(need: Resources, total: Resources) -> float:
-    """Returns the largest share of any resource that `need` takes; resources that `total` lacks do not count."""
+    """Returns the largest share of any resource of `total` that `need` takes. Resources that `total` does not have are
+    ignored."""
     return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 
 
 def minus(free: Resources, used: Resources) -> dict[str, float]:
-    """Returns `free` without `used`. Resources that only `used` names become negative amounts."""
+    """Returns `free` minus `used`, by resource. A resource that only `used` names gets a negative amount."""
     return {name: free.get(name, 0.0) - used.get(name, 0.0) for name in {**free, **used}}
 
 
@@ -269,9 +274,8 @@ def add(total: dict[str, float], more: Resources) -> None:
 
 
 def labels_match(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Returns True if the labels match Ray's label selector: `v`, `!v`, `in(a,b)` and `!in(a,b)`; a missing label
-    matches only the negated forms.
-    """
+    """Returns True if the labels match Ray's label selector, with `v`, `!v`, `in(a,b)` and `!in(a,b)`. A missing label
+    matches only the negated forms."""
     return all(_matches(want, labels.get(key)) for key, want in selector.items())
 
 

@@ -1,4 +1,4 @@
-"""Decisions: each action carries its reason in words."""
+"""The actions that a decision may take. Each action carries its reason as text."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Takes no action for a subject (job, lease or endpoint); it names what the subject waits for, and what would
-    help."""
+    """Says that a subject (job, lease or endpoint) waits, what it waits for, and what would help."""
 
     subject: str
     constraint: Literal[
@@ -60,7 +59,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Assigns a member of a lease to a node, existing or launched by this plan."""
+    """Assigns a member of a lease to a node, which exists or is launched by the same plan."""
 
     lease_id: str
     member: int
@@ -70,9 +69,8 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unassign:
-    """Takes the node from a member, because the rest of its gang cannot be placed and an incomplete gang holds no
-    nodes.
-    """
+    """Takes the node from a member of a lease, because the rest of its gang cannot be placed. An incomplete gang must
+    not hold nodes."""
 
     lease_id: str
     member: int
@@ -91,9 +89,8 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Preempts members of an elastic gang, which continues without them. They stay usable until `leaves_at_s`, or until
-    their holder has vacated them.
-    """
+    """Preempts some members of an elastic gang, which continues without them. These members stay usable until
+    `leaves_at_s`, or until the lease's holder has vacated them."""
 
     job_id: str
     lease_id: str
@@ -107,7 +104,7 @@ class Shrink:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Preempts a whole gang: it checkpoints, and returns to the queue after `leaves_at_s`."""
+    """Preempts a whole gang. Its job writes a checkpoint, and returns to the queue after `leaves_at_s`."""
 
     job_id: str
     lease_id: str
@@ -119,7 +116,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Brings parked members of a gang back: they look for nodes again."""
+    """Brings parked members of a gang back. They wait for nodes again."""
 
     job_id: str
     lease_id: str
@@ -153,10 +150,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Drains a node: Ray places nothing new on it.
+    """Drains a node, so that Ray places nothing new on it.
 
-    With the kind `idle`, Ray refuses the drain if anything runs there. With `notice`, the node leaves at `deadline_s`
-    whatever runs.
+    Ray refuses a drain of kind `idle` if anything runs on the node. With kind `notice`, the node leaves at
+    `deadline_s`, whatever runs there.
     """
 
     node_id: str
@@ -188,7 +185,7 @@ class Plan:
     actions: tuple[Action, ...] = ()
 
     def for_storage(self) -> Plan:
-        """Returns the plan as it is stored: the Waits of jobs far back in the queue are only counted."""
+        """Returns the plan in its stored form. The Waits of jobs far back in the queue are replaced by their number."""
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:
             return self
@@ -203,7 +200,7 @@ class Plan:
 
 
 def describe(action: Action) -> dict[str, object]:
-    """Returns an action as JSON, its kind first."""
+    """Returns an action as JSON, with its kind as the first key."""
     if isinstance(action, Admit):
         lease = {"id": action.lease.id, "shape": action.lease.shape.describe()}
         return {"action": "admit", **_fields(action), "lease": lease}

@@ -1,4 +1,4 @@
-"""The input of a decision: clock, prices, records and observations, frozen at one instant."""
+"""The input of a decision, frozen at one instant: the time, prices, records and observations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class NodeView:
 
     @property
     def stable_total(self) -> Resources:
-        """`total` without the object store, whose total shrinks by what its objects fill."""
+        """The node's total resources without the object store. Ray reports a smaller total for the object store as
+        objects fill it."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 
 
@@ -59,7 +60,8 @@ class EndpointView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work without a lease that Ray cannot place: `count` times `resources` on nodes that match `labels`."""
+    """Work without a lease that Ray cannot place: `count` requests, each for `resources` on a node that matches
+    `labels`."""
 
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -90,9 +92,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """The present price of a pool's nodes, and how often the provider reclaims one, as `PoolRisk` in
-    autoscaler/spot/pool_risk.py learns it.
-    """
+    """The present price of a pool's nodes, and how often the provider reclaims a node. `PoolRisk` in
+    autoscaler/spot/pool_risk.py learns how often."""
 
     node_type: str
     zone: str
@@ -119,13 +120,14 @@ class MarketConstraint:
 
     @property
     def wanted(self) -> CapacityType | None:
-        """The wanted market; None while the job waits, or if any market will do."""
+        """The market that the job must use. None while the job waits, or if it may use any market."""
         return self.markets[0] if self.markets else None
 
 
 @dataclass(frozen=True, slots=True)
 class SpotForecast:
-    """Spot pools that are watched as one market; `raytide.autoscaler.spot.availability_model` defines the rates."""
+    """A group of spot pools that are watched as one market, and the learned rates of its changes.
+    `raytide.autoscaler.spot.availability_model` defines these rates."""
 
     pools: tuple[str, ...]
     is_up: tuple[bool, ...]
@@ -139,7 +141,7 @@ class SpotForecast:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the fleet's cost an hour and on the rate of its changes; None for no limit."""
+    """Limits on the fleet's cost an hour and on the rate of its changes. A limit that is None does not apply."""
 
     soft_micro_usd_h: int | None = None
     """The cost above which only spot is bought."""
@@ -157,7 +159,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Unmanaged:
-    """The nodes that may be bought for demand without a lease."""
+    """Limits on the nodes that may be bought for work without a lease."""
 
     max_nodes: int = 1
     gpu: bool = False

@@ -1,4 +1,5 @@
-"""Teams, with their quotas, borrowing and lending limits, and budgets. They form a tree under one unnamed root."""
+"""Teams with their quotas, budgets, and limits on borrowing and lending. The teams form a tree under one unnamed
+root."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CLASSES: Mapping[str, int] = {"low": 0, "normal": 100, "high": 200}
 
 
 class Budget(Config):
-    """Dollars per calendar month (UTC)."""
+    """A budget in dollars per calendar month (UTC)."""
 
     soft_usd: float | None = Field(default=None, ge=0)
     """The dollars from which the team gets spot nodes only, and borrows no quota."""
@@ -32,10 +33,10 @@ class Budget(Config):
 
 
 class TeamSpec(Config):
-    """`metadata.raytide.teams.<name>`. Amounts set by `raytide quota set` and `raytide budget set` override it, one
-    by one, until they are reset.
+    """The section `metadata.raytide.teams.<name>`. `raytide quota set` and `raytide budget set` override single amounts
+    until these are reset.
 
-    Quotas count a resource by Ray's name (`GPU`, `CPU`) or accelerators by their type's (`H100`).
+    A quota limits a resource by Ray's name (`GPU`, `CPU`), or accelerators by the name of their type (`H100`).
     """
 
     parent: str = ""
@@ -59,8 +60,8 @@ class TeamSpec(Config):
 
 
 def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a spec, overridden by `given`: mappings are overridden key by key, other fields as a
-    whole."""
+    """Returns the fields of a spec, overridden by the fields in `given`. Mappings are overridden key by key, and other
+    fields as a whole."""
     fields = spec.model_dump(mode="json")
     for name, value in given.items():
         is_part = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
@@ -69,8 +70,8 @@ def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
-    """Returns the effective spec. Overrides were validated when they were set; a later change of the file cannot make
-    them fail."""
+    """Returns the team's spec from the file with the stored overrides applied. The overrides were validated when they
+    were set. A later change of the file thus cannot make them fail."""
     known = {name: value for name, value in given.items() if name in TeamSpec.model_fields and name != "parent"}
     fields = merged(spec, known)
     return TeamSpec.model_construct(**{**fields, "budget": Budget.model_construct(**fields["budget"])})
@@ -78,7 +79,7 @@ def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """A team as the queue sees it."""
+    """A team as the queue sees it: its limits and its usage."""
 
     name: str
     spec: TeamSpec = field(default_factory=TeamSpec)
@@ -92,7 +93,7 @@ HALF_LIFE_S = 7 * 86400.0
 
 
 def decayed_usage(gpu_s: float, age_s: float) -> float:
-    """Returns the part of a usage in GPU-seconds that counts after decaying for `age_s` seconds."""
+    """Returns how much of a usage in GPU-seconds still counts after `age_s` seconds, because usage decays with time."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 
 

@@ -1,4 +1,4 @@
-"""The spec of cleaning: rules that drop or change documents. The defaults are the published thresholds."""
+"""The specification of cleaning: rules that drop or change documents. The default thresholds are the published ones."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GopherRules(Config):
 
 
 class GopherRepetitionRules(Config):
-    """Repetition rules of Gopher (table A1): the largest shares of repeated lines, paragraphs and n-grams that a
-    document may have.
+    """Repetition rules of Gopher (table A1). Each rule sets the largest share of a document that repeated lines,
+    paragraphs or n-grams may have.
 
-    In a pair (n, share), `share` is a share of the document's characters: in `top_n_grams` that of the most frequent
-    n-gram of n words, in `duplicate_n_grams` that of n-grams that occurred before.
+    In a pair (n, share), `share` is a share of the document's characters. In `top_n_grams`, it limits the most frequent
+    n-gram of n words. In `duplicate_n_grams`, it limits all n-grams that occurred before in the document.
     """
 
     max_duplicate_lines: float = Field(default=0.3, ge=0, le=1)
@@ -59,7 +59,8 @@ class GopherRepetitionRules(Config):
 
 
 class C4Rules(Config):
-    """Rules of C4 (Raffel et al. 2020, arXiv 1910.10683): lines are removed, then pages with too few sentences."""
+    """Rules of C4 (Raffel et al. 2020, arXiv 1910.10683). They remove lines first, and then pages with too few
+    sentences."""
 
     remove_citations: bool = True
     """True to remove Wikipedia's `[1]`, `[edit]` and `[citation needed]`."""
@@ -85,7 +86,7 @@ class FineWebRules(Config):
 
 
 class CodeRules(Config):
-    """Rules for source code: StarCoder's (Li et al. 2023, arXiv 2305.06161, section 3.1)."""
+    """Rules for source code, from StarCoder (Li et al. 2023, arXiv 2305.06161, section 3.1)."""
 
     max_mean_line_chars: float = Field(default=100.0, gt=0)
     max_line_chars: int = Field(default=1000, ge=1)
@@ -105,7 +106,8 @@ class LanguageRule(Config):
 
 
 class PiiRule(Config):
-    """Replaces personal data by placeholders such as `<EMAIL>`. Matches are checked (Luhn, IBAN's modulus, ranges)."""
+    """Replaces personal data by placeholders such as `<EMAIL>`. Each match is verified first (Luhn's check digit,
+    IBAN's modulus, valid ranges)."""
 
     kinds: tuple[PiiKind, ...] = Field(default=PII_KINDS, min_length=1)
     max_matches: int | None = Field(default=None, ge=0)
@@ -113,7 +115,7 @@ class PiiRule(Config):
 
 
 class SecretsRule(Config):
-    """Finds keys and passwords in code."""
+    """Finds keys and passwords in documents. They are replaced, or the document is dropped."""
 
     action: Literal["replace", "drop"] = "replace"
 
@@ -136,12 +138,15 @@ class PerplexityRule(Config):
 
 
 class UserStage(Config):
-    """A user's own Python function. The content of its file is a part of the dataset's digest.
+    """A cleaning stage that is a user's own Python function. The content of the function's file is a part of the
+    dataset's digest.
 
-    A `map` function gets a text and returns a text, or None to drop it. A `flat_map` function returns a list of texts.
-    A `filter` function returns whether to keep the text. A `batch` function gets a list of texts and returns a list of
-    the same length, with None for each text to drop. A result may not depend on other documents, nor on how they are
-    batched.
+    - `map`: gets a text and returns a text, or None to drop it.
+    - `flat_map`: gets a text and returns a list of texts.
+    - `filter`: gets a text and returns whether to keep it.
+    - `batch`: gets a list of texts and returns a list of the same length, with None for each text to drop.
+
+    The result for a text must not depend on other documents, nor on how texts are batched.
     """
 
     function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$", max_length=1000)
@@ -160,9 +165,10 @@ class UserStage(Config):
 
 
 class DocumentRules(Config):
-    """The steps for each document, in this order: own stages, licence headers, secrets, PII, then the rules.
+    """The cleaning steps for single documents, in this order: the users' own stages, licence headers, secrets, PII,
+    then the rule sets.
 
-    A rule set is off unless it is given; `true` stands for its defaults.
+    A rule set that is left out is off. The value `true` turns it on with its defaults.
     """
 
     stages: tuple[UserStage, ...] = Field(default=(), max_length=MOST_STAGES)
@@ -186,7 +192,8 @@ class DocumentRules(Config):
 
 
 class NearDuplicates(Config):
-    """Removes near-duplicates by MinHash-LSH: only the first document of each cluster, in dataset order, is kept.
+    """Removes near-duplicates by MinHash-LSH. The first document of each cluster of near-duplicates, in dataset order,
+    is kept.
 
     Two documents of Jaccard similarity J become candidates with probability `1 - (1 - J^rows)^bands`.
     """
@@ -202,7 +209,8 @@ class NearDuplicates(Config):
 
 
 class Substrings(Config):
-    """Cuts out repeats of at least `min_words` words that occurred before (Lee et al. 2021, arXiv 2107.06499)."""
+    """Cuts out passages of at least `min_words` words that occurred earlier in the corpus (Lee et al. 2021, arXiv
+    2107.06499)."""
 
     min_words: int = Field(default=50, ge=8, le=10_000)
 
@@ -216,7 +224,8 @@ class Decontamination(Config):
 
 
 class CleaningSpec(Config):
-    """Cleaning of a corpus: rules by document, then near-duplicates, repeated substrings and decontamination."""
+    """The cleaning of a corpus: rules for single documents, then near-duplicates, repeated substrings and
+    decontamination."""
 
     rules: DocumentRules = DocumentRules()
     sources: dict[str, DocumentRules] = Field(default_factory=dict, max_length=MOST_SOURCES)
@@ -237,7 +246,7 @@ class CleaningSpec(Config):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The files and folders that the steps read beside the corpus."""
+        """The files and folders that the cleaning steps read in addition to the corpus."""
         models = [each.perplexity.model for each in (self.rules, *self.sources.values()) if each.perplexity]
         files = [stage.function.rpartition(":")[0] for stage in self.stages if stage.is_file]
         against = self.near_duplicates.against if self.near_duplicates else ()

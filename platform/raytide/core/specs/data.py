@@ -33,7 +33,7 @@ same.
 
 
 class TextFilter(Config):
-    """The filters that drop documents. Text that is not UTF-8, and rows without text, are always dropped."""
+    """The limits by which documents are dropped. Text that is not UTF-8, and rows without text, are always dropped."""
 
     min_chars: int = Field(default=1, ge=1)
     max_chars: int | None = Field(default=None, ge=1)
@@ -59,7 +59,7 @@ class TrainTokenizer(Config):
 
 
 class TokenizerSpec(Config):
-    """The tokenizer: trained, or from a file."""
+    """The tokenizer of a dataset: trained by the build, or read from a file."""
 
     train: TrainTokenizer | None = None
     file: str | None = None
@@ -75,7 +75,8 @@ class TokenizerSpec(Config):
 
 
 class DataSpec(Config):
-    """A dataset build. The same inputs and spec give the same bytes with any gang and number of workers."""
+    """The specification of a dataset build. The same inputs and specification give the same bytes, whatever the gang
+    and the number of workers."""
 
     name: str = Field(default="dataset", min_length=1, max_length=100)
     team: str = "default"
@@ -128,11 +129,11 @@ class DataSpec(Config):
         return self
 
     def digest(self, inputs: Iterable[tuple[str, int, str]], engines: Mapping[str, str] = {}) -> str:
-        """Returns a hash of everything that determines the dataset's bytes: the spec, each input's (url, size,
-        version), and the versions of the libraries that encode.
+        """Returns a hash of everything that determines the dataset's bytes: the specification, the (url, size, version)
+        of each input, and the versions of the libraries that encode text.
 
-        Team, workers and output path do not change it. Without `engines` it is the digest of pipeline 1, which did not
-        record library versions and had none of the fields in _ADDED.
+        Team, workers and output path do not change the hash. Without `engines`, returns the hash of pipeline 1. That
+        pipeline did not record library versions, and its specification had none of the fields in _ADDED.
         """
         body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers", "stall_timeout_s"})
         for field in _ADDED:
@@ -148,7 +149,7 @@ class DataSpec(Config):
 
 
 class DatasetVersionSpec(Config):
-    """The registration of a finished dataset under a name, with the data of its manifest."""
+    """The registration of a finished dataset under a name. It repeats the key figures of the dataset's manifest."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     team: bounds.Name = "default"
@@ -171,9 +172,8 @@ class DatasetVersionSpec(Config):
 
     @classmethod
     def of(cls, manifest: TokenManifest, sha256: str, *, name: str, location: str, job: str = "") -> DatasetVersionSpec:
-        """Returns the version that a manifest describes; `sha256` is the hash of the manifest's file. Characters that
-        names must not contain become `-`.
-        """
+        """Returns the registration of the dataset that a manifest describes. `sha256` is the hash of the manifest's
+        file. Characters that are not allowed in names become `-`."""
         source = manifest.source
         return cls(
             name=_NOT_OF_NAMES.sub("-", name).strip("-._")[:100] or "dataset",
@@ -205,7 +205,7 @@ class DatasetVersion(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredDataset(ShownAsHtml):
-    """A dataset's newest version."""
+    """A registered dataset: its newest version, and the number of its versions."""
 
     name: str
     team: str
@@ -215,7 +215,7 @@ class RegisteredDataset(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse(ShownAsHtml):
-    """The recorded training jobs that read a version, and the recorded models that were trained on it."""
+    """The training jobs that read a version of a dataset, and the registered models that were trained on it."""
 
     jobs: tuple[str, ...]
     models: tuple[str, ...]

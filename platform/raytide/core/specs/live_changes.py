@@ -13,15 +13,14 @@ from raytide.core.objects.endpoint import METERS, MOST_ADAPTERS, AdapterName, Se
 
 
 class AdapterChange(Config):
-    """`raytide endpoint adapters`: the adapters to load and to unload."""
+    """The request of `raytide endpoint adapters`: the adapters to load and the adapters to unload."""
 
     load: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
     unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
 
     def applied_to(self, spec: ServeSpec) -> dict[str, str]:
-        """Returns the spec's adapters after the change. Raises NotFoundError if an adapter to unload is not in the
-        spec.
-        """
+        """Returns the adapters of this spec after the change. Raises NotFoundError if the spec does not have an adapter
+        to unload."""
         for name in self.unload:
             if name not in spec.adapters:
                 raise NotFoundError(f"endpoint {spec.name} has no adapter {name}.", hint="List them without options.")
@@ -33,19 +32,19 @@ class AdapterChange(Config):
 
 
 class WeightsChange(Config):
-    """`raytide serve NAME --weights`: the weights to swap to."""
+    """The request of `raytide serve NAME --weights`: the location of the weights that the replicas should load."""
 
     location: bounds.Location
     """The location of the weights; "" for the weights of the spec's model."""
 
 
 class SignalReport(Config):
-    """Values for an endpoint to scale on."""
+    """The values that a user reports for the signals on which an endpoint scales."""
 
     values: dict[str, Annotated[float, Field(ge=0, le=1e12)]] = Field(min_length=1, max_length=16)
 
     def check(self, spec: ServeSpec) -> None:
-        """Raises NotFoundError for a signal that the endpoint does not scale on."""
+        """Raises NotFoundError if the endpoint does not scale on one of the reported signals."""
         known = [signal.name for signal in spec.replicas.scale_on if signal.name not in METERS]
         for name in self.values:
             if name not in known:

@@ -1,6 +1,7 @@
-"""The specs of training data beyond one dataset: mixtures, augmentation, streaming and held-out evaluation.
+"""The specifications of training data beyond a single dataset: mixtures, augmentation, streaming and held-out
+evaluation.
 
-All their choices depend on (seed, step) only, so a resume or a resize changes no sample.
+All random choices depend on (seed, step) only. A resume or a resize of the gang thus changes no sample.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class MixtureSource(Config):
 
 
 class MixturePhase(Config):
-    """Weights that replace the sources' own weights from one step until the next phase. A source that is left out has
-    weight 0.
-    """
+    """Weights that replace the sources' own weights from one step until the next phase. A source without a weight here
+    has weight 0."""
 
     from_step: int = Field(ge=1)
     """The first step with these weights; steps are counted from 0."""
@@ -61,9 +61,8 @@ class MixturePhase(Config):
 
 
 class MixtureSpec(Config):
-    """Weighted sources. Weights are shares of the trained tokens; each step follows them as closely as whole rows
-    allow.
-    """
+    """A mixture of weighted sources. Weights are shares of the trained tokens. Each step follows the weights as closely
+    as whole sequences allow."""
 
     sources: tuple[MixtureSource, ...] = Field(min_length=1, max_length=MOST_SOURCES)
     temperature: float = Field(default=1.0, gt=0, le=1e6)
@@ -98,7 +97,8 @@ class MixtureSpec(Config):
 
 
 class FillInTheMiddle(Config):
-    """Moves a document's middle behind its end (Bavarian et al. 2022), with three sentinel tokens of the tokenizer."""
+    """Moves the middle of a document behind its end (Bavarian et al. 2022). Three sentinel tokens of the tokenizer mark
+    the parts."""
 
     rate: float = Field(default=0.5, gt=0, le=1)
     """The share of documents that are rearranged."""
@@ -119,7 +119,8 @@ class FillInTheMiddle(Config):
 
 
 class MaskedInputs(Config):
-    """Replaces input tokens by `token`; the targets stay. Ends of documents are never replaced."""
+    """Replaces some input tokens by the token `token`. The targets stay unchanged, and ends of documents are never
+    replaced."""
 
     rate: float = Field(gt=0, lt=1)
     """The expected share of the inputs that are replaced."""
@@ -129,9 +130,8 @@ class MaskedInputs(Config):
 
     @property
     def start_rate(self) -> float:
-        """Returns the share s of positions that start a span. Spans may overlap, so s solves 1 - (1 - s) ** span =
-        rate.
-        """
+        """Returns the share s of positions at which a masked span starts. Spans may overlap, so that `1 - (1 - s) **
+        span = rate`."""
         return 1.0 - float((1.0 - self.rate) ** (1.0 / self.span))
 
 
@@ -143,7 +143,7 @@ class AugmentSpec(Config):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Returns the ids that augmentation puts into samples."""
+        """Returns the special token ids that the augmentation puts into samples."""
         fim, masked = self.fill_in_the_middle, self.masked_inputs
         sentinels = () if fim is None else (fim.prefix, fim.middle, fim.suffix)
         return sentinels if masked is None else (*sentinels, masked.token)
@@ -179,7 +179,8 @@ class HeldOutSpec(Config):
 
 
 class StreamSpec(Config):
-    """Reads remote shards as steps need them, in place of a copy of the whole dataset before the first step."""
+    """Reads shards of a remote dataset when steps need them. Without it, the whole dataset is copied before the first
+    step."""
 
     cache_gb: float = Field(default=50.0, gt=0)
     """The most local disk in GB, for all runs of this user on a machine. The least recently used shards are removed

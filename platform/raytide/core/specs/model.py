@@ -1,4 +1,4 @@
-"""The specs of the model, of finetuning and of chat data. No torch."""
+"""The specifications of the model, of finetuning and of chat data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 class ModelSpec(Config):
-    """The model: a Llama-style decoder given by a few numbers, or any supported family given by a Hugging Face
-    config."""
+    """The specification of a model: a Llama-style decoder given by a few numbers, or any supported model family given
+    by a Hugging Face config."""
 
     config: str | dict[str, JsonValue] | None = None
     """A `config.json` (its path or directory) or its contents, in place of the numbers below. With `init_from`, the
@@ -46,7 +46,7 @@ class ModelSpec(Config):
 
     @property
     def numbers(self) -> frozenset[str]:
-        """The numeric fields that differ from their defaults."""
+        """The names of the numeric fields that differ from their defaults."""
         return frozenset(name for name in self.model_fields_set - {"config"} if getattr(self, name) != _default(name))
 
     @property
@@ -62,8 +62,8 @@ class ModelSpec(Config):
         return self.ffn_dim if self.ffn_dim is not None else -(-self.dim * 8 // 3 // 64) * 64
 
     def hf_config(self, vocab_size: int, eos_id: int) -> dict[str, object]:
-        """Returns the short form as LlamaForCausalLM's `config.json`. The eos token separates documents, so it is also
-        bos."""
+        """Returns the `config.json` of a LlamaForCausalLM with this spec's numbers. The eos token separates documents,
+        so it serves as the bos token as well."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -103,7 +103,7 @@ class FinetuneSpec(Config):
 
 
 class QuantizationOptions(Config):
-    """The options that all quantisations of weights share."""
+    """The options that are common to all quantisations of weights."""
 
     scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w4a16"
     group: int | None = Field(default=None, ge=8, le=4096)
@@ -123,12 +123,13 @@ class QuantizationOptions(Config):
 
     @property
     def group_size(self) -> int | None:
-        """The number of inputs that share a scale; None if all inputs of an output do."""
+        """The number of inputs that share a scale. None if all inputs of an output share one scale."""
         return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
 
 class QatSpec(QuantizationOptions):
-    """Quantisation-aware training: linear layers compute with the weights that a recipe's `rtn` step will write."""
+    """Quantisation-aware training: linear layers compute with rounded weights, as the `rtn` step of a compression
+    recipe will later round them."""
 
     scheme: Literal["w8a16", "w4a16"] = "w4a16"
     """The scheme: integer weights of 8 or 4 bits, as in a recipe's `rtn`."""
@@ -159,7 +160,7 @@ def _default(name: str) -> object:
 
 
 class DistillSpec(Config):
-    """Training on a teacher's predictions in place of the tokens that follow."""
+    """Distillation: the targets are a teacher model's predictions, not the next tokens."""
 
     teacher: str = Field(min_length=1)
     """A Hugging Face directory of a model with the same vocabulary. Every rank loads all of it."""

@@ -23,7 +23,8 @@ Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class MetricRule(Config):
-    """The condition on one metric of an evaluation. Limits that are left out do not apply."""
+    """The condition on one metric that a model version must meet to be promoted. A limit that is left out does not
+    apply."""
 
     better: Literal["higher", "lower"]
     limit: float | None = None
@@ -39,7 +40,7 @@ class MetricRule(Config):
 
 
 class PromotionRule(Config):
-    """`raytide model promote --rule`: conditions that must all hold."""
+    """The rule of `raytide model promote --rule`: conditions that must all hold before a version is promoted."""
 
     metrics: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
     """The conditions on the metrics with which both versions were registered."""
@@ -50,7 +51,7 @@ class PromotionRule(Config):
 
 
 class ModelReference(NamedTuple):
-    """A reference to a version by number or by alias: `chat:3`, `chat@champion`."""
+    """A reference to a model version by its number or by an alias: `chat:3`, `chat@champion`."""
 
     name: str
     version: int | None = None
@@ -58,9 +59,7 @@ class ModelReference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the reference that a text `NAME:VERSION` or `NAME@ALIAS` gives, with or without the prefix
-        `registry:`.
-        """
+        """Returns the reference in a text `NAME:VERSION` or `NAME@ALIAS`. The text may have the prefix `registry:`."""
         found = _REFERENCE.fullmatch(text.removeprefix(SCHEME))
         if found is None:
             raise ConfigError(
@@ -74,7 +73,7 @@ class ModelReference(NamedTuple):
 
 
 class Lineage(Config):
-    """The origin of a model. Empty fields are unknown."""
+    """The origin of a model: its job, its data and its base model. An empty field is unknown."""
 
     job: bounds.Word = ""
     """The training job that exported it."""
@@ -90,7 +89,7 @@ class Lineage(Config):
 
 
 class ModelVersionSpec(Config):
-    """`raytide model register`: a directory of weights to register under a name."""
+    """The request of `raytide model register`: a directory of weights to register under a name."""
 
     name: ModelName
     team: bounds.Name = "default"
@@ -106,7 +105,7 @@ class ModelVersionSpec(Config):
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion(ShownAsHtml):
-    """A registered version, which never changes."""
+    """A registered version of a model, which never changes."""
 
     spec: ModelVersionSpec
     version: int
@@ -119,7 +118,7 @@ class ModelVersion(ShownAsHtml):
 
 
 class AliasSpec(Config):
-    """`raytide model promote`: the version to which an alias should point."""
+    """The request of `raytide model promote`: the version to which an alias should point."""
 
     version: int | None = Field(ge=1, le=10**9)
     """The version; None removes the alias."""
@@ -136,7 +135,7 @@ class AliasSpec(Config):
 
 @dataclass(frozen=True, slots=True)
 class AliasChange(ShownAsHtml):
-    """An entry of the history of aliases."""
+    """One change of an alias, as the history of aliases records it."""
 
     number: int
     name: str
@@ -151,7 +150,7 @@ class AliasChange(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel(ShownAsHtml):
-    """A model's newest version, and the version to which each of its aliases points."""
+    """A registered model: its newest version, and the version to which each of its aliases points."""
 
     name: str
     team: str

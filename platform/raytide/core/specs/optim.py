@@ -1,4 +1,4 @@
-"""The spec of the optimizer and its learning rate. No torch: the CLI reads it."""
+"""The specification of the optimizer and its learning rate. Does not import torch, because the CLI reads it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class OuterSpec(Config):
-    """Replicas that train independently and synchronise every few steps, which is called a meeting (local SGD; DiLoCo,
-    Douillard et al. 2023).
+    """Training with replicas that synchronise only every few steps (local SGD; DiLoCo, Douillard et al. 2023). A
+    synchronisation is called a meeting.
 
-    Between two meetings each replica updates its weights with the gradients of its own part of each batch. At a meeting
-    the mean change of the replicas' weights serves as the gradient of one SGD step with Nesterov momentum, and all
+    Between two meetings, each replica updates its weights with the gradients of its own part of each batch. At a
+    meeting, the mean change of the replicas' weights serves as the gradient of one SGD step with Nesterov momentum. All
     replicas continue from the result of that step.
     """
 
@@ -31,7 +31,8 @@ class OuterSpec(Config):
 
 
 class OptimSpec(Config):
-    """The optimizer and its learning rate: a linear warm-up to `lr`, then the schedule."""
+    """The optimizer and its learning rate. The rate rises linearly to `lr` during the warm-up, and then follows the
+    schedule."""
 
     name: OptimName = "adamw"
     """adamw8bit keeps both moments in 8 bits; adafactor keeps a row and a column of the second one; lamb is for very

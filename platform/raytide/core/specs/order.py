@@ -1,6 +1,5 @@
-"""Interventions: requests to the controller to do something once, made by an operator or by an alert on an operator's
-behalf.
-"""
+"""Interventions: requests to the controller to do something once. An operator makes them, or an alert does so for the
+operator."""
 
 from __future__ import annotations
 

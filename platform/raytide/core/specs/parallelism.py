@@ -1,4 +1,4 @@
-"""The parallel layout of a training gang: five mesh axes as a function of the number of ranks."""
+"""The parallel layout of a training gang: the sizes of five mesh axes, computed from the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The number of ranks on each axis."""
+    """The number of ranks on each axis of the mesh."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -45,7 +45,7 @@ class Sizes:
 
     @property
     def data(self) -> int:
-        """The number of data ranks, among which a global batch is split."""
+        """The number of data ranks. A global batch is split among them."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class Parallelism(Config):
 
     @property
     def frees_after_forward(self) -> bool:
-        """True if weights are resharded between forward and backward.
+        """True if weights are resharded between the forward and the backward pass.
 
-        False for a schedule that splits its backward pass: resharding would silently lose gradients there (measured: a
-        loss off by 0.2 after 10 steps).
+        False for a schedule that splits its backward pass. With such a schedule, resharding would silently lose
+        gradients (measured: the loss was off by 0.2 after 10 steps).
         """
         return self.zero == 3 and not (self.pipeline > 1 and self.schedule in SPLIT_BACKWARD)
 
@@ -102,8 +102,8 @@ class Parallelism(Config):
         return [rank + turn * self.pipeline for turn in range(self.rank_stages if self.pipeline > 1 else 1)]
 
     def stage_layers(self, stage: int, layers: int) -> range:
-        """Returns the layers of one stage. Middle stages take the remainder, because the first embeds and the last
-        predicts."""
+        """Returns the layers of one pipeline stage. If the layers do not divide evenly, middle stages get the
+        additional layers, because the first stage has the embedding and the last one the output head."""
         count, more = divmod(layers, self.total_stages)
         skip = (self.total_stages - more) // 2
         sizes = [count + (skip <= index < skip + more) for index in range(self.total_stages)]
@@ -111,10 +111,12 @@ class Parallelism(Config):
         return range(first, first + sizes[stage])
 
     def microbatches(self, rows: int, size: int) -> tuple[int, int]:
-        """Returns the number and size of the micro-batches for `rows` sequences of a data rank; none exceeds `size`.
+        """Returns the number and the size of the micro-batches for the `rows` sequences of a data rank. The size is at
+        most `size`.
 
-        A pipeline needs at least `min_microbatches` of them, and most looped schedules a multiple of the pipeline's
-        ranks. For that, micro-batches get smaller; if there are too few rows, some micro-batches are padding.
+        A pipeline needs at least `min_microbatches` micro-batches. Most looped schedules need a multiple of the
+        pipeline's ranks. To reach that number, micro-batches get smaller. If there are too few rows, some micro-batches
+        are padding.
         """
         if self.pipeline == 1:
             return math.ceil(rows / size), size
@@ -126,7 +128,7 @@ class Parallelism(Config):
 
     @property
     def min_microbatches(self) -> int:
-        """The fewest micro-batches that give every stage work."""
+        """The smallest number of micro-batches with which every pipeline stage has work."""
         return self.total_stages if self.schedule == "dualpipe_v" else self.pipeline
 
     def sizes(self, world: int) -> Sizes:

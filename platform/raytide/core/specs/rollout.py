@@ -1,4 +1,4 @@
-"""Stored rollouts: a new revision of an endpoint runs beside the revision that serves it."""
+"""Stored rollouts. In a rollout, a new revision of an endpoint runs beside the revision that serves the endpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class RolloutState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A rollout: a challenger beside an endpoint's champion. Each of the two is a Serve application."""
+    """A rollout: a challenger revision runs beside the endpoint's champion, the revision that served before. Each of
+    the two is a Ray Serve application."""
 
     number: int
     name: str
@@ -70,7 +71,8 @@ class Rollout:
 
     @property
     def loser(self) -> str:
-        """The application that ends with the rollout: the champion's after a promotion, else the challenger's."""
+        """The application that ends with the rollout. After a promotion it is the champion's, otherwise the
+        challenger's."""
         return self.champion_application if self.state is RolloutState.PROMOTED else self.challenger_application
 
 
@@ -90,10 +92,10 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class CountedRevision(Config):
-    """One gateway's counts of one revision. They are totals since the gateway started, so a repeated report adds
-    nothing.
+    """One gateway's counts of the requests to one revision. They are totals since the gateway started, so a repeated
+    report changes nothing.
 
-    `RevisionCounts` in `raytide.registry.rollout.canary` says what the counts mean.
+    `RevisionCounts` in `raytide.registry.rollout.canary` defines the counts.
     """
 
     rollout: int = Field(ge=1, le=2**53)
@@ -149,7 +151,7 @@ class Feedback(Config):
 
 
 def check_one_judgement(score: Score | None, metric: str | None, value: float | None) -> None:
-    """Raises ValueError unless there is either a score, or a metric with its value."""
+    """Raises ValueError unless exactly one of two things is given: a score, or a metric with a value."""
     if (score is None) == (metric is None) or (metric is None) != (value is None):
         raise ValueError("give a score, or a metric and its value")
 
@@ -166,7 +168,7 @@ class RevisionFeedback:
 
 
 class MetricLimit(Config):
-    """The bounds of a metric's good values: an answer below `below` or above `above` is bad."""
+    """The limits of a metric's good values. An answer with a value under `below` or over `above` is bad."""
 
     below: MetricValue | None = None
     above: MetricValue | None = None
@@ -189,32 +191,32 @@ def served_version(version: str, revision: int) -> str:
 
 
 def served_revision(served: str) -> int:
-    """Returns the revision in a `served_version`; 0 if it has none."""
+    """Returns the revision in a text that `served_version` made. Returns 0 if the text has no revision."""
     found = _SERVED.search(served)
     return int(found[1]) if found else 0
 
 
 def id_in_group(request_id: str, group: int) -> str:
-    """Returns the request's id with its last two digits replaced by its user's group (0 to 99) in an A/B test. A later
-    judgement of the answer thus names the group.
-    """
+    """Returns the request's id with its last two digits replaced by the number of the user's group (0 to 99) in an A/B
+    test. When the answer is judged later, the id shows the group."""
     return f"{request_id[:-2]}{group:02d}"
 
 
 def group_in_id(request_id: str) -> int:
-    """Returns the group in an id that `id_in_group` made; -1 if it has none."""
+    """Returns the group in an id that `id_in_group` made. Returns -1 if the id has no group."""
     return int(request_id[-2:]) if re.fullmatch(r"[0-9]{2}", request_id[-2:]) else -1
 
 
 def application_of(endpoint: str, revision: int) -> str:
-    """Returns the name of the application of a challenger."""
+    """Returns the name of the Ray Serve application that runs a challenger: `revision` of `endpoint`."""
     return f"{endpoint}{REVISION_SEPARATOR}{revision}"
 
 
 def revision_of(application: str) -> str:
-    """Returns the revision in the name of a challenger's application.
+    """Returns the revision in the name of a challenger's application, as text.
 
-    An endpoint's first application serves one revision after another, so its name contains none, and "" is returned.
+    Returns an empty text for an endpoint's first application. That application serves one revision after another, so
+    its name contains no revision.
     """
     return application.partition(REVISION_SEPARATOR)[2]
 

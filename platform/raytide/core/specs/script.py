@@ -1,4 +1,4 @@
-"""The spec of a script job: one command on every member of a gang, started as torchrun would."""
+"""The specification of a script job: one command that runs on every member of a gang, as torchrun would start it."""
 
 from __future__ import annotations
 

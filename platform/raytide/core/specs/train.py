@@ -1,6 +1,6 @@
-"""The spec of a training run: model, data order, optimizer, memory, guards and gang. No torch: the CLI reads it.
+"""The specification of a training run: model, data order, optimizer, memory, guards and gang. Does not import torch.
 
-The data order belongs to the spec, never to the gang: `global_batch` sequences make a step at any number of ranks.
+The data order does not depend on the gang: a step has `global_batch` sequences at any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NcclName = Annotated[str, Field(pattern=r"^(NCCL|RCCL|TORCH_NCCL)_[A-Z0-9_]{1,60
 
 
 class MemorySpec(Config):
-    """Trade-offs of memory against speed. Only `compression` changes the result: it is lossy."""
+    """Settings that trade memory against speed. Only `compression` changes the result, because it is lossy."""
 
     checkpointing: Remat = "none"
     """Recomputation of activations in the backward pass, layer by layer: `full` recomputes all of them, with about a
@@ -77,7 +77,7 @@ class MemorySpec(Config):
 
 
 class MlflowSpec(Config):
-    """An MLflow server that receives the metrics too; `metrics.jsonl` is always written.
+    """An MLflow server that receives the run's metrics. `metrics.jsonl` is always written as well.
 
     RAYTIDE_MLFLOW_TOKEN, set by the operator, is sent as bearer token only to the server of RAYTIDE_MLFLOW_URI.
     """
@@ -88,7 +88,7 @@ class MlflowSpec(Config):
 
 
 class ProfileSpec(Config):
-    """Runs torch's profiler from step `from` to step `to`, both included, counted from 1."""
+    """Runs torch's profiler from step `from` to step `to`, both included. Steps are counted from 1."""
 
     what: Literal["operators", "memory", "nvtx"] = "operators"
     """The kind of profile. `operators` writes a trace and a table of operators. On a GPU, `memory` writes a snapshot of
@@ -128,7 +128,7 @@ class GuardSpec(Config):
 
 
 class TrainSpec(Config):
-    """The spec of one training run. It determines the losses: a resume with the same spec repeats them."""
+    """The specification of one training run. It determines the losses, so a resume repeats them."""
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
@@ -325,7 +325,7 @@ class TrainSpec(Config):
 
     @property
     def asks(self) -> GangSpec:
-        """The gang that the job requests: its own gang plus spare members, which are not needed to start."""
+        """The gang that the job requests: the gang of this spec plus spares, which are not needed to start."""
         if not self.spares:
             return self.gang
         shapes = (
@@ -336,7 +336,7 @@ class TrainSpec(Config):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The token datasets that the run trains on; none for conversations."""
+        """The token datasets on which the run trains. Empty for a run on conversations."""
         if isinstance(self.dataset, MixtureSpec):
             return tuple(source.dataset for source in self.dataset.sources)
         return () if self.dataset is None else (self.dataset,)
@@ -351,12 +351,12 @@ class TrainSpec(Config):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The folders to which the run writes; no other run may write to them meanwhile."""
+        """The folders to which the run writes. No other run may write to them at the same time."""
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the state in memory; not if it is on disk, because it is too large."""
+        """Returns whether peers keep copies of the training state in memory. False if the state is on disk."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
@@ -367,7 +367,7 @@ class TrainSpec(Config):
     def is_due(self, every: int, step: int) -> bool:
         """Returns whether an action that is due every `every` steps (0: never) takes place after `step`.
 
-        Replicas that train apart postpone it to their next meeting (see OuterSpec); they also meet after the last step.
+        With an OuterSpec, the action waits for the replicas' next meeting. The end of the last step is a meeting, too.
         """
         if self.optim.outer is None or not every:
             return bool(every) and step % every == 0
@@ -375,17 +375,17 @@ class TrainSpec(Config):
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def are_replicas_equal(self, step: int) -> bool:
-        """Returns whether all replicas have the same weights after `step`: with an OuterSpec, only after a meeting."""
+        """Returns whether all replicas have equal weights after `step`: with an OuterSpec, only at meetings."""
         return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:
-        """Returns the micro-batch size, in sequences, to start with: for `auto`, one micro-batch per pipeline rank."""
+        """Returns the micro-batch size to start with, in sequences. `auto` gives each pipeline rank one micro-batch."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Returns a hash of the fields that determine the samples; a checkpoint resumes only with the same digest.
+        """Returns a hash of the fields that determine the samples. A checkpoint resumes only with the same hash.
 
         Packing, mixtures and held-out documents are covered by the dataset's own digest.
         """

@@ -1,4 +1,5 @@
-"""Limits on the jobs, shapes and endpoints of one team, checked in the transaction that would add to them."""
+"""Limits on the jobs, shapes and endpoints of one team. They are checked in the transaction that adds a job or
+endpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ _LIVE = [state for state in JobState if state not in FINAL_STATES]
 
 
 def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
-    """Raises QuotaError if the team has `most` unfinished jobs, or if this job would make the specs of all of them too
-    large.
-    """
+    """Raises QuotaError if the team cannot add this job. Either the team has `most` unfinished jobs already, or the
+    specs of these jobs have too many bytes or shapes together."""
     team, text = spec.team, sa.cast(t.jobs.c.spec, sa.Text)
     size = sa.func.coalesce(sa.func.sum(sa.func.length(text)), 0)
     # As text: the databases' JSON functions fail on values that earlier releases may have stored.
@@ -48,9 +48,8 @@ def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
 
 
 def check_live_endpoints(c: sa.Connection, spec: ServeSpec) -> None:
-    """Raises QuotaError if the team already has the most endpoints allowed, or if this endpoint would exceed its limit
-    on replicas.
-    """
+    """Raises QuotaError if the team cannot add this endpoint: it has too many endpoints already, or together they could
+    have too many replicas."""
     e = t.endpoints.c
     live = sa.and_(e.state != EndpointState.DELETED, e.team == spec.team, e.name != spec.name)
     replicas = [_most_members(row.spec) for row in c.execute(sa.select(e.spec).where(live))]
@@ -76,7 +75,8 @@ def _most_members(spec: object) -> int:
 
 
 def check_progress(job_id: str, merged: Mapping[str, object]) -> None:
-    """Raises UsageError if a job's progress has grown too large to be read on every tick."""
+    """Raises UsageError if a job's progress is too large to be read on every tick. `merged` is the progress with the
+    new report included."""
     if len(merged) > bounds.MOST_REPORTED:
         raise UsageError(
             f"{job_id} has reported {len(merged)} values; {bounds.MOST_REPORTED} are kept.",

@@ -1,6 +1,7 @@
-"""Converts core objects to rows and back, without loss.
+"""Converts core objects to database rows and back, without loss.
 
-A field of a dataclass is stored in the column of its name, so most of both directions is `fields_of` and `values_of`.
+A field of a dataclass is stored in the column with the field's name. So `fields_of` and `values_of` do most of the
+conversion.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Values = dict[str, Any]
 
 
 def shared(record: type, table: Table, *, but: Collection[str] = ()) -> tuple[str, ...]:
-    """Returns the fields of a dataclass that are columns of its table, except for the fields in `but`."""
+    """Returns the names of a dataclass's fields that are columns of its table, except for the names in `but`."""
     names = (field.name for field in dataclasses.fields(record))
     return tuple(name for name in names if name in table.c and name not in but)
 
@@ -60,12 +61,12 @@ EVENT = shared(Event, t.events)
 
 
 def number_of(id: str) -> int:
-    """Returns the number of an id: 7 for `job-7`. Ids are never reused, so the number also orders them."""
+    """Returns the number in an id: 7 for `job-7`. Ids are never reused, so sorting by number is sorting by age."""
     return int(id.rpartition("-")[2])
 
 
 def job_status_columns(job: Job) -> Values:
-    """Returns the columns of a job that the controller writes."""
+    """Returns the values of those columns of a job that the controller writes."""
     took_s = None if job.ended_at_s is None else job.ended_at_s - job.submitted_at_s
     return {**values_of(job, _JOB_STATUS), "took_s": took_s}
 
@@ -94,9 +95,9 @@ _ONE_CPU = Shape(resources={"CPU": 1.0})
 
 
 def job(row: Row[Any]) -> Job:
-    """Returns the job of a row, even if its spec cannot be read.
+    """Returns the job that a row describes, even if its spec cannot be read.
 
-    If this release rejects the stored spec, the job has a placeholder, and `unreadable` says why.
+    If this release rejects the stored spec, the job gets a placeholder as its spec, and `unreadable` says why.
     """
     spec, unreadable = read_config(JobSpec, row.spec)
     if spec is None:
@@ -107,7 +108,8 @@ def job(row: Row[Any]) -> Job:
 
 
 def finite(progress: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """Returns progress that JSON can hold: NaN and infinity become strings, and long texts are truncated."""
+    """Returns a job's progress in a form that JSON can hold. NaN and infinity become strings, and long texts are
+    truncated."""
     return {shortened(encodable(name), 100): _finite(value) for name, value in progress.items()}
 
 
@@ -127,7 +129,7 @@ def member_values(lease_id: str, member: Member) -> Values:
 
 
 def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
-    """Returns the lease of a row. `members` must be ordered by index."""
+    """Returns the lease that a row describes. `members` has the rows of its members, ordered by index."""
     shape = read_config(Shape, row.shape)[0] or _ONE_CPU  # its job is unreadable too, and ends
     fields = {**fields_of(row, _LEASE), "state": LeaseState(row.state)}
     found = tuple(Member(**{**fields_of(each, _MEMBER), "state": MemberState(each.state)}) for each in members)
@@ -160,12 +162,13 @@ def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
 
 
 def endpoint_status_columns(endpoint: Endpoint) -> Values:
-    """Returns the columns of an endpoint that the controller writes."""
+    """Returns the values of those columns of an endpoint that the controller writes."""
     return values_of(endpoint, _ENDPOINT_STATUS)
 
 
 def endpoint(row: Row[Any]) -> Endpoint:
-    """Returns the endpoint of a row. A delete request shows as DELETING before the controller has acted on it."""
+    """Returns the endpoint that a row describes. If its deletion was requested, its state is DELETING even before the
+    controller has acted."""
     state = EndpointState(row.state)
     if row.delete_requested and state is not EndpointState.DELETED:
         state = EndpointState.DELETING
@@ -176,9 +179,8 @@ def endpoint(row: Row[Any]) -> Endpoint:
 
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
-    """Returns the fields of a spec that the audit log keeps, and a hash of all of it. Its configuration may contain
-    secrets.
-    """
+    """Returns what the audit log keeps of a spec: some of its fields, and a hash of the whole spec. The other fields
+    are left out because they may contain secrets."""
     kept = ("kind", "name", "team", "priority", "model", "version", "budget_usd", "soft_budget_usd", "budget_per")
     fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
     return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}
@@ -203,7 +205,8 @@ def entry(row: Row[Any]) -> Entry:
 
 
 def totals_of(entries: Iterable[Entry]) -> list[Values]:
-    """Returns the sums of the entries by kind, subject, team and the month in which each began."""
+    """Returns the sums of ledger entries by kind, subject, team and month. An entry counts in the month in which it
+    began."""
     sums: defaultdict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for entry in entries:
         total = sums[(entry.kind, entry.subject, entry.team, month_of(entry.from_us))]
@@ -229,7 +232,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def read_config(cls: type[S], stored: object) -> tuple[S | None, str]:
-    """Returns the spec, or None and the reason why this release rejects it."""
+    """Returns the stored spec and an empty text. If this release rejects the spec, returns None and the reason."""
     try:
         return cls.model_validate(stored), ""
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,6 +1,7 @@
-"""The store's database: the engine for SQLite or PostgreSQL, its transactions, its pages and its migrations.
+"""The store's database, SQLite or PostgreSQL: its engine, transactions, pages and migrations.
 
-SQLite uses a write-ahead log. Writes take the lock when they begin, because a lock requested later fails at once.
+SQLite uses a write-ahead log. A write transaction takes the lock when it begins, because SQLite fails at once if a
+transaction asks for the lock later.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, slots=True)
 class WriteFailure:
-    """The store's last failed write."""
+    """The last write to the store that failed."""
 
     text: str
     age_s: float
 
 
 class Database:
-    """An engine with read and write transactions."""
+    """A database engine with methods for read and write transactions."""
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
@@ -61,7 +62,7 @@ class Database:
 
     @property
     def last_failure(self) -> WriteFailure | None:
-        """Returns the failure of the last write; None if it succeeded."""
+        """Returns the failure of the last write, or None if the last write succeeded."""
         failed = self._failed
         return None if failed is None else WriteFailure(failed[0], time.monotonic() - failed[1])
 
@@ -78,18 +79,19 @@ class Database:
                 yield connection
 
     def rows(self, query: sa.Select[*Ts]) -> Sequence[sa.Row[*Ts]]:
-        """Returns all rows of one query, in a transaction of its own."""
+        """Returns all rows of one query, which runs in a separate transaction."""
         with self.read() as c:
             return c.execute(query).all()
 
     def first(self, query: sa.Select[*Ts]) -> sa.Row[*Ts] | None:
-        """Returns the first row of one query, in a transaction of its own."""
+        """Returns the first row of one query, which runs in a separate transaction."""
         with self.read() as c:
             return c.execute(query).first()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Yields a transaction that is committed as a whole, or rolled back when the block raises."""
+        """Yields a write transaction. It is committed as a whole after the block, or rolled back if the block
+        raises."""
         try:
             with _clear_errors(self.engine), self._my_turn(), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
@@ -261,7 +263,8 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
 
 
 def dumps(value: Any) -> str:
-    """Returns JSON text that every database accepts: non-finite numbers become strings, and texts are storable."""
+    """Returns the value as JSON text that every database accepts. Non-finite numbers become strings, and characters
+    that cannot be stored are replaced."""
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:  # NaN or infinity
@@ -270,7 +273,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(stored: str | bytes) -> Any:
-    """Returns the stored value; None if it is nested too deeply to be read."""
+    """Returns the value that a JSON text stores. Returns None if the value is nested too deeply to be read."""
     text = stored if isinstance(stored, str) else stored.decode()
     try:
         value = json.loads(text)
@@ -298,9 +301,8 @@ def paged(
     limit: int,
     most_bytes: int = MOST_PAGE_BYTES,
 ) -> Sequence[sa.Row[Any]]:
-    """Returns the first `limit` rows; fewer if the texts in `column` exceed `most_bytes` in total, but at least one
-    row.
-    """
+    """Returns the first rows of a query, at most `limit`. It returns fewer rows, but at least one, if the texts in
+    `column` would exceed `most_bytes` in total."""
     sizes = c.execute(query.with_only_columns(sa.func.length(sa.cast(column, sa.Text))).limit(limit)).scalars()
     within = sum(total <= most_bytes for total in accumulate(sizes))
     return c.execute(query.limit(min(limit, max(1, within)))).all()

@@ -1,9 +1,10 @@
-"""Leader election among controllers on one store: a lease that its holder renews, and an epoch that fences the others.
+"""Leader election among controllers that share one store. The leader holds a lease, which it renews, and an epoch,
+which fences the others.
 
-A controller that takes over raises the epoch. Each commit checks in its transaction that the controller's epoch is
-still current. So a controller that was replaced while paused or cut off can no longer write, nor act, because intents
-are persisted before they are executed. Clocks of different machines are never compared: a waiting controller watches
-whether the lease changes.
+A controller that takes over raises the epoch. Each commit checks, in its own transaction, that the controller's epoch
+is still current. So a controller that was replaced while it was paused or cut off can no longer write. It cannot act
+either, because intents are stored before they are carried out. Clocks of different machines are never compared: a
+waiting controller watches whether the lease changes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _NAME = "controller"
 
 
 class Leader:
-    """The leadership of one controller.
+    """The leadership of one controller, as this controller sees it.
 
-    A lease under this controller's own name is its predecessor's, because a lock on the machine has shown that the
-    predecessor is dead.
+    A lease under this controller's own name belongs to its predecessor. A lock on the machine has shown that the
+    predecessor is dead, so the lease can be taken at once.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Leader:
         self._watched_s = 0.0
 
     def take(self) -> str:
-        """Tries to become the leader. Returns an empty string on success, else the leader's name."""
+        """Tries to become the leader. Returns an empty string on success, else the name of the present leader."""
         try:
             with self._db.write() as c:
                 row = c.execute(sa.select(leaders).where(leaders.c.name == _NAME).with_for_update()).first()
@@ -69,7 +70,7 @@ class Leader:
         return ""
 
     def fence(self, c: sa.Connection) -> None:
-        """Raises ConflictError if another controller took over, else renews the lease when due.
+        """Raises ConflictError if another controller has taken over. Otherwise renews the lease if the renewal is due.
 
         The check holds until the end of this transaction.
         """
@@ -91,7 +92,8 @@ class Leader:
                 self.fence(c)
 
     def resign(self) -> None:
-        """Lets the next controller take over at once. Does nothing if this one was replaced."""
+        """Gives up the lease, so that another controller can lead at once. Does nothing if another controller has taken
+        over already."""
         if self._epoch is not None:
             with self._db.write() as c:
                 mine = sa.and_(leaders.c.name == _NAME, leaders.c.epoch == self._epoch)

@@ -1,4 +1,4 @@
-"""The dataclasses that the store reads and writes as a whole."""
+"""The dataclasses that group the records which the store reads or writes in one transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytide.core.specs.rollout import Rollout, Serving
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All records that are not final, read in one transaction, from which a restarted controller continues."""
+    """All records that are not final, read in one transaction. A restarted controller continues from them."""
 
     jobs: tuple[Job, ...] = ()
     """Jobs that are not final, in order of submission."""
@@ -47,7 +47,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeam:
-    """The stored part of a team, in addition to its configuration."""
+    """The stored data of a team, which supplements the team's configuration."""
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Event:
 class Changes:
     """The changes of one tick, written in one transaction.
 
-    Transitions of jobs, leases, nodes and endpoints become events automatically; `events` is for others.
+    State changes of jobs, leases, nodes and endpoints become events automatically. `events` has any further events.
     """
 
     at_s: float
@@ -98,7 +98,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A stored plan. Ticks with an equal plan only update `last_at_s`."""
+    """A stored plan. If the next tick makes the same plan, only `last_at_s` is updated."""
 
     at_s: float
     last_at_s: float

@@ -1,6 +1,7 @@
-"""The state store. Its methods are grouped: first those of the API, then those of the controller, then reads.
+"""The state store. Its methods are in three groups: those of the API, those of the controller, and reads.
 
-Each method is one transaction. Each column has one writer (see `tables`), so the API and the controller never conflict.
+Each method is one transaction. Each column has a single writer (see `tables`), so the API and the controller never
+conflict.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from raytide.core.state.write import (
 
 
 class Store:
-    """The database of a cluster; open it with `Store.open(url)`. Thread-safe."""
+    """The store of one cluster's state. Open it with `Store.open(url)`. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -82,9 +83,8 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, head_epoch: int = 0) -> Self:
-        """Opens the store and migrates its schema, one process at a time. Raises ConflictError if a newer raytide wrote
-        the schema. With `head_epoch`, this process writes nothing after another head took over.
-        """
+        """Opens the store and migrates its schema, in one process at a time. Raises ConflictError if a newer raytide
+        wrote the schema. With `head_epoch`, all writes of this process fail once another head has taken over."""
         database = Database(url)
         try:
             database.upgrade()
@@ -99,7 +99,7 @@ class Store:
         self._db.close()
 
     def last_failure(self) -> WriteFailure | None:
-        """Returns the failure of this process's last write; None if it succeeded."""
+        """Returns the failure of this process's last write, or None if the write succeeded."""
         return self._db.last_failure
 
     def submit_job(
@@ -112,10 +112,10 @@ class Store:
         digest: str | None = None,
         most_live: int = bounds.LIVE_JOBS,
     ) -> Job:
-        """Queues a job. Returns the existing job if the team used the same `key` before, so that clients may retry.
+        """Queues a job. If the team used the same `key` before, returns that job, so that clients may retry.
 
-        Raises ConflictError if that job's request had another `digest`, and QuotaError if the team has `most_live`
-        unfinished jobs or their specs are too large together.
+        Raises ConflictError if the request that used the key had another `digest`. Raises QuotaError if the team has
+        `most_live` unfinished jobs, or if their specs are too large together.
         """
         with self._db.write() as c:
             of_key = t.jobs.select().where(t.jobs.c.team == spec.team, t.jobs.c.client_key == key)
@@ -134,7 +134,7 @@ class Store:
             return codec.job(c.execute(_job(f"job-{number}")).one())
 
     def request_stop(self, job_id: str) -> Job:
-        """Requests the end of a job; has no effect on a final job."""
+        """Requests the end of a job. Has no effect on a job in a final state."""
         return self._write_job(job_id, "job.stop", stop_requested=True)
 
     def heartbeat(self, job_id: str, now_s: float) -> Job:
@@ -153,7 +153,8 @@ class Store:
                     c.execute(t.jobs.update().where(t.jobs.c.id.in_(free)).values(heartbeat_at_s=moment))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Merges `progress` into the job's progress, name by name. Counts as a heartbeat."""
+        """Merges `progress` into the job's stored progress: new values replace old values of the same name. Counts as a
+        heartbeat."""
         with self._db.write() as c:
             row = c.execute(_job(job_id).with_for_update()).first()
             if row is None:
@@ -163,13 +164,12 @@ class Store:
             update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
 
     def release(self, job_id: str, *, error: str = "") -> Job:
-        """Records that the driver of a GANG job released its lease: after finishing its work, or with the error with
-        which it failed.
-        """
+        """Records that the driver of a GANG job has released its lease. `error` is empty if the work is finished, else
+        it says why the work failed."""
         return self._write_job(job_id, released_by_driver=error)
 
     def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "") -> Endpoint:
-        """Creates an endpoint, or gives an existing one a new spec, which is a new revision.
+        """Creates an endpoint, or gives an existing endpoint a new spec as a new revision.
 
         Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
         """
@@ -177,12 +177,12 @@ class Store:
             return save_endpoint(c, spec, user, now_s, why)
 
     def request_delete(self, name: str) -> Endpoint:
-        """Requests the end of an endpoint; has no effect on a deleted endpoint."""
+        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint."""
         with self._db.write() as c:
             return request_delete(c, name)
 
     def save_team(self, name: str, given: Mapping[str, Any]) -> None:
-        """Sets the fields that override the team's configuration; an empty mapping removes them."""
+        """Stores the fields that override the team's configuration. An empty mapping removes all overrides."""
         with self._db.write() as c:
             write_team(c, name, spec=dict(given) or None)
             touch_key_table(c)
@@ -193,9 +193,8 @@ class Store:
         return self._write_job(job_id, "job.change", spec=spec.model_dump(mode="json"))
 
     def lead(self, holder: str) -> str:
-        """Tries to make `holder` the leader. Returns an empty string on success, else the leader's name: try again
-        later.
-        """
+        """Tries to make the controller `holder` the leader. Returns an empty string on success. Otherwise returns the
+        present leader's name, and the caller tries later."""
         if self._leader is None:
             self._leader = Leader(self._db, holder, always_asks=self._db.fence is not None)
         return self._leader.take()
@@ -213,7 +212,7 @@ class Store:
         return HeadLease(self._db, holder, lease_s)
 
     def heads(self) -> HeadView | None:
-        """Returns the machine that leads and those that wait; None in a cluster with one head."""
+        """Returns the machine that leads and the machines that wait. Returns None in a cluster with one head."""
         with self._db.read() as c:
             return view_heads(c)
 
@@ -281,7 +280,8 @@ class Store:
             commit_rollouts(c, ch.rollouts, ch.at_s)  # last: audit entries are ordered by a lock
 
     def remove_old_jobs(self, ended_before_s: float) -> int:
-        """Deletes a batch of the jobs that ended before this time, with leases and events; returns their number.
+        """Deletes some of the jobs that ended before this time, with their leases and events. Returns the number of
+        deleted jobs.
 
         Ledger entries stay, so costs stay exact. Raises ConflictError if another controller has taken over the lead.
         """
@@ -305,9 +305,8 @@ class Store:
         offset: int = 0,
         most_bytes: int | None = None,
     ) -> tuple[Job, ...]:
-        """Returns a page of jobs, newest first. `most_bytes` limits the size of their specs in total, but never to less
-        than one job.
-        """
+        """Returns a page of jobs, newest first. The specs on a page take at most `most_bytes` together, but a page has
+        at least one job."""
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
             query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
@@ -319,29 +318,31 @@ class Store:
             return tuple(codec.job(row) for row in c.execute(query))
 
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
-        """Returns the jobs with these ids, without ids that do not exist."""
+        """Returns the jobs with these ids. Ids that do not exist are ignored."""
         with self._db.read() as c:
             which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in chunked(ids))
             return tuple(codec.job(row) for query in which for row in c.execute(query))
 
     def lease_of(self, job_id: str) -> Lease | None:
-        """Returns the newest lease of a job, including a released one; None if the job was never admitted."""
+        """Returns the newest lease of a job, even if it is released. Returns None if the job was never admitted."""
         return self.census.leases([job_id]).get(job_id)
 
     def endpoint(self, name: str) -> Endpoint:
-        """Returns the record of the application that serves an endpoint. The name in its spec is the application's."""
+        """Returns the record of the application that serves an endpoint. The name in the record's spec is the
+        application's name."""
         with self._db.read() as c:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns endpoints by name; with `ended`, including deleted ones."""
+        """Returns endpoints by name. With `ended`, the result includes deleted endpoints."""
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
     def nodes(
         self, *, live: bool = False, limit: int | None = None, ray_node_ids: Collection[str] | None = None
     ) -> tuple[Node, ...]:
-        """Returns nodes, newest first; with `live`, only those that are not gone; with ids of Ray, only those."""
+        """Returns nodes, newest first. `live` leaves out nodes that are gone. `ray_node_ids` selects nodes by Ray's
+        ids."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
             query = query.where(t.nodes.c.state != NodeState.GONE)
@@ -364,7 +365,8 @@ class Store:
         return tuple(codec.event(row) for row in self._db.rows(query))[::-1]
 
     def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
-        """Returns the newest plans that were made by `until_s` and valid at `since_s` or later, oldest first."""
+        """Returns the newest plans that were made no later than `until_s` and valid at `since_s` or later, oldest
+        first."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
         if until_s is not None:
             query = query.where(t.plans.c.at_s <= until_s)

@@ -1,8 +1,9 @@
-"""The tables, as the newest migration leaves them.
+"""The database tables, as the newest migration leaves them.
 
-Two processes write different columns, so that they never conflict: the API inserts jobs and endpoints and writes the
-columns marked `API`; the controller writes all others. Times are seconds since the epoch, ledger times whole
-microseconds, money whole micro-dollars. The tables hold no secrets: of API keys they hold only hashes.
+The API and the controller write different columns, so they never conflict. The API inserts jobs and endpoints, and
+writes the columns marked `API`. The controller writes all other columns. Times are seconds since the epoch, but whole
+microseconds in the ledger. Money is in whole micro-dollars. The tables hold no secrets. For API keys, they hold only
+hashes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ metadata = MetaData(
 
 
 class SafeText(TypeDecorator[str]):
-    """Text from outside (an exception, the end of a log). NULs and lone surrogates, which databases reject, are taken
-    out.
-    """
+    """A column for text from outside, such as an exception or the end of a log. It removes NULs and lone surrogates,
+    which databases reject."""
 
     impl = Text
     cache_ok = True

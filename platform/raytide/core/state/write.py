@@ -1,4 +1,4 @@
-"""Write helpers that work on SQLite and PostgreSQL."""
+"""Functions that write rows, for both SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def update(c: sa.Connection, table: sa.Table, key: Values, values: Values) -> No
 
 
 def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
-    """Inserts rows, or replaces those with the same primary key."""
+    """Inserts rows. A row that exists with the same primary key is replaced."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
@@ -57,7 +57,7 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: str) -> None:
-    """Inserts rows, or adds the amounts to the rows with the same primary key."""
+    """Inserts rows. If a row with the same primary key exists, the new row's columns `amounts` are added to it."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
@@ -71,9 +71,8 @@ def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: 
 
 
 def next_number(c: sa.Connection, name: str) -> int:
-    """Returns the next number of a counter. A rollback also resets the counter, so numbers have no gaps and no
-    duplicates.
-    """
+    """Returns the next number of a counter. A rollback resets the counter as well, so numbers have no gaps and no
+    duplicates."""
     upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)
     taken = upsert_first.values(name=name, next=2).on_conflict_do_update(
         index_elements=["name"], set_={"next": counters.c.next + 1}
@@ -94,7 +93,7 @@ def number_reached(c: sa.Connection, name: str, number: int) -> None:
 def transitions(
     c: sa.Connection, key: sa.Column[Any], records: Sequence[Job | Lease | Node | Endpoint], at_s: float
 ) -> list[Event]:
-    """Returns an event for each record whose state differs from the stored one in the table of `key`."""
+    """Returns an event for each record whose state differs from its stored state in the table of the column `key`."""
     if not records:
         return []
     after = {str(getattr(record, key.name)): record for record in records}
@@ -108,7 +107,8 @@ def transitions(
 
 
 def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT_ONCE) -> int:
-    """Deletes the oldest final jobs that ended before this time, with their leases and events; returns their number."""
+    """Deletes the oldest jobs in a final state that ended before this time, with their leases and events. Returns the
+    number of deleted jobs."""
     is_old = sa.and_(jobs.c.state.in_(FINAL_STATES), jobs.c.ended_at_s < ended_before_s)
     held = sa.select(leases.c.job_id).where(leases.c.state != LeaseState.RELEASED)
     query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.number).limit(limit)
@@ -126,7 +126,7 @@ def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT
 
 
 def store_plan(c: sa.Connection, plan: Plan) -> None:
-    """Appends a plan, or extends the last one if it is equal; deletes the oldest plans."""
+    """Appends a plan. If the last plan is equal, only extends the last plan's time. Deletes the oldest plans."""
     actions = plan.to_json()["actions"]
     last = c.execute(plans.select().order_by(plans.c.number.desc()).limit(1)).first()
     if last is not None and last.actions == actions:
@@ -138,9 +138,8 @@ def store_plan(c: sa.Connection, plan: Plan) -> None:
 
 
 def write_team(c: sa.Connection, name: str, **values: object) -> None:
-    """Writes some columns of a team. The API writes the spec and the controller the usage; other columns keep their
-    values.
-    """
+    """Writes some columns of a team, and leaves the others unchanged. The API writes the spec, and the controller
+    writes the usage."""
     if c.execute(sa.select(teams.c.name).where(teams.c.name == name)).first() is None:
         c.execute(teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
     else:

@@ -1,1 +1,1 @@
-"""Telemetry that every process shares: metrics, their catalogue, and the targets that Prometheus scrapes."""
+"""The telemetry that all processes share: metrics, their catalogue, traces, and the targets that Prometheus scrapes."""

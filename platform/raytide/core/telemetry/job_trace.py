@@ -21,7 +21,7 @@ _MOST_JOBS = 10_000
 
 
 def root_of(job: Job) -> SpanId:
-    """Returns the span of a whole job, which the controller exports and to which the driver adds spans."""
+    """Returns the root span of a job's trace. The controller exports this span, and the driver adds child spans."""
     return SpanId.of(f"{job.id} {job.submitted_at_s!r}")
 
 
@@ -38,7 +38,8 @@ class JobSpan:
 def job_spans(job: Job, events: Sequence[Event], lease_events: Sequence[Event]) -> Iterator[JobSpan]:
     """Yields the spans of an ended job: the job, each of its states, its lease, and each state of the lease.
 
-    Events are oldest first. A state lasts until the next event, the last one until the job's end.
+    `events` and `lease_events` are sorted with the oldest first. A state lasts until the next event, and the last state
+    until the job's end.
     """
     root, end_s = root_of(job), job.ended_at_s or job.submitted_at_s
     attributes: Attributes = {
@@ -70,9 +71,8 @@ def _states(parent: SpanId, prefix: str, events: Sequence[Event], end_s: float) 
 
 
 class StepTraces:
-    """Exports spans of the steps that jobs report, in the jobs' traces. One span covers the steps of `_STEPS_S`
-    seconds.
-    """
+    """Adds spans to the jobs' traces for the training steps that jobs report. One span covers all steps within
+    `_STEPS_S` seconds."""
 
     def __init__(self, section: TracingSection, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or Tracer.over_otlp(section, _STEPS_SERVICE)
@@ -81,9 +81,8 @@ class StepTraces:
         self._lock = threading.Lock()
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Handles a report of a job. If `_STEPS_S` seconds have passed since the last span, it exports the steps since
-        then as one span. Steps that are repeated after a loss begin a new span.
-        """
+        """Handles a job's report of its progress. If `_STEPS_S` seconds have passed since the job's last span, exports
+        one span for the steps since then. If the job repeats steps after a loss, a new span begins."""
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):
             return
@@ -106,13 +105,14 @@ class StepTraces:
 
 
 class JobTraces:
-    """Exports the trace of each job as it ends."""
+    """Exports the trace of each job when the job ends."""
 
     def __init__(self, section: TracingSection, store: Store, tracer: Tracer | None = None) -> None:
         self._store, self._tracer = store, tracer or Tracer.over_otlp(section, _SERVICE)
 
     def export(self, before: Iterable[Job], after: Mapping[str, Job]) -> None:
-        """Exports the traces of jobs in `before` that have ended since; `after` has the current jobs by id."""
+        """Exports the traces of the jobs in `before` that have ended since. `after` maps the ids of jobs to their
+        current state."""
         if self._tracer is None:
             return
         for job in before:

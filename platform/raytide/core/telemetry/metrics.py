@@ -1,7 +1,7 @@
-"""The types of metrics and samples, their text in Prometheus' format, and the recorders that a process keeps.
+"""The types of metrics and samples, their text in Prometheus' format, and recorders in which a process counts.
 
-`raytide.core.telemetry.catalogue` declares all metrics. The text is written here and not by prometheus_client, whose 70
-ms for a page of 50 endpoints would stop a gateway's event loop.
+`raytide.core.telemetry.catalogue` declares all metrics. prometheus_client is not used to write the text. It would take
+70 ms for a page of 50 endpoints, and stop a gateway's event loop for that time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Metric:
 
     @property
     def exposed_name(self) -> str:
-        """The name in queries: a counter's ends in `_total`, a histogram's lacks `_bucket`, `_sum` and `_count`."""
+        """The metric's name in queries. A counter's name ends in `_total`. A histogram's name does not include the
+        suffixes `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.type == "counter" else self.name
 
 
@@ -63,7 +64,7 @@ def _unit_in(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One value of a gauge or counter."""
+    """The value of a gauge or counter for one set of labels."""
 
     metric: Metric
     value: float
@@ -73,7 +74,7 @@ class MetricSample:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A traced request that represents the observations in one bucket of a histogram."""
+    """A traced request that serves as an example of the observations in one bucket of a histogram."""
 
     trace_id: str
     value: float
@@ -96,9 +97,10 @@ Sample = MetricSample | HistogramSample
 
 
 def render(samples: Iterable[Sample], *, openmetrics: bool = False) -> bytes:
-    """Returns the samples in Prometheus' text format, or with `openmetrics` in OpenMetrics with exemplars.
+    """Returns the samples in Prometheus' text format. With `openmetrics`, returns them in OpenMetrics' format, with
+    exemplars.
 
-    Each metric's samples are together, in the order of their first samples.
+    The samples of a metric are kept together. Metrics appear in the order of their first samples.
     """
     by_metric: defaultdict[Metric, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -138,9 +140,8 @@ def _number(value: float) -> str:
 
 
 class HistogramRecorder:
-    """A histogram that only one thread changes, so that an observation takes no lock. Its labels are given when it is
-    read.
-    """
+    """A histogram that counts without a lock, because only one thread changes it. Its labels are given when it is
+    read."""
 
     __slots__ = ("_counts", "_exemplars", "_metric", "_sum")
 
@@ -151,7 +152,8 @@ class HistogramRecorder:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, times: int = 1, trace_id: str = "") -> None:
-        """Counts a value `times` times. With `trace_id`, the observation becomes the exemplar of its bucket."""
+        """Counts `times` observations of a value. If `trace_id` is given, the observation becomes the exemplar of its
+        bucket."""
         bucket = bisect_left(self._metric.buckets, value)
         self._counts[bucket] += times
         self._sum += value * times
@@ -163,9 +165,8 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge with a value for each set of its last labels. Its first labels are given when it is read. Only
-    one thread changes it.
-    """
+    """A counter or gauge with one value for each combination of its last labels. The first labels are added when the
+    values are read. Only one thread may change it."""
 
     __slots__ = ("_metric", "_values")
 

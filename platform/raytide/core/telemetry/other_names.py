@@ -1,6 +1,6 @@
-"""raytide's metrics under other names, for existing dashboards. `/metrics?names=vllm` adds the names of vLLM's server;
-`names=gen_ai` adds those of OpenTelemetry's conventions for generative AI, as its Prometheus exporter writes them.
-"""
+"""Aliases of raytide's metrics, for existing dashboards. `/metrics?names=vllm` adds the names that vLLM's server uses.
+`names=gen_ai` adds the names of OpenTelemetry's conventions for generative AI, as its Prometheus exporter writes
+them."""
 
 from __future__ import annotations
 
@@ -78,9 +78,8 @@ _ALIASES: Mapping[str, Mapping[Metric, tuple[_Alias, ...]]] = {
 
 
 def with_other_names(samples: Iterable[Sample], query: Mapping[str, Sequence[str]]) -> Iterator[Sample]:
-    """Yields the samples, and again under the other name those that have one in the sets that the query's `names`
-    choose.
-    """
+    """Yields all samples, and then copies of samples under their aliases. `query` is the request's query, whose `names`
+    choose the sets of aliases."""
     found = list(samples)
     yield from found
     for names in dict.fromkeys(query.get("names", ())):

@@ -1,6 +1,5 @@
-"""A process's own metrics page: a small HTTP server in its event loop, which only Prometheus and raytide's monitor
-read.
-"""
+"""The metrics page of a process: a small HTTP server in the process's event loop. Only Prometheus and raytide's monitor
+read it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _MOST_CONNECTIONS = 32
 
 
 class MetricsPage:
-    """Serves `GET /metrics` on a port of its own. Nothing on the page is secret, so it asks for no key."""
+    """Serves `GET /metrics` on a separate port. Nothing on the page is secret, so no key is needed."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -30,7 +29,7 @@ class MetricsPage:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> str:
-        """Returns the page's `host:port`, on a port that the system chooses."""
+        """Starts the server on a port that the system chooses, and returns the page's `host:port`."""
         self._server = await asyncio.start_server(self._serve, host, 0, limit=_MOST_HEAD_BYTES)
         port = self._server.sockets[0].getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -10,7 +10,7 @@ from raytide.core.telemetry.metrics import Layer, Metric
 
 
 def tables() -> str:
-    """Returns a Markdown table of the metrics of each layer."""
+    """Returns Markdown tables of all metrics, one table for each layer."""
     return "\n".join(line for layer in LAYERS for line in _table(layer))
 
 

@@ -1,4 +1,4 @@
-"""Bounds the number of series on a page, whatever names users give to things."""
+"""Limits the number of series on a metrics page, whatever names users give to things."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ MOST_OTHER_VALUES = 100
 
 
 class SeriesLimits:
-    """Limits the values of labels on one page.
+    """Limits how many values each label has on one page.
 
-    The first values are kept. Counters and histograms of later values are added up under `other`; their gauges are left
-    out, because ratios and prices do not add up. As long as a value occurs, it stays on the page or in `other`:
-    otherwise counters would jump.
+    The first values of a label are kept. For later values, counters and histograms are added up under the value
+    `other`. Gauges of later values are left out, because ratios and prices do not add up. A value that was kept once
+    stays on the page as long as it occurs, and a value under `other` stays there. Otherwise counters would jump.
     """
 
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
@@ -56,7 +56,7 @@ class SeriesLimits:
         limit."""
 
     def apply(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Returns the samples of one page within the limits."""
+        """Returns the samples of one page, reduced to the limits."""
         found = list(samples)
         self._names = self._named(found)
         kept: dict[tuple[Metric, tuple[str, ...]], Sample] = {}

@@ -1,7 +1,7 @@
 """The sections of cluster.yaml for monitoring and tracing.
 
-`metadata.raytide.monitoring` sets history, alerts, their actions and receivers, and probes; `metadata.raytide.tracing`
-sets the collector of traces and the share of requests that are traced.
+`metadata.raytide.monitoring` configures the history, the alerts with their actions and receivers, and the probes.
+`metadata.raytide.tracing` configures the collector of traces and the share of requests that are traced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ActionKind = Literal[
 
 
 class AlertOverride(Config):
-    """Settings that replace those of one alert rule."""
+    """Settings that replace the settings of one alert rule."""
 
     bound: float | None = None
     """The value from which the alert fires, in place of the rule's own."""
@@ -66,7 +66,7 @@ class AlertAction(Config):
 
 
 class EmailSection(Config):
-    """Mail over SMTP."""
+    """A receiver that gets alerts by mail over SMTP."""
 
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]+$", max_length=253)]
     port: int = Field(default=587, ge=1, le=65_535)
@@ -91,7 +91,7 @@ class EmailSection(Config):
 
 
 class UrlFromEnvironment(Config):
-    """A receiver whose address or key is a secret: cluster.yaml only names the environment variable that has it."""
+    """A receiver whose address or key is secret. cluster.yaml only names the environment variable with the secret."""
 
     url_env: VariableName
     """The name of the variable with the receiver's URL."""
@@ -104,7 +104,7 @@ class PagerDutySection(Config):
 
 
 class WebhookSection(Config):
-    """Alerts as JSON in Alertmanager's format (version 4)."""
+    """A receiver that gets alerts as JSON in Alertmanager's format (version 4)."""
 
     url: Url
     secret_env: VariableName | None = None
@@ -128,9 +128,8 @@ class NotifySection(Config):
 
 
 class ProbeSection(Config):
-    """A request with a known answer, which is sent to an endpoint at regular intervals through the same path as users'
-    requests.
-    """
+    """A request with a known answer. It is sent to an endpoint at regular intervals, on the same path as users'
+    requests."""
 
     endpoint: Annotated[str, Field(min_length=1, max_length=63)]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")] = "probe"
@@ -175,7 +174,8 @@ class MonitoringSection(Config):
         return self
 
     def secrets(self) -> frozenset[str]:
-        """Returns the variables that hold secrets of receivers. Only the monitor needs them."""
+        """Returns the names of the environment variables that hold secrets of receivers and actions. Only the monitor
+        needs these variables."""
         notify = self.notify
         named = {action.secret_env for action in self.actions}
         if notify.email is not None:
@@ -190,7 +190,8 @@ class MonitoringSection(Config):
 
 
 class TracingSection(Config):
-    """Traces of requests and jobs, sent to a collector as OpenTelemetry's OTLP over HTTP. Off without an address."""
+    """The settings for traces of requests and jobs. The traces are sent to a collector as OpenTelemetry's OTLP over
+    HTTP. Tracing is off if no address is set."""
 
     otlp: Annotated[str, Field(pattern=r"^(https?://[^\s/@?#]+[^\s@?#]*)?$", max_length=2048)] = ""
     """The collector's base URL, such as `http://127.0.0.1:4318`; `/v1/traces` is added."""

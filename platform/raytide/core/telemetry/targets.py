@@ -37,7 +37,7 @@ class Target:
 
 
 def discovery(targets: Iterable[Target]) -> list[dict[str, object]]:
-    """Returns the JSON of Prometheus' HTTP service discovery."""
+    """Returns these targets as JSON for Prometheus' HTTP service discovery."""
     return [
         {
             "targets": [target.address],
@@ -48,10 +48,11 @@ def discovery(targets: Iterable[Target]) -> list[dict[str, object]]:
 
 
 def announce(folder: Path, process: str, target: Target) -> None:
-    """Records the page of a process of the head in the run folder, for the API to list. A restarted process overwrites
-    its record. The record of a stopped process stays, so Prometheus sees a target that is down.
+    """Records the metrics page of a process of the head in the run folder. The API lists the recorded pages. A
+    restarted process overwrites its record. The record of a stopped process stays, so Prometheus shows the target as
+    down.
 
-    On a full disk the process runs without a record, since its work matters more than its metrics.
+    If the disk is full, the process runs without a record, because its work matters more than its metrics.
     """
     path = folder / _ANNOUNCED
     try:
@@ -62,6 +63,6 @@ def announce(folder: Path, process: str, target: Target) -> None:
 
 
 def announced(folder: Path) -> list[Target]:
-    """Returns the announced pages, in the order of their processes' names."""
+    """Returns the recorded metrics pages, sorted by the names of their processes."""
     records = [read_json(file) for file in sorted((folder / _ANNOUNCED).glob("*.json"))]
     return [Target(**record) for record in records if record is not None]

@@ -1,7 +1,9 @@
-"""Traces of requests and jobs: finished spans with given ids and times, exported by OpenTelemetry's SDK over OTLP.
+"""Traces of requests and jobs. Spans are exported when they have ended, with given ids and times, by OpenTelemetry's
+SDK over OTLP.
 
-A process that traces nothing does not import OpenTelemetry. A trace's id is in the log lines that are written for it
-(see `raytide.core.logs`), in the header `x-trace-id` of the response, and in the exemplars of histograms.
+A process that traces nothing does not import OpenTelemetry. The id of a request's trace appears in three other places:
+in the request's log lines (see `raytide.core.logs`), in the response's header `x-trace-id`, and in the exemplars of
+histograms.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class SpanId:
-    """The ids of a span: its trace, its own, and that of its parent (0 without a parent)."""
+    """The ids of a span: the id of its trace, its own id, and the id of its parent span. A root span has the parent
+    0."""
 
     trace: int
     span: int
@@ -44,19 +47,21 @@ class SpanId:
 
     @classmethod
     def new(cls, traceparent: str = "") -> Self:
-        """Returns a new span: a child of the span that a valid `traceparent` names, else the root of a new trace."""
+        """Returns the ids of a new span. If `traceparent` is valid, the span is a child of the span that it names.
+        Otherwise it is the root of a new trace."""
         found = _parsed(traceparent)
         trace, parent = (random.getrandbits(128) or 1, 0) if found is None else found[:2]
         return cls(trace, random.getrandbits(64) or 1, parent)
 
     @classmethod
     def of(cls, subject: str) -> Self:
-        """Returns the root span of a subject, such as a job, in whose trace several processes take part."""
+        """Returns the root span of a subject, such as a job. It is derived from the subject's name, so several
+        processes can add spans to the same trace."""
         digest = sha256(subject.encode()).digest()
         return cls(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
 
     def child(self, name: str = "") -> SpanId:
-        """Returns a child of this span: a new one, or with a name always the same one."""
+        """Returns a child of this span. With a name, the child always has the same id. Otherwise it has a random id."""
         own = sha256(f"{self.trace:x} {self.span:x} {name}".encode()).digest()[:8] if name else None
         span = random.getrandbits(64) if own is None else int.from_bytes(own)
         return SpanId(self.trace, span or 1, self.span)
@@ -79,9 +84,10 @@ class TraceSampler:
         self._left, self._at_s = section.most_per_s, time.monotonic()
 
     def sampled(self, traceparent: str = "") -> SpanId | None:
-        """Returns the span of a request if it is to be traced, else None.
+        """Returns the span of a request that is to be traced, or None for a request that is not.
 
-        A valid `traceparent` decides, else chance does. The number of traces per second is limited in both cases.
+        If `traceparent` is valid, it decides whether the request is traced. Otherwise chance decides. In both cases the
+        number of traces per second is limited.
         """
         if not self._is_on:
             return None
@@ -103,7 +109,7 @@ class TraceSampler:
 
 
 class Tracer:
-    """Exports finished spans in the background. If the collector does not answer, spans are dropped and nothing
+    """Exports ended spans in the background. If the collector does not answer, spans are dropped, and no caller
     waits."""
 
     def __init__(self, service: str, exporter: SpanExporter) -> None:
@@ -117,7 +123,8 @@ class Tracer:
 
     @classmethod
     def over_otlp(cls, section: TracingSection, service: str) -> Tracer | None:
-        """Returns a tracer that sends to the section's collector; None if the section has none."""
+        """Returns a tracer that sends spans to the collector of this section. Returns None if the section names no
+        collector."""
         if not section.otlp:
             return None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -138,7 +145,8 @@ class Tracer:
         kind: Kind = "internal",
         error: str = "",
     ) -> None:
-        """Exports a span that has ended, with its times in seconds since 1970. `error` is empty for success."""
+        """Exports a span that has ended. Its times are in seconds since 1970. `error` is empty if the traced work
+        succeeded."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -162,13 +170,13 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Exports the remaining spans, within a few seconds."""
+        """Exports the remaining spans. It gives up after a few seconds."""
         self._processor.shutdown()
 
 
 @contextmanager
 def traced_logs(place: SpanId) -> Iterator[None]:
-    """Adds the trace's id to the log lines of this task until the end of the block."""
+    """Adds the trace's id to each log line that this task writes inside the block."""
     token = TRACE_ID.set(place.trace_id)
     try:
         yield

@@ -1,3 +1,2 @@
-"""Answers without a new computation: requests that share the running computation of an equal request, and cached
-answers.
-"""
+"""Answers that need no new computation: a request joins the running computation of an equal request, or gets a cached
+answer."""

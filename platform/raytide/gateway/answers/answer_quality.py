@@ -1,4 +1,4 @@
-"""Measures, for a sample of the requests, the log probability that a model gives its own answers."""
+"""Measures the log probability that a model gives to its own answers, for a sample of the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT, _KEPT_S = 256, 3600.0
 
 
 class AnswerQuality:
-    """The mean log probability, in nats a token, of the last measured answers: at most 256 answers, of the last
+    """The mean log probability of the last measured answers, in nats a token. It covers at most 256 answers of the last
     hour."""
 
     def __init__(self, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,9 +27,8 @@ class AnswerQuality:
         """The measured answers, each with its time, the sum of its log probabilities, and its number of tokens."""
 
     def measured(self, generate: Generate, is_able: Callable[[], bool]) -> Generate:
-        """Returns a `generate` that measures a share of the answers, while `is_able()` is true: the engine can report
-        log probabilities.
-        """
+        """Wraps `generate` so that a random share of the answers is measured. Answers are measured only while
+        `is_able()` is true, which means that the engine can report log probabilities."""
 
         def choose(request: GenRequest) -> AsyncIterator[GenChunk]:
             is_chosen = random.random() < self._share  # no secret  # nosec B311
@@ -54,7 +53,7 @@ class AnswerQuality:
 
     @property
     def mean_logprob(self) -> float | None:
-        """The mean over the kept answers, in nats a token; None without a measured answer."""
+        """The mean log probability over the kept answers, in nats a token. None if no answer was measured."""
         since_s = self._clock() - _KEPT_S
         recent = [(total, tokens) for at_s, total, tokens in self._answers if at_s >= since_s]
         tokens = sum(count for _, count in recent)

@@ -1,9 +1,9 @@
-"""Computes equal requests once: requests in flight share one stream. If an endpoint asks for it, answers are also kept
-in a cache for a while, where later equal requests find them.
+"""Computes equal requests only once: equal requests that are in flight share one stream. If the endpoint's spec asks
+for it, answers are also cached for a while, for later equal requests.
 
-Only requests whose answer is determined can be equal: greedy or seeded ones with the same prompt, parameters, adapter,
-salt and weights. The salt contains the caller's team, so teams share nothing. Requests with tools are no exception: a
-model only writes calls, and the client makes them.
+Only requests whose answer is determined can be equal. They are greedy or seeded, and have the same prompt, parameters,
+adapter, salt and weights. The salt contains the caller's team, so teams share nothing. Requests with tools may share an
+answer as well, because the model only writes the tool calls and the client makes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _TOKEN_BYTES, _CHUNK_BYTES = 40, 1000
 
 
 class AnswerCache:
-    """The cached answers of one endpoint, least recently used first. A policy of None caches nothing."""
+    """The cached answers of one endpoint, with the least recently used answer first. A policy of None turns the cache
+    off."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = 0
@@ -44,7 +45,8 @@ class AnswerCache:
         self._evict()
 
     def find(self, key: bytes) -> list[GenChunk] | None:
-        """Returns the chunks of an answer, one for each sample; None if the answer is not kept or has expired."""
+        """Returns the chunks of a cached answer, one for each sample. Returns None if the answer is not in the cache or
+        has expired."""
         if self._policy is None or (found := self._answers.get(key)) is None:
             return None
         at_s, _, chunks = found
@@ -55,7 +57,7 @@ class AnswerCache:
         return chunks
 
     def add(self, key: bytes, chunks: Sequence[GenChunk]) -> None:
-        """Keeps a complete answer."""
+        """Adds a complete answer to the cache."""
         if self._policy is None or key in self._answers or sum(len(chunk.token_ids) for chunk in chunks) > MAX_TOKENS:
             return
         kept = [replace(chunk, replica=KEPT) for chunk in joined(chunks)]
@@ -75,9 +77,9 @@ class AnswerCache:
 
 
 def answer_key(request: GenRequest, version: str) -> bytes | None:
-    """Returns a key that is equal for requests with the same answer. None if the answer is not determined, or has log
-    probabilities, which would take much more memory than its tokens.
-    """
+    """Returns a key that is equal for requests with the same answer. Returns None if the answer is not determined.
+    Returns None for answers with log probabilities as well, because these would take much more memory than the
+    tokens."""
     params = request.sampling
     if not (params.is_greedy or params.seed is not None) or request.resume:
         return None
@@ -103,7 +105,8 @@ class _Stream(SharedStream):
 
 
 class SharedAnswers:
-    """The streams of one endpoint. `version` returns the version of the weights. Use it from one event loop."""
+    """The running streams and the cache of one endpoint, through which equal requests share answers. `version` returns
+    the version of the weights. Use it from a single event loop."""
 
     def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
         self.cache = AnswerCache()

@@ -1,4 +1,5 @@
-"""The stored responses of all gateway processes: a database in a folder of the head, with limits on size and age."""
+"""The responses that all gateway processes store, in a database in a folder of the head. Their size and age are
+limited."""
 
 from __future__ import annotations
 
@@ -55,9 +56,8 @@ END;
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """The limits on the stored responses of a key's account, of a team, and of all teams. Above a limit, the oldest
-    responses of the same group are removed.
-    """
+    """The limits on the stored responses of a key's account, of a team, and of all teams together. If one of these
+    exceeds its limit, its oldest responses are removed."""
 
     account_responses: int = 10_000
     account_bytes: int = 256 << 20

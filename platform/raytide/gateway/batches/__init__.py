@@ -1,1 +1,1 @@
-"""Batches of the OpenAI API: their objects, their store, and the gateway process that works on each."""
+"""Batches of OpenAI's API: their objects, their store, and the work of a gateway process on a batch."""

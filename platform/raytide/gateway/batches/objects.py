@@ -1,4 +1,4 @@
-"""Batches as OpenAI's clients see them."""
+"""The objects of OpenAI's batch API, as clients see them."""
 
 from __future__ import annotations
 
@@ -84,11 +84,12 @@ class BatchTokens(BaseModel):
 
 
 class BatchObject(BaseModel):
-    """A batch. Its times are Unix seconds.
+    """A batch, as the API shows it. Its times are Unix seconds. Its status changes as follows:
 
-    validating -> in_progress -> finalizing -> completed, by the gateway process that works on it; validating -> failed
-    if a line is wrong; in_progress -> cancelling by the client, -> cancelled by that process; -> expired at
-    `expires_at`.
+    - `validating` -> `in_progress` -> `finalizing` -> `completed`, by the gateway process that works on the batch
+    - `validating` -> `failed`, if a line of the input file is wrong
+    - `in_progress` -> `cancelling` by the client, and -> `cancelled` by the gateway process
+    - the status of an unfinished batch -> `expired`, at `expires_at`
     """
 
     id: str

@@ -35,7 +35,8 @@ _MOST_WHY = 256
 
 
 class ModelService:
-    """Registers, shows and promotes models of the caller's team; of any team with a token for all teams."""
+    """Registers, shows and promotes models of the caller's team. A caller with a token for all teams can do so for any
+    team."""
 
     def __init__(
         self, store: Store, clock: Clock, inputs: Inputs, accounts: LimitsService, rate: SubmissionRate
@@ -44,7 +45,8 @@ class ModelService:
         self._records = store.models
 
     def register(self, body: Mapping[str, object], caller: Caller) -> ModelVersion:
-        """Adds a version. If it names a job, its lineage comes from the job's record."""
+        """Adds a version of a model. If the version names the job that made it, the lineage is taken from that job's
+        record."""
         spec = ModelVersionSpec.parse({"team": caller.home, **body}, where="model")
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)
@@ -64,9 +66,8 @@ class ModelService:
         return self._records.register(spec, caller.user, self._clock.now_s())
 
     def promote(self, name: str, alias: str, body: Mapping[str, object], caller: Caller) -> AliasChange:
-        """Points an alias at another version, or at none. Raises ConflictError if the version does not satisfy the rule
-        in `body`.
-        """
+        """Points an alias of a model at another version, or removes the alias. Raises ConflictError if the version does
+        not satisfy the promotion rule in `body`."""
         reference = ModelReference.parse(f"{name}@{alias}")
         change = AliasSpec.parse(body, where="promote")
         team = self._owned(name, caller.require_person())
@@ -124,10 +125,11 @@ class ModelService:
         return self._records.history(name, alias=alias, until_s=until_s, limit=limit)
 
     def resolved(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
-        """Returns the spec with the locations of the registered model and adapters that it names, and with the model's
-        version.
+        """Returns the spec with each reference to a registered model or adapter replaced by the registered location.
+        The version of the registered model is added.
 
-        A spec that names both a model and a version, as a stored one does, must name the version's registered location.
+        A stored spec names both a model and a version. In such a spec the model must be the registered location of the
+        version.
         """
         adapters = {name: self._located(location, caller) for name, location in spec.adapters.items()}
         spec = spec.model_copy(update={"adapters": adapters, "weights": self._located(spec.weights, caller)})
@@ -158,15 +160,15 @@ class ModelService:
 
 
 class DatasetService:
-    """Registers and shows datasets of the caller's team; of any team with a token for all teams."""
+    """Registers and shows datasets of the caller's team. A caller with a token for all teams can do so for any team."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate
         self._records = store.datasets
 
     def register(self, body: Mapping[str, object], caller: Caller) -> DatasetVersion:
-        """Adds a version, or returns the existing one of the same dataset. If it names a build job, it keeps the job's
-        configuration."""
+        """Adds a version of a dataset, or returns the existing version with the same manifest. If the request names the
+        job that built the dataset, the version keeps that job's configuration."""
         spec = DatasetVersionSpec.parse({"team": caller.home, **body}, where="dataset")
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)
@@ -193,10 +195,10 @@ class DatasetService:
         return self._records.versions(name, limit=limit, offset=offset)
 
     def version(self, name: str, number: int | None, caller: Caller) -> DatasetVersion:
-        """Returns a version, or the newest one."""
+        """Returns the version of a dataset with this number. Without a number, returns the newest version."""
         caller.require_team((found := self._records.find(name, number)).spec.team)
         return found
 
     def uses(self, name: str, number: int, caller: Caller) -> DatasetUse:
-        """Returns the jobs that read a version, and the models that were made of it."""
+        """Returns the jobs that read a version of a dataset, and the models that were trained on it."""
         return self._records.uses(self.version(name, number, caller).spec)

@@ -80,7 +80,8 @@ class ApiService:
         return self._clock.now_s()
 
     def status(self, caller: Caller) -> ClusterStatus:
-        """Returns the cluster's status. Costs are those of the caller's team; a token for all teams sees all."""
+        """Returns the cluster's status, with the costs of the caller's team. With a token for all teams, it has the
+        costs of all teams."""
         now = self._clock.now_s()
         live = self.live()
         nodes = self._store.nodes(live=True)
@@ -109,7 +110,8 @@ class ApiService:
         )
 
     def plans(self, caller: Caller, limit: int, until_s: float | None) -> list[dict[str, object]]:
-        """Returns the latest plans. It needs a token for all teams, because plans show all jobs and their limits."""
+        """Returns the controller's latest plans. The caller needs a token for all teams, because plans show all jobs
+        and their limits."""
         caller.require_all()
         return [
             {"at_s": plan.at_s, "last_at_s": plan.last_at_s, "actions": [dict(action) for action in plan.actions]}
@@ -117,7 +119,7 @@ class ApiService:
         ]
 
     def snapshot(self, caller: Caller) -> str:
-        """Returns the input of the controller's next decision as JSON. Needs a token for all teams."""
+        """Returns the input of the controller's next decision as JSON. The caller needs a token for all teams."""
         caller.require_all()
         return request_snapshot(self._live_path.parent)
 
@@ -132,7 +134,7 @@ class ApiService:
         return self.accounts.teams(caller, self.live(), to_us(self._clock.now_s()))
 
     def fleet(self, caller: Caller, at_s: float) -> dict[str, object]:
-        """Returns the nodes of an earlier time and the jobs and endpoints that held them, for the web page."""
+        """Returns the nodes that existed at `at_s`, with the jobs and endpoints that held them, for the web page."""
         nodes = self._store.overview.nodes_at(at_s)
         return {
             "at_s": at_s,
@@ -142,7 +144,7 @@ class ApiService:
     def ledger(
         self, caller: Caller, *, subject: str | None, node_id: str | None, until_s: float | None, limit: int
     ) -> tuple[Entry, ...]:
-        """Returns a page of the ledger's entries, newest first; for a team's token, only the team's entries."""
+        """Returns a page of the ledger's entries, newest first. A team's token gets only the entries of that team."""
         until_us = None if until_s is None else to_us(until_s)
         which = {"subject": subject, "node_id": node_id, "team": caller.only_team, "until_us": until_us}
         return self._store.overview.entries(**which, limit=limit)  # type: ignore[arg-type]
@@ -152,22 +154,22 @@ class ApiService:
         return self._metrics.page(self.live(), self._clock.now_s())
 
     def targets(self) -> list[Target]:
-        """Returns the metrics pages that Prometheus and the monitor scrape: those that processes of the head have
-        announced, and those of the nodes and replicas that the controller saw last.
-        """
+        """Returns the metrics pages that Prometheus and the monitor scrape. These are the pages that the head's
+        processes have announced, and the pages of the nodes and replicas in the controller's last observation."""
         return [*announced(self._live_path.parent), *self.live().targets]
 
     def on_change(self) -> None:
-        """Wakes an idle controller, so that it handles the change of a request at once."""
+        """Wakes an idle controller, so that the controller handles a change that the API has just stored."""
         wake_controller(self._live_path.parent)
 
     def health(self) -> dict[str, object]:
-        """Returns the API's health. `troubles` has codes only; their texts contain paths, which only `status` shows."""
+        """Returns the API's health. `troubles` lists only codes. The texts of the troubles contain paths, so only
+        `status` shows them."""
         troubles = [trouble.code for trouble in self.watch.troubles()]
         return {"ok": True, "controller_at_s": self.live().at_s, "troubles": troubles}
 
     def live(self) -> Live:
-        """Returns the controller's last observation; empty before its first tick."""
+        """Returns the controller's last observation. It is empty before the controller's first tick."""
         return self.watch.live()
 
 

@@ -1,6 +1,6 @@
-"""Limits the bytes that one team adds to the state store, at once and per hour.
+"""Limits the bytes that one team may add to the state store: a burst, and a number of bytes per hour.
 
-A job's records stay after it ends, and each change leaves an entry in the audit log.
+The limit exists because a job's records stay after the job ends, and each change leaves an entry in the audit log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHANGE_BYTES = 2000
 
 
 class SubmissionRate:
-    """A token bucket of bytes for each team, in one API process."""
+    """The token buckets of one API process: one bucket for each team, counted in bytes."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -30,13 +30,13 @@ class SubmissionRate:
         """The bytes left and the time of counting, by team."""
 
     def take(self, spec: JobSpec) -> None:
-        """Counts a submission. Raises QuotaError if the team has exceeded its rate."""
+        """Charges the team for the bytes of a submitted job. Raises QuotaError if the team has exceeded its rate."""
         members = max(shape.members for shape in spec.gang.shapes)
         self._take(spec.team, len(spec.model_dump_json()) + MEMBER_BYTES * members)
 
     def take_change(self, team: str, size: int = 0) -> None:
-        """Counts a change, which adds an entry to the audit log and `size` bytes to other tables. Raises QuotaError if
-        the team has exceeded its rate."""
+        """Charges the team for a change: an entry of the audit log, and `size` bytes in other tables. Raises QuotaError
+        if the team has exceeded its rate."""
         self._take(team, CHANGE_BYTES + size)
 
     def _take(self, team: str, size: int) -> None:

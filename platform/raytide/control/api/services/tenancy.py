@@ -1,4 +1,4 @@
-"""API keys, usage and the audit log, without HTTP; for users, and for the gateways."""
+"""API keys, usage and the audit log, without HTTP. Users and gateways call these operations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SILENCE_S = 60.0
 
 
 class TenancyService:
-    """Creates, shows and changes API keys of the caller's team; of any team with a token for all teams."""
+    """Creates, shows and changes API keys of the caller's team. A caller with a token for all teams can do so for any
+    team."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate
@@ -64,7 +65,7 @@ class TenancyService:
         return self._views((self._owned(key_id, caller),))[0]
 
     def keys(self, caller: Caller, limit: int, offset: int, *, ended: bool) -> list[KeyView]:
-        """Returns keys, newest first; with `ended`, also those that were revoked or have expired."""
+        """Returns keys, newest first. With `ended`, the result includes keys that were revoked or have expired."""
         valid_at_s = None if ended else self._clock.now_s()
         team = caller.only_team
         return self._views(self._records.keys.page(team=team, valid_at_s=valid_at_s, limit=limit, offset=offset))
@@ -76,7 +77,8 @@ class TenancyService:
         return self._records.usage.sums(which, by)
 
     def audit(self, caller: Caller) -> AuditLog:
-        """Returns the audit log. Needs a token for all teams, because the log has the changes of all teams."""
+        """Returns entries of the audit log. The caller needs a token for all teams, because the log has the changes of
+        all teams."""
         caller.require_all()
         return self._records.audit
 
@@ -87,8 +89,8 @@ class TenancyService:
         self._records.spending.seen(gateway, self._clock.now_s())
 
     def key_table(self, since: int) -> KeyTableChange:
-        """Returns the keys that changed after a revision; all keys if this store has not reached the revision, as after
-        a restore."""
+        """Returns the keys that changed after the revision `since`, for a gateway. If the store's own revision is
+        lower, as after a restore, returns all keys."""
         if since > self.revision():
             since = -1
         revision, keys = self._records.keys.changes(since, self._clock.now_s())
@@ -107,7 +109,7 @@ class TenancyService:
         return self._records.spending.reserve(batch.gateway, batch.asked, now_s, silent_s)
 
     def settle(self, body: Mapping[str, object]) -> int:
-        """Bills the requests that a gateway reports; returns the number of requests that were not billed before."""
+        """Bills the requests that a gateway reports. Returns the number of requests that were not billed before."""
         batch = UsageBatch.parse(body, where="usage")
         return self._records.spending.settle(
             batch.gateway,

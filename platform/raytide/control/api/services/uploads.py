@@ -1,4 +1,5 @@
-"""Uploaded working directories, stored by digest in the run folder."""
+"""The working directories that users upload as packages. Each package is a file in the run folder, named by its
+digest."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Packages:
             path.unlink(missing_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Returns the package's file. Raises NotFoundError if it was never uploaded or has been removed."""
+        """Returns the path of the package with this digest. Raises NotFoundError if the package was never uploaded or
+        has been removed."""
         path = self._file(digest)
         try:
             os.utime(path)
@@ -53,10 +55,10 @@ class Packages:
         return path
 
     def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
-        """Makes room for a team's package of `size` bytes by removing packages that are not in use.
+        """Removes packages that no job uses, to make room for a team's new package of `size` bytes.
 
-        Raises ConflictError if the team's packages in use leave no room, StorageError if those of all teams or the disk
-        leave none.
+        Raises ConflictError if the packages that the team's jobs use leave no room. Raises StorageError if the packages
+        of all teams, or the disk, leave no room.
         """
         files = [(path.stem in in_use, used_s, taken, path) for path, used_s, taken in self._files()]
         files.sort(reverse=True)
@@ -88,9 +90,10 @@ class Packages:
 
     @contextmanager
     def receive(self, digest: str, team: str = "") -> Iterator[PackageWriter]:
-        """Yields a writer whose content becomes the package at the end, if it matches the digest.
+        """Yields a writer for a package. When the block ends, the written content becomes the package if its hash is
+        the expected digest.
 
-        `team` becomes the package's owner unless the package exists.
+        `team` becomes the owner of a package that does not exist yet.
         """
         final = self._file(digest)
         staged = self._folder / f".{secrets.token_hex(8)}"
@@ -136,7 +139,7 @@ class Packages:
 
 
 class PackageWriter:
-    """A package during its upload."""
+    """Writes a package during its upload, and computes the digest of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0

@@ -1,1 +1,1 @@
-"""The head of a cluster that is not embedded: one machine, or one of several that take over from each other."""
+"""The head of a cluster that is not embedded: a single machine, or several machines of which one leads at a time."""

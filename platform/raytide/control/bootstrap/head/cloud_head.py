@@ -1,6 +1,7 @@
 """Runs raytide's supervisor, controller and API beside the Ray head of a cloud or of a RayCluster.
 
-`raytide head FILE` is the last of `head_start_ray_commands`; FILE is cluster.yaml as `ray up` completed it.
+`raytide head FILE` is the last command in `head_start_ray_commands`. FILE is cluster.yaml in the form that `ray up` has
+completed.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ _POLL_S = 0.5
 def start(
     config_path: Path, *, insecure: bool = False, monitoring: bool = False, timeout_s: float = 120.0
 ) -> HeadCluster:
-    """Starts the cluster of this file, or restarts it with the records, ledger and tokens of an earlier start.
+    """Starts the cluster of this file. If it was started before, it continues with the earlier records, ledger and
+    tokens.
 
-    Raises ClusterError if Ray is open to other machines, unless `insecure`.
+    Raises ClusterError if Ray is open to other machines. `insecure` skips this check.
     """
     config = load_cluster(config_path)
     adjusted_groups(config.settings.monitoring.alerts)
@@ -109,7 +111,8 @@ def start_control_plane(cluster: HeadCluster, *, insecure: bool, timeout_s: floa
 
 
 def run_foreground(cluster: HeadCluster) -> None:
-    """Waits for the supervisor's end or a SIGTERM, then ends the supervisor and its children. Containers run this."""
+    """Waits until the supervisor ends or a SIGTERM comes. Then it ends the supervisor and the supervisor's children.
+    Containers run this function."""
     supervisor = cluster.process("supervisor")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -18,7 +18,8 @@ _GRACE_S = 30.0
 
 
 def end_processes(run_dir: Path) -> None:
-    """Ends this machine's head at once: Ray, the supervisor and its children, but not the calling process."""
+    """Kills the head's processes on this machine: Ray, the supervisor and its children. The calling process is
+    spared."""
     kill_marked(HEAD_MARK, str(run_dir))
     with suppress(OSError):
         forget_ray(run_dir)
@@ -35,8 +36,9 @@ def end_guard(run_dir: Path) -> bool:
 
 @contextmanager
 def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
-    """Keeps this machine the leader inside the block, and lets no other machine take over afterwards. If another one
-    leads, ends this machine's processes and raises ConflictError. Does nothing in a cluster with one head."""
+    """Marks the cluster as ended, so that no other machine becomes the head, and ends this machine's processes after
+    the block. If another machine leads, ends this machine's processes at once and raises ConflictError. Does nothing in
+    a cluster with one head."""
     if not cluster.head_epoch:
         yield
         return

@@ -1,9 +1,11 @@
-"""Runs on each machine that can be the head of a cluster: it waits for the lease, leads, and steps down.
+"""The guard of a machine that can be the head of a cluster: it waits for the lease of the head, leads, and steps down.
 
-`raytide head FILE --standby` starts it. A machine waits until the lease of the head has expired or was given up. Then
-it leads: it takes the head's address, locks the former head's GCS out of Ray's tables, starts Ray's head on these
-tables, starts the supervisor, and keeps renewing the lease. If it cannot renew the lease in time, was replaced, or Ray
-ends, it steps down: it ends all of the head's processes on this machine, and waits again.
+`raytide head FILE --standby` starts the guard. It waits until the lease has expired or was given up. Then its machine
+leads. The guard takes the head's address, and locks the former head's GCS out of Ray's tables in Redis. It starts Ray's
+head on these tables, starts the supervisor, and keeps renewing the lease.
+
+The guard steps down if it cannot renew the lease in time, if another machine has taken over, or if Ray ends. To step
+down, it ends all of the head's processes on this machine. Then it waits again.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _RETRY_S = 5.0
 
 
 class HeadGuard:
-    """The loop of one machine."""
+    """The loop of the guard on one machine."""
 
     def __init__(self, cluster: HeadCluster, *, insecure: bool) -> None:
         self._cluster, self._insecure = cluster, insecure
@@ -57,11 +59,11 @@ class HeadGuard:
         self._period_s = min(1.0, self._section.lease_s / 6)
 
     def stop(self) -> None:
-        """Ends the loop; if this machine leads, it gives up the lead. Safe in a signal handler."""
+        """Ends the loop. If this machine leads, it gives up the lead. Safe in a signal handler."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Returns after `stop`, or when the cluster was ended."""
+        """Runs the loop. Returns after a call of `stop`, or when the cluster has ended."""
         end_processes(self._cluster.run_dir)  # those of an earlier guard, which has lost the lead by now
         with closing(Store.open(self._cluster.state_url)) as store:
             is_first = True
@@ -179,8 +181,9 @@ def _take_address(section: StandbySection) -> None:
 
 
 def join(config_path: Path, name: str, *, monitoring: bool = False) -> HeadCluster:
-    """Prepares this machine to be a head of the cluster: creates its run folder with links to the shared folder, where
-    the first machine creates the secrets. Sets the environment of this process accordingly."""
+    """Prepares this machine to be a head of the cluster. It creates the run folder, with links into the folder that all
+    heads share. The first machine creates the cluster's secrets in the shared folder. Sets the environment variables of
+    this process for Ray's token."""
     config = load_cluster(config_path)
     section = config.settings.standby
     if section is None:

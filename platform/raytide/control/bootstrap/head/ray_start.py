@@ -1,4 +1,5 @@
-"""Starts Ray's head with its tables in Redis: the nodes of an earlier head reconnect to it at the same address."""
+"""Starts Ray's head with its tables in Redis. The nodes of an earlier head reconnect to the new head at the same
+address."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _TEMPORARY = "rt-head-"
 
 
 def start_ray(cluster: HeadCluster, settings: RaytideSection, user: RedisUser) -> Process:
-    """Starts Ray's head without its own autoscaler, and with a new folder for its session."""
+    """Starts Ray's head without Ray's own autoscaler, in a new session folder."""
     assert settings.standby is not None
     section = settings.standby
     temp_dir = Path(tempfile.mkdtemp(prefix=_TEMPORARY))  # short: it holds unix sockets
@@ -68,7 +69,8 @@ def start_ray(cluster: HeadCluster, settings: RaytideSection, user: RedisUser) -
 
 
 def wait_for_ray(cluster: HeadCluster, ray: Process, *, timeout_s: float, check: Callable[[], None]) -> str:
-    """Returns the URL of Ray's dashboard once it answers. `check` is called meanwhile, and may raise."""
+    """Waits until Ray's head has started, and returns the URL of Ray's dashboard. While it waits, it calls `check`
+    repeatedly. An exception of `check` ends the wait."""
     deadline, missing = time.monotonic() + timeout_s, "its GCS does not listen"
     while time.monotonic() < deadline:
         check()

@@ -1,7 +1,7 @@
-"""Gives Ray's GCS of each head a Redis user of its own, and removes those of former heads.
+"""Gives the GCS of each new head a Redis user of its own, and removes the users of former heads.
 
 Ray has no lease for its tables, so a paused GCS would write to them when it wakes. Redis closes the connections of a
-removed user and refuses new ones, so a former head's GCS can neither read nor write.
+removed user and refuses new ones. A former head's GCS can thus neither read nor write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RedisUser:
-    """The user of one head's GCS."""
+    """The Redis user of one head's GCS."""
 
     name: str
     password: str
@@ -30,7 +30,7 @@ class RedisUser:
 
 def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
     """Creates and returns the user of this epoch, and removes the users of all other epochs. Raises ClusterError if
-    Redis does not answer, ConfigError if it refuses a command."""
+    Redis does not answer, and ConfigError if Redis refuses a command."""
     prefix = f"raytide-{cluster}-"
     user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
     with _connected(section) as redis:

@@ -1,1 +1,1 @@
-"""Own machines, further clouds, Slurm, and the keywords for what work needs of a machine."""
+"""The configuration of own machines, further clouds and Slurm, and the keywords for the resources that work needs."""

@@ -1,8 +1,8 @@
-"""`metadata.raytide.providers`: further clouds and regions of one cluster. Each section has the same keys as Ray's
-cluster.yaml.
+"""The section `metadata.raytide.providers`: further clouds and regions of one cluster. Each entry has the same keys as
+Ray's cluster.yaml.
 
-Ray's launcher completes only the file's own `provider` section and leaves `metadata` alone. So a further section lists
-its own node types, and raytide completes it on the head with Ray's bootstrap for that cloud.
+Ray's launcher completes only the file's own `provider` section, and leaves `metadata` unchanged. So each further entry
+lists its own node types. raytide completes the entry on the head, with Ray's bootstrap for that cloud.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ Commands = tuple[Annotated[str, Field(max_length=65_536)], ...]
 
 
 class CloudSection(Config):
-    """One further cloud or region. Keys that are left out have the file's values, except the private key in `auth`,
-    which belongs to the head's region.
-    """
+    """One further cloud or region. A key that is left out has the same value as in the rest of the file. The private
+    key in `auth` is an exception, because it belongs to the head's region."""
 
     provider: dict[str, object]
     """Ray's `provider` section: `{type: aws, region: us-west-2, ...}`."""
@@ -55,16 +54,17 @@ class CloudSection(Config):
 
 
 def cloud_files(file: Mapping[str, object], sections: Mapping[str, CloudSection]) -> dict[str, dict[str, Any]]:
-    """Returns each section as a cluster.yaml of its own, by the section's name. Its head is only a placeholder."""
+    """Returns for each section, by its name, a separate cluster.yaml. The head in this cluster.yaml is only a
+    placeholder."""
     return {name: _cloud_file(file, section) for name, section in sections.items()}
 
 
 def node_type_sources(
     file: Mapping[str, object], sections: Mapping[str, CloudSection], owned: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the source of each node type, the head's included: its section's name, `hosts`, `slurm`, or the type of
-    the file's own provider. `owned` has the sources of own machines and of Slurm's nodes.
-    """
+    """Returns the source of each node type, including the head's. The source is the name of a section in `providers`,
+    the word `hosts` or `slurm`, or the type of the file's own provider. `owned` maps the node types of own machines and
+    of Slurm to their sources."""
     section = file.get("provider")
     main = str(section.get("type")) if isinstance(section, Mapping) else ""
     sources = {name: owned.get(name, main) for name in _types(file)}
@@ -81,7 +81,7 @@ def check_clouds(
     *,
     where: str,
 ) -> None:
-    """Raises ConfigError if the machines, node types or zones of two providers could be confused."""
+    """Raises ConfigError if two providers have machines, node types or zones that could be confused."""
     main = provider_section(file, where=where)
     places = {_place(main): f"provider {main['type']}"}
     names = dict.fromkeys(_types(file), "available_node_types")

@@ -1,4 +1,4 @@
-"""Own machines: `metadata.raytide.hosts` of cluster.yaml. Each is reached over ssh and is one node while it works."""
+"""Own machines, from `metadata.raytide.hosts` of cluster.yaml. Each machine is reached over ssh and can be one node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = r"^(~/|/)[A-Za-z0-9_./+@-]+$"
 
 
 class SshSection(Config):
-    """The login on the machines. Host keys are always checked."""
+    """The ssh login on the operator's own machines. Host keys are always checked."""
 
     user: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=64)
     port: int = Field(default=22, ge=1, le=65_535)
@@ -29,7 +29,7 @@ class SshSection(Config):
 
 
 class Host(Config):
-    """One machine."""
+    """One of the operator's own machines."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)
     address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=253)
@@ -47,9 +47,8 @@ class Host(Config):
 
 
 class HostsSection(Config):
-    """`metadata.raytide.hosts`: own machines by address. Nodes of their types are started on them; nodes of other types
-    are bought from `provider`.
-    """
+    """The section `metadata.raytide.hosts`: own machines by address. Nodes of their node types are started on these
+    machines. Nodes of other types are bought from `provider`."""
 
     ssh: SshSection
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)
@@ -99,8 +98,8 @@ class HostsSection(Config):
 
 
 def with_hosts(node_types: Iterable[NodeType], hosts: HostsSection, *, where: str) -> tuple[NodeType, ...]:
-    """Returns the node types, with those of own machines limited to as many nodes as there are machines. Raises a
-    ConfigError for a machine that cannot be a node of its type."""
+    """Returns the node types. A node type of own machines is limited to as many nodes as it has machines. Raises
+    ConfigError if a machine cannot be a node of its type."""
     known = {node_type.name: node_type for node_type in node_types}
     for host in hosts.machines:
         node_type = known.get(host.node_type)

@@ -1,4 +1,4 @@
-"""The `provider` section of cluster.yaml, and the requirements that providers have for node types."""
+"""Checks of the `provider` section of cluster.yaml, and of the node types that each provider can have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ characters."""
 
 
 def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
-    """Returns the `provider` section of a cluster.yaml; its type must be known to raytide."""
+    """Returns the `provider` section of a cluster.yaml. Raises ConfigError if raytide does not know the provider's
+    type, or if the provider would keep stopped machines."""
     section = file.get("provider")
     kind = section.get("type") if isinstance(section, Mapping) else None
     known = ("local", "fake", "hosts", "slurm", "kuberay", *CLOUDS)
@@ -58,10 +59,9 @@ def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType
 def check_gcp(
     section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
 ) -> None:
-    """Checks the limits of Ray's GCP provider. It creates and lists machines in one zone only. It uses the cluster's
-    name in machine names, and the names of cluster and node types as labels, in which capitals and dots are not
-    allowed.
-    """
+    """Raises an error if the file does not fit Ray's GCP provider. This provider creates and lists machines in one zone
+    only. It uses the cluster's name in machine names. It uses the names of the cluster and of node types as labels, in
+    which capitals and dots are not allowed."""
     zone = section.get("availability_zone")
     for node_type in node_types:
         if node_type.zones != (zone,):

@@ -1,13 +1,13 @@
 """The keywords for the resources that work needs on each node, the same in the SDK, on the command line and in specs.
 
-    gpus="H100:8"       whole GPUs, of any model or of one; also 8, or 0.5 for a share of one
+    gpus="H100:8"       8 whole GPUs of this model; 8: of any model; 0.5: half a GPU
     cpus=16             CPUs
-    memory="64GiB"      bytes, or with a unit
-    nodes=(1, 4)        nodes with that much each; a range is elastic
+    memory="64GiB"      bytes, or a text with a unit
+    nodes=(1, 4)        nodes with these resources each; a range makes the gang elastic
     spot=True           spot capacity only; False: on-demand only; None: whichever costs less
     labels={...}        a label selector for the nodes
 
-A `Shape` and a `ServeSpec` hold them in Ray's form: resources by name and a label selector.
+A `Shape` and a `ServeSpec` store these values in Ray's form: resources by name and a label selector.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _PREFIXES = ("", "K", "M", "G", "T")
 
 
 def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> dict[str, Any]:
-    """Returns the fields with the resource keywords (`words`) replaced: `nodes` by `members` and `min_members`, the
-    others by entries of `resources` and `labels`. Fields without any of these keywords are returned as they are.
+    """Returns the fields of a spec with the resource keywords (`words`) replaced. `nodes` becomes `members` and
+    `min_members`. The other keywords become entries of `resources` and `labels`. Fields without any keyword are
+    returned unchanged.
 
-    Without `cpus`, each node is asked for one CPU if nothing but memory is requested. Raises ValueError for a malformed
-    value, and for a keyword that repeats an entry of `resources`, `labels` or `members`.
+    If `cpus` is left out and nothing but memory is requested, each node is asked for one CPU. Raises ValueError for a
+    malformed value, and for a keyword that repeats an entry of `resources`, `labels` or `members`.
     """
     if not words & fields.keys():
         return dict(fields)
@@ -62,7 +63,8 @@ def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> 
 
 
 def parse_gpus(text: object) -> tuple[float, str]:
-    """Returns the number of GPUs, and the accelerator's name before the colon; an empty name if there is none."""
+    """Returns the number of GPUs, and the accelerator's name before the colon. The name is empty if the value has no
+    name."""
     found = None if isinstance(text, bool) else _GPUS.fullmatch(str(text).strip())
     try:
         count = float((found["count"] or found["plain"] or 1) if found else "")
@@ -72,7 +74,7 @@ def parse_gpus(text: object) -> tuple[float, str]:
 
 
 def bytes_of(memory: object) -> float:
-    """Returns the bytes of a number or of a text such as 64GiB or 500MB."""
+    """Returns the bytes that a number or a text such as 64GiB or 500MB stands for."""
     found = None if isinstance(memory, bool) else _MEMORY.fullmatch(f"{memory}".strip())
     if isinstance(memory, float | int) and not isinstance(memory, bool) and memory >= 0:
         return float(memory)
@@ -83,10 +85,11 @@ def bytes_of(memory: object) -> float:
 
 
 def resolve_accelerator(labels: Mapping[str, str], node_types: Iterable[NodeType]) -> dict[str, str]:
-    """Returns the label selector with the accelerator as node types spell it; a node type's name selects that type.
+    """Returns the label selector with the accelerator's name spelled as in the node types' labels. If the name is that
+    of a node type, the selector selects this type instead.
 
-    A selector with operators (`!A100`, `in(...)`) stays as it is. Raises UsageError, which lists the accelerators that
-    exist, for a name that neither a label nor a node type has.
+    A selector with operators (`!A100`, `in(...)`) is not changed. Raises UsageError if no label and no node type has
+    the name. The error lists the known accelerators.
     """
     name = labels.get(ACCELERATOR_LABEL, "")
     if not name or name.startswith("!") or "(" in name:

@@ -1,4 +1,5 @@
-"""`metadata.raytide.slurm`: node types whose nodes are jobs of a Slurm cluster, which queues, grants and takes back."""
+"""The section `metadata.raytide.slurm`: node types whose nodes are jobs of a Slurm cluster. Slurm queues these jobs,
+grants them machines, and takes the machines back."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _OWN_OPTIONS = (
 
 
 class SlurmJobSection(Config):
-    """The options of `sbatch` for the jobs of one node type. CPUs, and GPUs unless `gres` names them, are those of the
-    node type's resources."""
+    """The options of `sbatch` for the jobs of one node type. The numbers of CPUs and GPUs come from the node type's
+    resources, but `gres` overrides the number of GPUs."""
 
     partition: Word | None = None
     constraint: Word | None = None
@@ -69,7 +70,8 @@ class SlurmJobSection(Config):
 
 
 class SlurmSection(Config):
-    """`metadata.raytide.slurm`: each node of these types is a job, submitted from the head with `sbatch`."""
+    """The section `metadata.raytide.slurm`. Each node of these node types is a Slurm job, which the head submits with
+    `sbatch`."""
 
     node_types: dict[str, SlurmJobSection] = Field(min_length=1, max_length=1000)
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)
@@ -90,7 +92,7 @@ class SlurmSection(Config):
 
 
 def check_slurm(section: SlurmSection, node_types: Iterable[NodeType], *, where: str) -> None:
-    """Raises a ConfigError for a node type that does not exist, or that has several zones."""
+    """Raises ConfigError if one of Slurm's node types does not exist or has several zones."""
     known = {node_type.name: node_type for node_type in node_types}
     for name in section.node_types:
         if name not in known:

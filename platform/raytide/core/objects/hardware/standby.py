@@ -1,4 +1,5 @@
-"""`metadata.raytide.standby`: several machines, one of which is the head while the others wait to take over."""
+"""The section `metadata.raytide.standby`: several machines, of which one is the head and the others wait to take
+over."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class StandbySection(Config):
         return self.redis_url.startswith("rediss:")
 
     def redis_password(self) -> str:
-        """Returns the content of the password's file; empty without one. Raises ConfigError if it cannot be read."""
+        """Returns the content of the file with Redis' password. Returns an empty text if no file is configured. Raises
+        ConfigError if the file cannot be read."""
         if not self.redis_password_file:
             return ""
         path = Path(self.redis_password_file).expanduser()
@@ -90,9 +92,8 @@ class StandbySection(Config):
 def check_standby(
     section: StandbySection, state_url: str, provider: str, saved: Iterable[str] | None, *, where: str
 ) -> None:
-    """Raises ConfigError if a standby could not continue with the head's state or with its machines. `saved` are the
-    paths that backups include besides the state; None without backups.
-    """
+    """Raises ConfigError if a standby could not continue with the state of a lost head, or with its nodes. `saved`
+    lists the paths that backups include besides the state. It is None if there are no backups."""
     if not state_url.startswith(("postgresql", "postgres")):
         has = f"{state_url.partition(':')[0]} is" if state_url else "the default, a SQLite file in the run folder, is"
         raise ConfigError(

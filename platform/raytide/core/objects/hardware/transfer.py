@@ -1,6 +1,5 @@
-"""The price of getting data to nodes: the places of data, the price per gigabyte between places, and the data that a
-shape reads.
-"""
+"""The price of copying data to nodes. It depends on where the data is, on the price per gigabyte between places, and on
+the data that each member reads."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class DataInput(Config):
 
 
 class TransferPrice(Config):
-    """The price of a gigabyte from one place to another."""
+    """The price of copying a gigabyte from one place to another."""
 
     source: Place = Field(alias="from")
     target: Place = Field(alias="to")
@@ -36,8 +35,8 @@ class TransferPrice(Config):
 
 
 class TransferSection(Config):
-    """`metadata.raytide.transfer`: places of data, and prices between places. A place is a zone, a region (a zone
-    without its last letter) or the name of a provider."""
+    """The section `metadata.raytide.transfer`: where data is, and the prices between places. A place is a zone, a
+    region (a zone without its last letter) or the name of a provider."""
 
     data: dict[bounds.Location, Annotated[tuple[Place, ...], Field(min_length=1)]] = Field(max_length=1000)
     """The places of the data below each path or URL: those of the bucket and of its copies. The longest matching path
@@ -53,7 +52,7 @@ class TransferSection(Config):
     """
 
     def places_of(self, url: str) -> tuple[str, ...]:
-        """Returns the places of these data; none if they are not known."""
+        """Returns the places where the data at `url` is. Returns an empty tuple if this is unknown."""
         return max(
             ((prefix, places) for prefix, places in self.data.items() if _is_below(url, prefix)),
             key=lambda item: len(item[0]),
@@ -61,23 +60,21 @@ class TransferSection(Config):
         )[1]
 
     def usd_per_gb(self, url: str, node_type: NodeType, zone: str) -> tuple[float, str]:
-        """Returns the lowest price in dollars of copying a gigabyte to such a node, and the place it comes from; (0.0,
-        "") if no place is known.
-        """
+        """Returns the lowest price in dollars of copying a gigabyte of the data to a node of this type and zone, and
+        the place from which it is copied. Returns (0.0, "") if no place of the data is known."""
         places = self.places_of(url)
         return min(((self._between(place, node_type, zone), place) for place in places), default=(0.0, ""))
 
     def micro_usd_h(
         self, inputs: Iterable[DataInput], node_type: NodeType, zone: str, reclaims_per_h: float = 0.0
     ) -> float:
-        """Returns the micro-dollars that reading one member's data adds to an hour on such a node, including repeated
-        reads after reclaims.
-        """
+        """Returns the cost in micro-dollars that reading one member's data adds to each hour on a node of this type and
+        zone. It includes the repeated reads after reclaims."""
         usd = sum(each.gb * self.usd_per_gb(each.url, node_type, zone)[0] for each in inputs)
         return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
 
     def describe(self, inputs: Iterable[DataInput], node_type: NodeType, zone: str) -> str:
-        """Returns a text with the transfers that cost something; empty if none does."""
+        """Returns a text that lists the transfers with a price. The text is empty if all transfers are free."""
         priced = [(each, *self.usd_per_gb(each.url, node_type, zone)) for each in inputs]
         return ", ".join(
             f"{each.gb:g} GB of {each.url} from {place} at ${usd:g} a GB"

@@ -1,6 +1,5 @@
-"""Functions that return columns, for `tables` and for the migrations. Migrations are frozen, so these functions never
-change their results.
-"""
+"""Functions that return columns, for the module `tables` and for the migrations. Migrations are frozen, so the results
+of these functions never change."""
 
 from __future__ import annotations
 
@@ -14,5 +13,5 @@ Row = BigInteger().with_variant(Integer, "sqlite")
 
 
 def columns(kind: type[TypeEngine[Any]], *names: str, nullable: bool = False) -> list[Column[Any]]:
-    """Returns columns of one type with these names."""
+    """Returns one column for each of these names. All have the same type."""
     return [Column(name, kind, nullable=nullable) for name in names]

@@ -1,6 +1,6 @@
-"""Runs alembic on the connection that `Database.upgrade` opened and locked, inside its transaction.
+"""Runs alembic on the connection that `Database.upgrade` has opened and locked, inside its transaction.
 
-Schemas are only upgraded; the way back is a copy of the store from before the upgrade.
+Schemas are only upgraded. To go back, restore a copy of the store from before the upgrade.
 """
 
 from __future__ import annotations

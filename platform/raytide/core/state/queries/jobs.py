@@ -1,4 +1,4 @@
-"""Queries on jobs and leases that read few rows however many jobs there are."""
+"""Queries on jobs and leases. They read few rows even if there are many jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES = "changes"
 
 
 class LeaseKey(NamedTuple):
-    """The state of a job and of its newest lease. A driver's pending poll is answered when its key changes."""
+    """The state of a job and of its newest lease. When it changes, the driver's pending poll is answered."""
 
     job_state: str
     lease_id: str = ""
@@ -42,7 +42,7 @@ class LeaseKey(NamedTuple):
 
 
 class HeldJob(NamedTuple):
-    """A job that holds a gang, and its reported progress."""
+    """A job that holds a gang, and the progress that it reported."""
 
     id: str
     team: str
@@ -93,23 +93,23 @@ class JobQueries(DatabaseAccess):
         return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 
     def held_jobs(self, most: int = 1000) -> list[HeldJob]:
-        """Returns the newest jobs that hold a gang."""
+        """Returns the newest jobs that hold a gang, at most `most`."""
         j = t.jobs.c
         query = sa.select(j.id, j.team, j.kind, j.restarts, j.progress).order_by(j.number.desc()).limit(most)
         return [HeldJob(*row) for row in self._db.rows(query.where(j.state.in_(_HELD)))]
 
     def longest_waiting(self, most: int = 5) -> list[WaitingJob]:
-        """Returns the jobs that have waited longest since they were submitted or last preempted."""
+        """Returns the jobs that have waited longest. The wait is counted from the submission or the last preemption."""
         j = t.jobs.c
         since_s = sa.func.coalesce(j.preempted_at_s, j.submitted_at_s)
         query = sa.select(j.id, j.team, since_s).where(j.state == JobState.QUEUED).order_by(since_s).limit(most)
         return [WaitingJob(*row) for row in self._db.rows(query)]
 
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
-        """Returns the counts of nodes whose end raytide did not intend, by type and zone.
+        """Returns, by type and zone, the counts of nodes that ended without raytide's intention.
 
-        The arguments are texts that occur in the reasons of nodes: those that the provider takes back, those that it
-        ended, and launches that raytide cancelled.
+        The arguments are texts that occur in a node's `reason`: `taken_back` if the provider takes the node back,
+        `by_provider` if the provider ended it, and `cancelled` if raytide cancelled its launch.
         """
         n = t.nodes.c
         was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE
@@ -124,9 +124,8 @@ class JobQueries(DatabaseAccess):
         return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns the age in seconds that the share `share` of all jobs exceeds. The age of an ended job is its age at
-        the end.
-        """
+        """Returns an age in seconds such that the share `share` of all jobs is older. The age of an ended job is its
+        age at its end."""
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {
@@ -145,20 +144,23 @@ class JobQueries(DatabaseAccess):
             return int(c.execute(_VERSION).scalar() or 1) - 1
 
     def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
-        """Returns a job's user, team and state, but not its spec, because every request of a driver needs them."""
+        """Returns a job's user, team and state. The spec is not read, because every request of a driver needs this
+        query."""
         j = t.jobs.c
         row = self._db.first(sa.select(j.user, j.team, j.state).where(j.id == job_id))
         return None if row is None else (row[0], row[1], JobState(row[2]))
 
     def touched_since(self, version: int) -> set[str]:
-        """Returns the ids of jobs that were changed, or whose lease was changed, by a commit later than `version`."""
+        """Returns the ids of the jobs that a commit later than `version` changed. A change of a job's lease counts as
+        well."""
         j, x = t.jobs.c, t.leases.c
         both = sa.union(sa.select(j.id).where(j.changed > version), sa.select(x.job_id).where(x.changed > version))
         with self._db.read() as c:
             return {str(job_id) for job_id in c.execute(both).scalars()}
 
     def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
-        """Returns the lease keys by job id, for those ids that belong to jobs."""
+        """Returns the LeaseKey of each job with one of these ids, by job id. Ids of jobs that do not exist are left
+        out."""
         j, x = t.jobs.c, t.leases.c
         found: dict[str, LeaseKey] = {}
         with self._db.read() as c:
@@ -171,7 +173,7 @@ class JobQueries(DatabaseAccess):
         return found
 
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
-        """Returns the newest lease of each job, including released leases, by job."""
+        """Returns the newest lease of each job, by job id. The newest lease may be released already."""
         of_job = t.leases.c.job_id
         newest = sa.select(sa.func.max(t.leases.c.number)).group_by(of_job)
         with self._db.read() as c:
@@ -186,14 +188,14 @@ _VERSION = sa.select(t.counters.c.next).where(t.counters.c.name == CHANGES)
 
 
 def chunked(values: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the distinct values in parts that fit into one statement."""
+    """Yields the distinct values in lists that are short enough for one SQL statement."""
     left = iter(dict.fromkeys(values))
     while part := list(islice(left, MOST_NAMED)):
         yield part
 
 
 def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:
-    """Returns the leases that satisfy `which`, in the order of admission, with two statements for any number of
+    """Returns the leases that satisfy `which`, in the order of admission. It uses two statements for any number of
     leases."""
     rows = c.execute(t.leases.select().where(which).order_by(t.leases.c.number)).all()
     ids = sa.select(t.leases.c.id).where(which)

@@ -1,4 +1,5 @@
-"""Read queries of the ledger. Only `Store.commit` writes it, in one transaction with the cause."""
+"""Queries that read the ledger. Only `Store.commit` writes the ledger, in the same transaction as the change that
+causes an entry."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class LedgerQueries(DatabaseAccess):
     def entries(
         self, *, node_id: str | None = None, subject: str | None = None, ending_after_us: int = 0
     ) -> tuple[Entry, ...]:
-        """Returns entries in the order in which they were booked."""
+        """Returns ledger entries in the order in which they were booked."""
         query = t.entries.select().where(t.entries.c.to_us > ending_after_us).order_by(t.entries.c.number)
         if node_id is not None:
             query = query.where(t.entries.c.node_id == node_id)
@@ -27,13 +28,14 @@ class LedgerQueries(DatabaseAccess):
         return tuple(codec.entry(row) for row in self._db.rows(query))
 
     def intervals(self) -> tuple[OpenInterval, ...]:
-        """Returns the open intervals, one per billed node, which are not booked yet."""
+        """Returns the open intervals. There is one for each billed node, and its cost is not booked yet."""
         return tuple(codec.interval(row) for row in self._db.rows(t.open_intervals.select()))
 
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
-        """Returns the sums of entries in micro-dollars, by kind, job, endpoint, team or node.
+        """Returns the sums of ledger entries in micro-dollars, by kind, job, endpoint, team or node.
 
-        `only` selects such keys; `team` selects a team, because an endpoint's name may later belong to another team.
+        `only` selects some of these kinds, jobs, endpoints, teams or nodes. `team` selects the entries of one team. It
+        is needed because an endpoint's name may later belong to another team.
         """
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
@@ -48,7 +50,7 @@ class LedgerQueries(DatabaseAccess):
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
-        """Returns the spending of jobs and teams in micro-dollars, including lost work."""
+        """Returns the spending of these jobs and of all teams in micro-dollars, including the cost of lost work."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
@@ -63,7 +65,8 @@ class LedgerQueries(DatabaseAccess):
             )
 
     def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
-        """Returns sums in micro-dollars by owner and optionally node or day (UTC), of entries from `since_us` on."""
+        """Returns sums in micro-dollars of the ledger entries that began at `since_us` or later. They are grouped by
+        kind, subject and team, and on request by node or day (UTC)."""
         e = t.entries.c
         if not (since_us or with_node or with_day):
             e = t.totals.c
@@ -80,7 +83,8 @@ class LedgerQueries(DatabaseAccess):
             )
 
     def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:
-        """Returns the sums of jobs' lost work (a part of waste) by node, day (UTC) and cause."""
+        """Returns the cost of jobs' lost work, which is booked as waste. It is grouped by job, node, day (UTC) and
+        cause."""
         e = t.entries.c
         keys = (e.kind, e.subject, e.team, e.node_id, (e.from_us // DAY_US).label("day"), e.cause)
         query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)

@@ -1,4 +1,5 @@
-"""Queries of the web page, which requests everything once a second: small rows without specs, and sums over time."""
+"""Queries for the web page, which requests all of them every second. They return small rows without specs, and sums
+over time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ away for a while books longer ones.
 
 
 class JobRow(NamedTuple):
-    """The columns of a job that identify it, and those that change during its life."""
+    """The columns of a job that identify it, and the columns that change during its life."""
 
     id: str
     name: str
@@ -41,7 +42,7 @@ class JobRow(NamedTuple):
 
 
 class NodeHours(NamedTuple):
-    """Node-hours and their cost within one step, by the use of the nodes."""
+    """The node-hours and their cost within one time step, for one use of nodes of one type."""
 
     step: int
     """The number of the step, counted from the begin of the query's time range."""
@@ -57,21 +58,21 @@ class NodeHours(NamedTuple):
 
 class OverviewQueries(DatabaseAccess):
     def jobs(self, *, ended_after_s: float, limit: int) -> list[JobRow]:
-        """Returns unfinished jobs and those that ended after this time, newest first."""
+        """Returns the unfinished jobs, and the jobs that ended after this time, newest first."""
         j = t.jobs.c
         shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
         return [JobRow(*row) for row in self._db.rows(query.order_by(j.number.desc()).limit(limit))]
 
     def plan_number(self) -> int:
-        """Returns the number of the newest stored plan; 0 if there is none."""
+        """Returns the number of the newest stored plan, or 0 if there is no plan."""
         with self._db.read() as c:
             return int(c.execute(sa.select(sa.func.max(t.plans.c.number))).scalar() or 0)
 
     def node_hours(self, from_us: int, until_us: int, step_us: int) -> list[NodeHours]:
-        """Returns the sums of the entries that began in [from_us, until_us), by step. Entries without a price are left
-        out, because the share of a node is computed as the cost divided by the node's price.
-        """
+        """Returns the summed node-hours and costs of the entries that began in [from_us, until_us), by time step.
+        Entries with the price 0 are left out, because node-hours are computed as the cost divided by the node's
+        price."""
         e, n, j = t.entries.c, t.nodes.c, t.jobs.c
         step = ((e.from_us - from_us) // step_us).label("step")
         job_kind = sa.func.coalesce(j.kind, "").label("job_kind")
@@ -87,14 +88,14 @@ class OverviewQueries(DatabaseAccess):
             ]
 
     def nodes_at(self, at_s: float) -> tuple[Node, ...]:
-        """Returns the nodes that existed at this time, oldest first, with their present records."""
+        """Returns the nodes that existed at this time, oldest first. The records have the nodes' present state."""
         n = t.nodes.c
         query = t.nodes.select().where(n.requested_at_s <= at_s).order_by(n.number)
         query = query.where(sa.or_(n.ended_at_s.is_(None), n.ended_at_s > at_s))
         return tuple(codec.node(row) for row in self._db.rows(query))
 
     def entries_at(self, at_us: int) -> tuple[Entry, ...]:
-        """Returns the entries that cover this moment, which show the holders of each node."""
+        """Returns the ledger entries that cover this moment. They show which job or endpoint held each node."""
         e = t.entries.c
         query = t.entries.select().where(e.from_us <= at_us, e.to_us > at_us, e.from_us > at_us - _LONGEST_ENTRY_US)
         return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.number)))

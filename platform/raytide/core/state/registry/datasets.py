@@ -1,4 +1,4 @@
-"""Registered datasets in the store: versions, which are only added, and the jobs and models that used them."""
+"""Registered datasets in the store: their versions, which are never changed, and the jobs and models that used them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_USES = 100
 
 class DatasetRecords(DatabaseAccess):
     def register(self, spec: DatasetVersionSpec, user: str, now_s: float) -> DatasetVersion:
-        """Adds a version; returns the existing one with the same manifest, if there is one.
+        """Adds a version of a dataset. If a version with the same manifest exists, returns that version.
 
         Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
         """
@@ -34,7 +34,8 @@ class DatasetRecords(DatabaseAccess):
             return version
 
     def find(self, name: str, version: int | None = None) -> DatasetVersion:
-        """Returns a version; the newest one if `version` is None. Raises NotFoundError if it does not exist."""
+        """Returns a version of a dataset. If `version` is None, returns the newest. Raises NotFoundError if there is
+        none."""
         d = t.datasets.c
         query = t.datasets.select().where(d.name == name).order_by(d.version.desc()).limit(1)
         if version is not None:
@@ -58,9 +59,8 @@ class DatasetRecords(DatabaseAccess):
             return tuple(RegisteredDataset(row.name, row.team, row.versions, _version(row)) for row in rows)
 
     def bytes_at(self, location: str, team: str) -> int:
-        """Returns the size in bytes of the tokens in the team's newest version at this location; 0 if none is
-        registered.
-        """
+        """Returns the size in bytes of the token data at this location, from the team's newest dataset version there.
+        Returns 0 if no version is registered there."""
         d = t.datasets.c
         here = sa.and_(d.team == team, d.spec["location"].as_string() == location)
         row = self._db.first(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1))
@@ -70,9 +70,8 @@ class DatasetRecords(DatabaseAccess):
         return spec.tokens * ITEM_BYTES[dtype_for(spec.vocab_size)]
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
-        """Returns the team's newest jobs that read the dataset's location, and its models whose lineage has the
-        manifest's hash.
-        """
+        """Returns the team's newest jobs that read the dataset's location, and the team's models that were trained on
+        it. A model's lineage names the dataset by the hash of the manifest."""
         j, m = core.jobs.c, t.models.c
         read = j.spec["config"]["dataset"].as_string() == spec.location
         jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())

@@ -1,6 +1,7 @@
-"""Writes endpoints. Each spec is a revision, which is given to the application that serves the endpoint.
+"""Writes endpoints. Each new spec of an endpoint is a revision. The spec is given to the application that serves the
+endpoint.
 
-The values that users report for endpoints to scale on are written by the API and read by the controller.
+This module also stores the values that users report for signals. The API writes them and the controller reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KEPT_S = 86_400.0
 
 
 def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> Endpoint:
-    """Creates an endpoint, or gives an existing one a new spec, which is a new revision; returns the endpoint.
+    """Creates an endpoint, or gives an existing endpoint a new spec as a new revision. Returns the endpoint.
 
     Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
     """
@@ -67,7 +68,7 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
 
 
 def request_delete(c: sa.Connection, name: str) -> Endpoint:
-    """Requests the end of an endpoint and of its challenger; has no effect on a deleted endpoint."""
+    """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint."""
     application = serving(c, name).application
     if (row := c.execute(_endpoint(application).with_for_update()).first()) is None:
         raise no_endpoint(name)
@@ -81,7 +82,7 @@ def request_delete(c: sa.Connection, name: str) -> Endpoint:
 
 
 def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
-    """Returns the record of the application that serves an endpoint."""
+    """Returns the endpoint record of the application that serves this endpoint now."""
     row = c.execute(_endpoint(serving(c, name).application)).first()
     if row is None:
         raise no_endpoint(name)
@@ -99,9 +100,8 @@ class SignalRecords:
         self._db = database
 
     def save(self, endpoint: str, values: Mapping[str, float], now_s: float) -> None:
-        """Stores the last values of an endpoint's signals by name, in place of their earlier values. It also deletes
-        values of any endpoint that are older than a day.
-        """
+        """Stores the reported values of an endpoint's signals, in place of earlier values. It also deletes the values
+        of all endpoints that are older than a day."""
         rows = [{"name": endpoint, "signal": name, "value": value, "at_s": now_s} for name, value in values.items()]
         with self._db.write() as c:
             c.execute(signals.delete().where(signals.c.at_s < now_s - _KEPT_S))
@@ -109,5 +109,5 @@ class SignalRecords:
 
 
 def reported(c: sa.Connection) -> dict[tuple[str, str], Signal]:
-    """Returns the last values by endpoint and signal."""
+    """Returns the last reported values, by (endpoint, signal)."""
     return {(row.name, row.signal): Signal(row.value, row.at_s) for row in c.execute(signals.select())}

@@ -1,4 +1,4 @@
-"""Judgements of answers in the store, by the revision that gave the answer."""
+"""Users' judgements of answers in the store, by the endpoint's revision that gave the answer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from raytide.core.state.write import upsert
 
 class FeedbackRecords(DatabaseAccess):
     def save(self, given: Feedback, now_s: float) -> int:
-        """Stores the judgement of a request's answer, in place of an earlier one; returns the revision that gave the
-        answer.
+        """Stores the judgement of a request's answer, in place of an earlier judgement. Returns the revision that gave
+        the answer.
 
-        Raises NotFoundError for a request that is not in the usage of this team, and UsageError if the request already
-        has the most metrics allowed.
+        Raises NotFoundError if the request is not in the usage of this team. Raises UsageError if the request already
+        has the largest allowed number of metrics.
         """
         request_id = given.request_id.replace("_", "-").rpartition("-")[2]
         u = core.usage.c
@@ -72,16 +72,15 @@ class FeedbackRecords(DatabaseAccess):
         )
 
     def totals(self) -> list[tuple[str, int, int, int]]:
-        """Returns (endpoint, revision, thumbs up, thumbs down) of all endpoints."""
+        """Returns a row (endpoint, revision, thumbs up, thumbs down) for each revision of all endpoints."""
         f = t.feedback.c
         query = sa.select(f.model, f.revision, *thumbs()).group_by(f.model, f.revision).order_by(f.model, f.revision)
         rows = self._db.rows(query)
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns the numbers of judged and of liked answers since `since_s`, by revision and by group of users; with a
-        metric, the number and the sum of its values.
-        """
+        """Returns the pair (judged answers, liked answers) since `since_s`, by revision and by group of users. With a
+        metric, the pair is (values, sum of the values)."""
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value
         which = [f.model == name, f.at_s >= since_s, *([] if metric is None else [f.metric == metric])]
@@ -96,8 +95,8 @@ class FeedbackRecords(DatabaseAccess):
     def bad_values(
         self, name: str, limits: Mapping[str, MetricLimit], since_s: float
     ) -> dict[int, dict[str, tuple[int, int]]]:
-        """Returns the number of values since `since_s` and the number of bad ones among them, by revision and
-        metric."""
+        """Returns the pair (values, bad values) since `since_s`, by revision and metric. `limits` says which values of
+        a metric are bad."""
         v = t.feedback_values.c
         found: dict[int, dict[str, tuple[int, int]]] = {}
         with self._db.read() as c:
@@ -112,13 +111,13 @@ class FeedbackRecords(DatabaseAccess):
         return found
 
     def prune(self, before_s: float) -> None:
-        """Deletes judgements that are older than `before_s`."""
+        """Deletes the judgements that were made before `before_s`."""
         with self._db.write() as c:
             c.execute(t.feedback.delete().where(t.feedback.c.at_s < before_s))
             c.execute(t.feedback_values.delete().where(t.feedback_values.c.at_s < before_s))
 
 
 def thumbs() -> tuple[sa.ColumnElement[int], sa.ColumnElement[int]]:
-    """Returns the SQL columns `judged`, the number of judgements, and `disliked`, the number of thumbs down."""
+    """Returns two SQL columns: `judged` is the number of judgements, and `disliked` the number of thumbs down."""
     down = sa.case((t.feedback.c.score == "down", 1), else_=0)
     return sa.func.count().label("judged"), sa.func.coalesce(sa.func.sum(down), 0).label("disliked")

@@ -1,9 +1,12 @@
-"""The lease of a cluster's head, if several machines can be the head, and the list of those that wait.
+"""The lease of a cluster's head, for clusters with several machines that can be the head, and the list of waiting
+machines.
 
-A head is Ray's GCS, the controller, the API and the gateways of one machine. Its lease is separate from the
-controller's lease and renewed by a small loop, so it may be short, however long a tick takes. A machine that takes it
-over raises the epoch, and ends the controller's lease in the same transaction. Every write of a head's process checks
-the epoch (`Database.fence`), so a former head writes nothing from that moment on.
+The head is Ray's GCS, the controller, the API and the gateways of one machine. The head's lease is separate from the
+controller's lease. A small loop renews the head's lease, so the lease can be short even if a tick takes long.
+
+A machine that takes over the lease raises the epoch, and ends the controller's lease in the same transaction. Every
+write by a process of the head checks the epoch (`Database.fence`). So a former head can write nothing from that moment
+on.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _SEEN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class HeadView:
-    """The machine that leads, and those that wait."""
+    """The machine that leads, and the machines that wait."""
 
     leader: str
     epoch: int
@@ -36,9 +39,8 @@ class HeadView:
 
 
 class HeadLease:
-    """The lease of the head, as one machine sees it. `lease_s` is the seconds without renewal after which another
-    machine takes over.
-    """
+    """The lease of the head, as one machine sees it. If it is not renewed for `lease_s` seconds, another machine takes
+    over."""
 
     def __init__(
         self, database: Database, holder: str, lease_s: float, monotonic_s: Callable[[], float] = time.monotonic
@@ -90,9 +92,8 @@ class HeadLease:
         return self._renewed_s + self._lease_s - self._monotonic_s()
 
     def resign(self, *, ends: bool = False) -> None:
-        """Lets a waiting machine take over at once; with `ends`, tells it that the cluster has ended. Does nothing if
-        this machine was replaced.
-        """
+        """Gives up the lease, so that a waiting machine can take over at once. With `ends`, the waiting machines learn
+        that the cluster has ended. Does nothing if another machine has taken over already."""
         if self.epoch:
             with self._db.write() as c:
                 mine = sa.and_(leaders.c.name == _HEAD, leaders.c.epoch == self.epoch)
@@ -106,7 +107,8 @@ class HeadLease:
             return row is not None and row.holder == _ENDED
 
     def report_waiting(self) -> None:
-        """Lists this machine as waiting, until it stops reporting. The recorded time is that of the database."""
+        """Lists this machine as waiting. The entry has the time of the database's clock, and counts only while this
+        method is called again and again."""
         name = _STANDBY + self._holder
         with self._db.write() as c:
             now_s = c.execute(_DATABASE_TIME).scalar_one()
@@ -135,7 +137,7 @@ def check_head(c: sa.Connection, epoch: int) -> None:
 
 
 def view_heads(c: sa.Connection) -> HeadView | None:
-    """Returns the machine that leads and those that wait; None in a cluster with one head."""
+    """Returns the machine that leads and the machines that wait. Returns None in a cluster with one head."""
     rows = {row.name: row for row in c.execute(leaders.select())}
     if _HEAD not in rows:
         return None

@@ -1,4 +1,4 @@
-"""Registered models in the store: versions, which are only added, and changes of aliases."""
+"""Registered models in the store: their versions, which are never changed, and the changes of their aliases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from raytide.core.state.write import next_number
 
 class ModelRecords(DatabaseAccess):
     def register(self, spec: ModelVersionSpec, user: str, now_s: float) -> ModelVersion:
-        """Adds a version; returns the existing one if the same was registered before, so that clients may retry.
+        """Adds a version of a model. If the same version was registered before, returns that version, so that clients
+        may retry.
 
         Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
         """
@@ -39,11 +40,11 @@ class ModelRecords(DatabaseAccess):
             return version
 
     def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
-        """Points an alias at another version, or at none, and returns the change. Records nothing if it points there
-        already.
+        """Points an alias at another version, or removes the alias, and returns the change. If the alias points there
+        already, nothing is recorded.
 
-        Raises NotFoundError if the version does not exist, or if an alias to remove never existed; ConflictError if the
-        change has an `if_version` and the alias points elsewhere.
+        Raises NotFoundError if the version does not exist, or if an alias to remove never existed. Raises ConflictError
+        if the alias does not point to the version `if_version` of the request.
         """
         a = t.alias_changes.c
         with self._db.write() as c:
@@ -68,12 +69,12 @@ class ModelRecords(DatabaseAccess):
             return made
 
     def find(self, reference: ModelReference) -> ModelVersion:
-        """Returns the version that a reference names. Raises NotFoundError if it names none."""
+        """Returns the version to which a reference points. Raises NotFoundError if there is no such version."""
         with self._db.read() as c:
             return _find(c, reference)
 
     def owner(self, name: str) -> str:
-        """Returns the team of a model."""
+        """Returns the team to which a model belongs."""
         with self._db.read() as c:
             team = owner_of(c, t.models, name)
         if team is None:

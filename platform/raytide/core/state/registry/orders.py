@@ -1,4 +1,5 @@
-"""Orders in the store, such as to restart a replica: the API adds them, and the controller ends them."""
+"""Interventions in the store, called orders, such as to restart a replica. The API adds orders, and the controller
+carries them out."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ _FIELDS = codec.shared(Order, orders)
 
 class OrderRecords(DatabaseAccess):
     def add(self, spec: OrderSpec, user: str, now_s: float) -> Order:
-        """Adds an order, or returns the existing one with this id.
+        """Adds an order. If an order with this id exists, returns the existing order.
 
-        Raises ConflictError if the existing one asks for something else, and QuotaError if too many are not carried out
-        yet.
+        Raises ConflictError if the existing order requests something else. Raises QuotaError if too many orders are not
+        carried out yet.
         """
         with self._db.write() as c:
             known = c.execute(orders.select().where(orders.c.id == spec.id)).first()
@@ -44,12 +45,12 @@ class OrderRecords(DatabaseAccess):
             return made
 
     def hold(self) -> Order | None:
-        """Returns the order that keeps the controller from acting; None if it may act."""
+        """Returns the order that stops the controller from acting. Returns None if the controller may act."""
         with self._db.read() as c:
             return next((order for order in open_orders(c) if order.kind == HOLD), None)
 
     def note(self, action: str, object: str, detail: Mapping[str, Any]) -> None:
-        """Adds an entry to the audit log on behalf of the caller."""
+        """Adds an entry to the audit log, with the caller as its actor."""
         with self._db.write() as c:
             record(c, action, object, detail)
 

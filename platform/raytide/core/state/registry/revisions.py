@@ -1,4 +1,4 @@
-"""Revisions of endpoints in the store. A revision is a spec that an endpoint had."""
+"""Revisions of endpoints in the store. A revision is a spec that an endpoint has or had."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEPT_REVISIONS = 100
 
 
 def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
-    """Adds a revision and returns its number. Without `is_new`, a newest revision of the same team with the same spec
-    is returned instead.
+    """Adds a revision of an endpoint and returns its number. If the newest revision has the same team and spec, adds
+    nothing and returns the newest number. With `is_new`, a revision is always added.
 
     The caller must have locked the endpoint's row.
     """
@@ -49,7 +49,7 @@ class RevisionRecords(DatabaseAccess):
             return tuple(_revision(row) for row in paged(c, query, t.revisions.c.spec, limit))
 
     def find(self, name: str, *, team: str, number: int) -> EndpointRevision:
-        """Returns a revision. Raises NotFoundError if there is none of that number."""
+        """Returns the revision of this number. Raises NotFoundError if it does not exist."""
         r = t.revisions.c
         query = t.revisions.select().where(r.name == name, r.team == team, r.number == number)
         row = self._db.first(query)
@@ -61,7 +61,7 @@ class RevisionRecords(DatabaseAccess):
 
 
 def revisions(c: sa.Connection, name: str, numbers: Collection[int]) -> list[EndpointRevision]:
-    """Returns the endpoint's revisions with these numbers, except those that are no longer kept."""
+    """Returns the endpoint's revisions with these numbers. Revisions that are no longer kept are left out."""
     r = t.revisions.c
     query = t.revisions.select().where(r.name == name, r.number.in_(numbers))
     return [_revision(row) for row in c.execute(query)]

@@ -1,6 +1,5 @@
-"""Rollouts in the store, what gateways counted for each of their revisions (requests, errors, delays), and the
-application that serves each endpoint.
-"""
+"""Rollouts in the store, and the application that serves each endpoint. For each revision of a rollout, gateways report
+counts of requests, errors and delays."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ class RolloutRecords(DatabaseAccess):
     def start(
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
-        """Adds a revision with this spec, an application that runs it with one replica, and a rollout; returns the
-        rollout.
+        """Starts a rollout and returns it. The store gets a revision with this spec, an application that runs the
+        revision with one replica, and the rollout.
 
-        Raises NotFoundError without the endpoint, and ConflictError if it is not the team's, has a rollout already or
-        is being deleted.
+        Raises NotFoundError if the endpoint does not exist. Raises ConflictError if it belongs to another team, has a
+        rollout already or is being deleted.
         """
         e = core.endpoints.c
         with self._db.write() as c:
@@ -119,7 +118,7 @@ class RolloutRecords(DatabaseAccess):
         return tuple(_rollout(row) for row in self._db.rows(query.order_by(r.number.desc()).limit(limit)))
 
     def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
-        """Returns the team's newest A/B test of these two registered versions; None if there is none."""
+        """Returns the team's newest A/B test of these two registered versions, or None if there is no such test."""
         r = t.rollouts.c
         query = t.rollouts.select().where(r.team == team, r.kind == "ab").order_by(r.number.desc())
         with self._db.read() as c:
@@ -137,14 +136,14 @@ class RolloutRecords(DatabaseAccess):
             return serving(c, name)
 
     def all_serving(self) -> dict[str, Serving]:
-        """Returns the application and revision that serve each endpoint, by the endpoint's name."""
+        """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for
+        which none are stored are left out."""
         with self._db.read() as c:
             return all_serving(c)
 
     def report(self, report: RolloutReport) -> None:
-        """Stores a gateway's counts since its start. Counts only grow, so a report that is older than the last changes
-        nothing.
-        """
+        """Stores the counts that a gateway has made since its start. A report that is older than the last one changes
+        nothing, because counts only grow."""
         columns = {"rollout", "revision", *_COUNTS}
         rows = [{**each.model_dump(include=columns), "gateway": report.gateway} for each in report.counted]
         with self._db.write() as c:
@@ -159,7 +158,7 @@ class RolloutRecords(DatabaseAccess):
             upsert(c, t.rollout_counts, rows)
 
     def counts(self, numbers: Iterable[int]) -> dict[int, dict[int, CountedRevision]]:
-        """Returns the counts by rollout and revision, summed over the gateways."""
+        """Returns the counts of each rollout's revisions, summed over the gateways, by rollout and revision."""
         wanted = list(numbers)
         found: dict[int, dict[int, CountedRevision]] = {number: {} for number in wanted}
         k = t.rollout_counts.c
@@ -191,9 +190,8 @@ def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision
 
 
 def serving(c: sa.Connection, name: str) -> Serving:
-    """Returns the application and revision that serve an endpoint. Without a row, these are its first application and
-    its newest revision.
-    """
+    """Returns the application and the revision that serve an endpoint. If none are stored, they are the endpoint's
+    first application and its newest revision."""
     row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
     if row is not None:
         return Serving(row.name, row.application, row.revision, row.previous)
@@ -203,7 +201,8 @@ def serving(c: sa.Connection, name: str) -> Serving:
 
 
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
-    """Returns the application and revision that serve each endpoint with a row, by the endpoint's name."""
+    """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for which
+    none are stored are left out."""
     return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
 
 
@@ -211,7 +210,7 @@ _SERVING = t.serving.select()
 
 
 def set_serving(c: sa.Connection, found: Serving, *, application: str, revision: int) -> None:
-    """Makes this application and this revision the ones that serve an endpoint."""
+    """Stores which application and revision serve an endpoint from now on."""
     previous = found.revision if revision != found.revision else found.previous
     values = {"name": found.name, "application": application, "revision": revision, "previous": previous}
     upsert(c, t.serving, [values])
@@ -238,10 +237,10 @@ def unended(c: sa.Connection) -> tuple[Rollout, ...]:
 
 
 def commit_rollouts(c: sa.Connection, changed: Iterable[Rollout], at_s: float) -> None:
-    """Writes the controller's changes of rollouts.
+    """Writes the rollouts that the controller has changed.
 
-    A promotion changes the application that serves the endpoint. Each change of a rollout's state or share of traffic
-    gets an entry in the audit log.
+    A promotion changes which application serves the endpoint. If a rollout's state or share of traffic changes, the
+    audit log gets an entry.
     """
     r = t.rollouts.c
     for rollout in changed:

@@ -1,6 +1,6 @@
-"""The tables of registered models, and of the revisions of endpoints and their rollouts.
+"""The tables of registered models and datasets, of endpoints' revisions, and of rollouts.
 
-Only the API writes them, except where a table says otherwise.
+Only the API writes these tables, except where a table's comment says otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Versions of named things, which are only added: the common part of models and datasets.
+"""The common part of registered models and datasets: named versions, which are never changed.
 
-Their tables have the columns name, version, team, user, created_at_s, digest and spec.
+The tables of models and datasets have the columns name, version, team, user, created_at_s, digest and spec.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def add_version(
     user: str,
     now_s: float,
 ) -> tuple[sa.Row[Any], bool]:
-    """Adds a version, or finds the one of this digest; returns its row and whether it is new.
+    """Adds a version of a name, unless a version with this digest exists. Returns the version's row, and whether it is
+    new.
 
     Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
     """
@@ -55,7 +56,8 @@ def add_version(
 
 
 def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int, offset: int) -> sa.Subquery:
-    """Returns the query of a page of names, each with its newest version's number and the number of versions."""
+    """Returns a query for one page of names. Each row has a name, the number of its newest version, and the count of
+    its versions."""
     t = table.c
     newest = sa.select(t.name, sa.func.max(t.version).label("newest"), sa.func.count().label("versions"))
     if team is not None:
@@ -66,7 +68,8 @@ def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int
 
 
 def newest_rows(c: sa.Connection, table: sa.Table, page: sa.Subquery, limit: int) -> Sequence[sa.Row[Any]]:
-    """Returns the row of the newest version of each name on a page, with the added column `versions`."""
+    """Returns the row of the newest version of each name on a page. The added column `versions` counts the versions of
+    the name."""
     t = table.c
     query = sa.select(table, page.c.versions).join(page, sa.and_(t.name == page.c.name, t.version == page.c.newest))
     return paged(c, query.order_by(t.name), t.spec, limit)
@@ -79,5 +82,5 @@ def version_rows(c: sa.Connection, table: sa.Table, name: str, limit: int, offse
 
 
 def owner_of(c: sa.Connection, table: sa.Table, name: str) -> str | None:
-    """Returns the team to which a name belongs; None if it has no version."""
+    """Returns the team to which a name belongs, or None if the name has no version."""
     return c.execute(sa.select(table.c.team).where(table.c.name == name).limit(1)).scalar()

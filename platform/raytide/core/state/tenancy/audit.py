@@ -1,4 +1,4 @@
-"""The audit log: a chain of entries, each of which contains the hash of the one before it.
+"""The audit log: a chain of entries. Each entry contains the hash of the entry before it.
 
 An entry is written in the same transaction as the change that it describes, so neither exists without the other.
 """
@@ -31,7 +31,8 @@ _actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default
 
 @contextmanager
 def acting(actor: str, at_s: float) -> Iterator[None]:
-    """Names the caller on whose behalf the block changes the store, including threads that the block starts."""
+    """Names the caller on whose behalf the block changes the store. This applies to the threads that the block starts
+    as well."""
     before = _actor.set((actor, at_s))
     try:
         yield
@@ -40,9 +41,9 @@ def acting(actor: str, at_s: float) -> Iterator[None]:
 
 
 def record(c: sa.Connection, action: str, object: str, detail: Mapping[str, Any] | None = None) -> None:
-    """Appends an entry for a change by the caller; none for a change by the platform itself.
+    """Appends an audit entry for a change by the current caller. A change by the platform itself gets no entry.
 
-    Call it last in a transaction: it takes the lock that orders all entries.
+    Call it last in a transaction, because it takes the lock that orders all entries.
     """
     if (actor := _actor.get()) is not None:
         add_entry(c, actor[1], actor[0], action, object, detail or {})
@@ -64,7 +65,8 @@ def _hash(seq: int, at_s: float, actor: str, action: str, object: str, detail: s
 
 
 def digest_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of usage rows. An audit entry holds it, so that changes of the rows are detected."""
+    """Returns the SHA-256 of usage rows. An audit entry keeps this hash, so that later changes of the rows are
+    detected."""
     text = json.dumps([[row[name] for name in _COVERED] for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -85,10 +87,10 @@ class AuditLog(DatabaseAccess):
         limit: int = 100,
         most_bytes: int = MOST_PAGE_BYTES,
     ) -> tuple[AuditEntry, ...]:
-        """Returns entries with a number below `before`, newest first; fewer than `limit` if their details are large,
-        but at least one if any exists.
+        """Returns entries with a number below `before`, newest first, at most `limit`. If their details are large, it
+        returns fewer entries, but at least one.
 
-        An action may be a prefix, such as `key.`.
+        `action` may be a prefix, such as `key.`.
         """
         a = t.audit.c
         equal = {a.actor: actor, a.object: object}
@@ -104,9 +106,9 @@ class AuditLog(DatabaseAccess):
             return tuple(_entry(row) for row in paged(c, query, a.detail, limit, most_bytes))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
-        """Deletes a batch of the oldest entries before this time; returns their number.
+        """Deletes a batch of the oldest entries from before this time. Returns the number of deleted entries.
 
-        Adds an entry with the hash of the last deleted one, so that the rest of the chain can still be checked.
+        Adds an entry with the hash of the last deleted entry, so that the rest of the chain can still be checked.
         """
         a = t.audit.c
         with self._db.write() as c:
@@ -121,9 +123,8 @@ class AuditLog(DatabaseAccess):
             return len(old)
 
     def missing(self) -> int:
-        """Returns how many entries are missing, besides those deleted by age. Unlike `verify`, it does not read their
-        contents.
-        """
+        """Returns how many entries are missing. Entries that were deleted because of their age do not count. Unlike
+        `verify`, it does not read the contents of entries."""
         a = t.audit.c
         with self._db.read() as c:
             through, last = int(self._anchor(c).get("through", 0)), self._last(c)
@@ -142,10 +143,10 @@ class AuditLog(DatabaseAccess):
         return (c.execute(sa.select(t.counters.c.next).where(t.counters.c.name == _COUNTER)).scalar() or 1) - 1
 
     def verify(self, head: tuple[int, str] | None = None) -> ChainVerdict:
-        """Checks the whole chain, and the usage rows that it covers.
+        """Checks the whole chain, and the usage rows whose hashes it contains.
 
-        `head` is the number and hash of an entry that were noted elsewhere before. Without it, a chain that was
-        rewritten consistently cannot be detected.
+        `head` is the number and the hash of an entry, saved earlier in another place. Without it, the check cannot
+        detect a chain that was rewritten consistently.
         """
         a = t.audit.c
         with self._db.read() as c:

@@ -1,4 +1,5 @@
-"""API keys in the store. Each change of the keys has a number; gateways ask for the changes after a number."""
+"""API keys in the store. Each change of a key gets a revision number. A gateway asks for all changes after the last
+revision that it knows."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ _FIELDS = codec.shared(ApiKey, t.keys)
 
 
 def touch_key_table(c: sa.Connection) -> int:
-    """Raises the revision and returns it, so that gateways read the keys, prices and weights again."""
+    """Raises the revision of the keys, so that gateways read the keys, prices and weights again. Returns the new
+    revision."""
     return next_number(c, _REVISION)
 
 
 class KeyRecords(DatabaseAccess):
     def create(self, spec: KeySpec, user: str, digest: str, now_s: float) -> ApiKey:
-        """Stores a new key by the SHA-256 of its secret. Raises QuotaError if the team has too many."""
+        """Stores a new key under the SHA-256 of its secret. Raises QuotaError if the team has too many keys."""
         with self._db.write() as c:
             k = t.keys.c
             is_live = sa.and_(k.revoked_at_s.is_(None), sa.or_(k.expires_at_s.is_(None), k.expires_at_s > now_s))
@@ -43,10 +45,10 @@ class KeyRecords(DatabaseAccess):
             return key
 
     def rotate(self, key_id: str, digest: str, now_s: float, grace_s: float) -> ApiKey:
-        """Returns a new key in place of this one. The old key stays valid for `grace_s` seconds. Both share one
+        """Returns a new key in place of this key. The old key stays valid for `grace_s` seconds. Both keys share one
         account.
 
-        Raises ConflictError if the key is not valid, or was replaced before.
+        Raises ConflictError if the old key is not valid, or was replaced before.
         """
         with self._db.write() as c:
             old = _key(_row(c, key_id))
@@ -62,7 +64,7 @@ class KeyRecords(DatabaseAccess):
             return new
 
     def revoke(self, key_id: str, now_s: float) -> ApiKey:
-        """Ends a key at once; has no effect on a revoked key."""
+        """Ends a key at once. Has no effect on a revoked key."""
         with self._db.write() as c:
             key = _key(_row(c, key_id))
             if key.revoked_at_s is None:
@@ -78,7 +80,7 @@ class KeyRecords(DatabaseAccess):
     def page(
         self, *, team: str | None = None, valid_at_s: float | None = None, limit: int = 100, offset: int = 0
     ) -> tuple[ApiKey, ...]:
-        """Returns keys, newest first; with `valid_at_s`, only those that are valid at that time."""
+        """Returns keys, newest first. With `valid_at_s`, returns only keys that are valid at that time."""
         k = t.keys.c
         query = t.keys.select().order_by(k.number.desc()).limit(limit).offset(offset)
         if team is not None:
@@ -88,14 +90,13 @@ class KeyRecords(DatabaseAccess):
         return tuple(_key(row) for row in self._db.rows(query))
 
     def revision(self) -> int:
-        """Returns the number of the newest change of keys, prices or weights."""
+        """Returns the revision, which is the number of the newest change of keys, prices or weights."""
         with self._db.read() as c:
             return _revision(c)
 
     def changes(self, since: int, now_s: float) -> tuple[int, dict[str, ApiKey]]:
-        """Returns the revision, and the keys that changed after `since`, by the hash of their secret; for `since` = -1
-        all valid keys.
-        """
+        """Returns the present revision, and the keys that changed after the revision `since`, by the hash of their
+        secret. If `since` is -1, returns all valid keys."""
         k = t.keys.c
         query = t.keys.select().where(k.changed > since)
         if since < 0:
@@ -104,7 +105,7 @@ class KeyRecords(DatabaseAccess):
             return _revision(c), {row.digest: _key(row) for row in c.execute(query)}
 
     def prune(self, before_s: float) -> int:
-        """Deletes keys that were revoked or expired before this time; returns their number."""
+        """Deletes the keys that were revoked or expired before this time. Returns the number of deleted keys."""
         k = t.keys.c
         with self._db.write() as c:
             return c.execute(

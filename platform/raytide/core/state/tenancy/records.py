@@ -1,4 +1,5 @@
-"""The tenancy part of the store as one object, and the deletion of its old rows."""
+"""The store's tables for API keys, spending, usage and the audit log, as one object, and the deletion of their old
+rows."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ class TenancyRecords:
         self.audit = AuditLog(database)
 
     def prune(self, usage_before_s: float, audit_before_s: float, now_s: float) -> bool:
-        """Deletes a batch of old usage, audit entries and ended keys; returns whether more may be left.
+        """Deletes a batch of old usage, audit entries and ended keys. Returns whether more rows may be left to delete.
 
-        An audit entry is never deleted before the usage that it covers.
+        An audit entry is never deleted before the usage rows that it covers.
         """
         audit_before_s = min(audit_before_s, usage_before_s)
         self.keys.prune(audit_before_s)

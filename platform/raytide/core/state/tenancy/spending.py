@@ -1,7 +1,7 @@
-"""The reservations and spending of API keys' accounts, and their billed usage.
+"""The accounts of API keys: their reservations, their spending, and the billed usage.
 
-At any moment, `settled + reserved <= budget` for each account and period. A reservation is granted only if it fits, and
-a request is billed at most its own reservation plus the free part of the budget.
+At any moment, `settled + reserved <= budget` holds for each account and period. A reservation is granted only if it
+fits. A request is billed at most its own reservation plus the free part of the budget.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class SpendingRecords(DatabaseAccess):
     def reserve(
         self, gateway: str, asked: Sequence[AskedReservation], now_s: float, silent_before_s: float | None = None
     ) -> dict[str, Refusal]:
-        """Reserves amounts of budgets, each as a whole or not at all; returns each request's refusal by id, "" if
-        granted.
+        """Reserves amounts of accounts' budgets, each in full or not at all. Returns for each request id the reason of
+        the refusal, or "" if the reservation is granted.
 
-        An existing reservation is granted again. Reservations of gateways that were last seen before `silent_before_s`
-        are ended first.
+        First, the reservations of gateways that were last seen before `silent_before_s` are ended. A reservation that
+        exists already is granted again.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
@@ -106,11 +106,11 @@ class SpendingRecords(DatabaseAccess):
         released: Sequence[str] = (),
         refused: int = 0,
     ) -> int:
-        """Bills requests, ends their reservations and those in `released`, and returns the number of newly billed
-        requests.
+        """Bills requests and ends their reservations. It also ends the reservations in `released`. Returns the number
+        of newly billed requests.
 
-        A request that was billed before changes nothing. One audit entry covers the new requests and has the number of
-        `refused` requests, which have no row.
+        A request that was billed before changes nothing. One audit entry covers all new requests. Refused requests are
+        not stored, but the entry has their number, `refused`.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)
@@ -142,12 +142,12 @@ class SpendingRecords(DatabaseAccess):
             return len(rows)
 
     def seen(self, gateway: str, now_s: float) -> None:
-        """Records that a gateway is alive, which keeps its reservations."""
+        """Records that a gateway is alive, so that its reservations are kept."""
         with self._db.write() as c:
             _touch(c, gateway, now_s)
 
     def spent(self, accounts: Iterable[str], now_s: float) -> dict[str, KeySpending]:
-        """Returns the spending of accounts, except accounts that never spent or reserved anything."""
+        """Returns the spending of these accounts. Accounts that never spent or reserved anything are left out."""
         s, r, month = t.spending.c, t.reservations.c, month_of(to_us(now_s))
         found: dict[str, dict[str, int]] = defaultdict(dict)
         with self._db.read() as c:

@@ -1,4 +1,4 @@
-"""Queries on the usage of requests, and its deletion by age."""
+"""Queries on the usage of single requests, and the deletion of old usage."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class UsageQueries(DatabaseAccess):
     def rows(
         self, which: UsageFilter, *, before: int | None = None, limit: int = 100
     ) -> tuple[tuple[UsageRow, ...], int | None]:
-        """Returns a page of requests, newest first, and the number to pass as `before` for the next page; None on the
-        last page.
-        """
+        """Returns a page of requests, newest first, and the number to pass as `before` to get the next page. The number
+        is None on the last page."""
         u = t.usage.c
         query = which.applied_to(t.usage.select()).order_by(u.number.desc()).limit(limit)
         if before is not None:
@@ -54,8 +53,8 @@ class UsageQueries(DatabaseAccess):
         return rows, int(found[-1]["number"]) if len(found) == limit else None
 
     def sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
-        """Returns the usage by group: days (such as `2026-11-22`, UTC) in order of time, other groups by falling
-        cost. A version is named with its model."""
+        """Returns the usage by group. Days (such as `2026-11-22`, UTC) are sorted by time, and other groups by falling
+        cost. The name of a version includes its model."""
         u = t.usage.c
         group: sa.ColumnElement[Any] = u[by] if by != "day" else sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
         if by == "version":
@@ -71,10 +70,10 @@ class UsageQueries(DatabaseAccess):
         return tuple(sorted(sums, key=lambda each: (-each.cost_micro_usd, -each.requests, each.group)))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
-        """Deletes a batch of the oldest usage rows from before this time; returns their number.
+        """Deletes a batch of the oldest usage rows from before this time. Returns the number of deleted rows.
 
-        An audit entry records it, so that `verify` does not report the rows as missing. The spending of accounts is
-        kept.
+        An audit entry records the deletion, so that `verify` does not report the rows as missing. The spending of
+        accounts is kept.
         """
         u = t.usage.c
         with self._db.write() as c:

@@ -1,4 +1,4 @@
-"""Every metric that raytide exposes: a module or two for each layer, and all of them in `METRICS`."""
+"""The catalogue of every metric that raytide exposes. Each layer has a module or two, and `METRICS` has all metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytide.core.telemetry.metrics import Layer, Metric
 
 
 def declared_in(module: ModuleType) -> tuple[Metric, ...]:
-    """Returns the metrics that a module declares, in its order."""
+    """Returns the metrics that a module declares, in the order of their declaration."""
     return tuple(value for value in vars(module).values() if isinstance(value, Metric))
 
 

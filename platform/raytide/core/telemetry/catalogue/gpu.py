@@ -1,8 +1,8 @@
-"""Metrics of GPUs under the names and labels of NVIDIA's DCGM exporter.
+"""Metrics of GPUs, under the names and labels of NVIDIA's DCGM exporter.
 
-Nodes with GPUs run raytide's exporter (`autoscaler/nodes/exporter`), and local nodes a stand-in
-(`autoscaler/providers/local/meter.py`).
-DCGM exposes its counters without `_total`, so they are declared as gauges here.
+Nodes with GPUs run raytide's exporter (`autoscaler/nodes/exporter`). Local nodes run a stand-in for it
+(`autoscaler/providers/local/meter.py`). DCGM exposes its counters without `_total`, so they are declared as gauges
+here.
 """
 
 from raytide.core.telemetry.metrics import Metric

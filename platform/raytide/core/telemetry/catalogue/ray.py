@@ -1,6 +1,7 @@
-"""The metrics of Ray's agents that alerts need, under Ray's own names.
+"""Metrics of Ray's agents that raytide's alerts need, under Ray's own names.
 
-Ray's pages have hundreds of others, which a Prometheus beside the cluster keeps; raytide's monitor keeps only these.
+Ray's pages have hundreds of other metrics. raytide's monitor drops those, but a Prometheus beside the cluster keeps
+them.
 """
 
 from raytide.core.telemetry.metrics import Metric, counter

@@ -1,7 +1,8 @@
-"""Serves the log of a job in parts: the output of its drivers, one attempt after another. Memory never holds all of it.
+"""Serves a job's log in parts, without ever holding all of the log in memory. The log is the output of the job's
+drivers, one attempt after another.
 
-A position is `attempt:byte`, counted from the first byte ever written, even if the oldest were dropped (see
-`log_rotation`). An empty position is the beginning.
+A position in the log is `ATTEMPT:BYTE`. The byte is counted from the first byte that the attempt ever wrote, even if
+the oldest bytes were dropped (see `log_rotation`). An empty position means the beginning.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Piece(NamedTuple):
 
 
 def part(printed: Printed, job: Job, after: str) -> LogPart:
-    """Returns the part of the log after a position."""
+    """Returns the next part of the log from the position `after` on, at most a megabyte."""
     attempt, wanted = _parsed(after)
     piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
     while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < job.restarts:
@@ -61,7 +62,8 @@ def part(printed: Printed, job: Job, after: str) -> LogPart:
 
 
 def tail(printed: Printed, job: Job, lines: int) -> str:
-    """Returns the position at which the last `lines` lines begin, or the earliest one that was searched."""
+    """Returns the position at which the last `lines` lines begin. Only the last 32 MiB are searched. If the lines begin
+    earlier, returns the beginning of the searched part."""
     left = TAIL_BYTES
     for attempt in range(job.restarts, -1, -1):
         key = DriverKey(job.id, attempt)

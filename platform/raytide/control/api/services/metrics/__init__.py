@@ -1,1 +1,1 @@
-"""The metrics of the API, computed from the records, the ledger and the controller's last observation."""
+"""The metrics of the API, computed from the stored records, the ledger and the controller's last observation."""

@@ -160,8 +160,8 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
 def cost_samples(
     books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
 ) -> Iterator[MetricSample]:
-    """Yields the booked cost in dollars by kind, and each team's spending as a share of its monthly budget, now and as
-    forecast for the month's end."""
+    """Yields the booked cost in dollars by kind of ledger entry. For each team with a budget, yields the share of the
+    monthly budget that is spent now, and the share that will be spent by the month's end at the present rate."""
     booked = books.booked("kind")
     yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     spent = books.spent([], month_of(now_us)).teams_month

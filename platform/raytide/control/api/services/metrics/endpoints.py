@@ -25,7 +25,8 @@ REGRESSION_SHOWN_S = 3600.0
 
 
 def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]) -> Iterator[MetricSample]:
-    """Yields the endpoints' target replicas, the loads that replicas and routers report, costs, and users' feedback."""
+    """Yields for each endpoint its target number of replicas, the load that replicas and routers report, the cost, and
+    the users' feedback."""
     targets: defaultdict[str, dict[str, int]] = defaultdict(dict)
     promises: dict[str, Replicas] = {}
     for endpoint in store.endpoints():
@@ -91,9 +92,8 @@ def _adapter_state(reported: str) -> str:
 
 
 def canary_samples(rolled_back: Sequence[Rollout]) -> Iterator[MetricSample]:
-    """Yields by how much the challengers of rolled-back canaries were worse. Only each endpoint's newest rollout in
-    `rolled_back`, which is sorted newest first, counts.
-    """
+    """Yields by how much the challenger of a rolled-back canary was worse than the champion, for the newest such
+    rollout of each endpoint. `rolled_back` is sorted newest first."""
     newest: dict[str, Rollout] = {}
     for rollout in rolled_back:
         newest.setdefault(rollout.name, rollout)

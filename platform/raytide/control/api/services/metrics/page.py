@@ -37,7 +37,8 @@ Total = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class ClientLatencyReport(Config):
-    """Observations since the last report: a count for each bucket of the two histograms, and their sums in seconds."""
+    """The latencies that a client observed since its last report: for whole requests and for first tokens, a count for
+    each histogram bucket and the sum in seconds."""
 
     requests: Counts = Field(max_length=len(CLIENT_REQUEST_SECONDS.buckets) + 1)
     requests_s: Total
@@ -80,7 +81,8 @@ class ClientLatencies:
 
 
 class AuditCheck:
-    """Counts the missing entries of the audit log, at most every few minutes, since that reads its whole index."""
+    """Counts the missing entries of the audit log. A count is reused for some minutes, because counting reads the log's
+    whole index."""
 
     def __init__(self, log: AuditLog) -> None:
         self._log, self._lock = log, threading.Lock()

@@ -1,6 +1,7 @@
 """The first schema.
 
-Migrations are frozen: later ones build on the tables that this one made, even if `tables` differs by then.
+Migrations are frozen. Later migrations build on the tables that this migration made, even if the module `tables` has
+changed since.
 """
 
 from __future__ import annotations

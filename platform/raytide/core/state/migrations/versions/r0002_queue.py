@@ -1,4 +1,5 @@
-"""Adds the queue's counts of each job, yielding members, limits and recent usage of teams, and sums of the ledger."""
+"""Adds the counters of each job for the queue, the limits and recent usage of teams, the sums of the ledger, and
+whether a lease's member frees its resources for another job or endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds to each member of a lease the job or endpoint for which it freed its resources."""
+"""Adds to each member of a lease the job or endpoint for which the member freed its resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds interruptions of jobs, the work that they lost, and the ledger entries that move lost work to waste."""
+"""Adds the interruptions of jobs, the work that jobs lost, and the ledger entries that move lost work to waste."""
 
 from __future__ import annotations
 

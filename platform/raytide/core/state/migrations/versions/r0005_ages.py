@@ -1,4 +1,5 @@
-"""Adds the age of each finished job for the queue, which no longer uses the time for which jobs held their GPUs."""
+"""Adds the age that each finished job reached. The queue uses ages in place of the time for which jobs held their
+GPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Makes idempotency keys unique within a team instead of a user, and adds the digest of the request that used a key and
-the number of the commit that last changed a job or a lease.
-"""
+"""Makes idempotency keys unique within a team, no longer within a user. Adds the digest of the request that used a key,
+and the number of the commit that last changed a job or a lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the leader election of controllers that share one store."""
+"""Adds the table for the leader election of controllers that share one store."""
 
 from __future__ import annotations
 

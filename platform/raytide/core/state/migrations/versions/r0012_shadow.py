@@ -1,4 +1,5 @@
-"""Adds the numbers of compared and of equal answers to copied (shadow) requests."""
+"""Adds two counts for shadow requests, which are copies of users' requests: the compared answers, and the equal answers
+among them."""
 
 from __future__ import annotations
 

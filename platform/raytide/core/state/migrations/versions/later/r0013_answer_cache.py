@@ -1,4 +1,4 @@
-"""Adds to API keys whether they allow stored answers; existing keys do not."""
+"""Adds a column to API keys: whether the gateway may cache their answers. Existing keys do not allow this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the energy to entries of the ledger and to their sums."""
+"""Adds energy to the entries of the ledger and to the sums of entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the values that users report for endpoints to scale on."""
+"""Adds the values that users report for signals on which endpoints scale."""
 
 from __future__ import annotations
 

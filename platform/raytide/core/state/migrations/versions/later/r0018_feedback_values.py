@@ -1,4 +1,4 @@
-"""Adds the values of users' own metrics for answers."""
+"""Adds the values of users' own metrics, by which users judge answers."""
 
 from __future__ import annotations
 

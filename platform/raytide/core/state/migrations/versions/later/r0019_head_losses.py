@@ -1,4 +1,4 @@
-"""Adds the number of restarts of jobs whose driver was lost with its head."""
+"""Adds to each job how often it was restarted because its driver was lost together with the head."""
 
 from __future__ import annotations
 

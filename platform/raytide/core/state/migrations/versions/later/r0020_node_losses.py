@@ -1,4 +1,4 @@
-"""Adds the number of restarts of jobs whose driver had lost all its nodes."""
+"""Adds to each job how often it was restarted because its driver had lost all its nodes."""
 
 from __future__ import annotations
 
