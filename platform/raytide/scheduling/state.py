@@ -140,7 +140,8 @@ class SchedulingState:
         paces: Throughputs | None = None,
         apart: frozenset[str] | None = None,
     ) -> Placements | Unschedulable:
-        """Reserves slots for `count` members, or for as many as fit. Fails if fewer than `at_least` fit (default: all).
+        """Reserves slots for `count` members, or for as many as fit, and returns the slots. Returns an Unschedulable if
+        fewer than `at_least` fit (default: all).
 
         Existing nodes come first, the tightest fit first. New nodes then come from the pool that is cheapest per
         member. `menu` restricts their types, and `max_new` their number. `spread_from` has the members by zone if zones
