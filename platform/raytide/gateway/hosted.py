@@ -1,6 +1,6 @@
 """Sends requests to hosted OpenAI-compatible APIs, and bills them at the prices in the endpoints' specs.
 
-In the response, the model's name and the response id are replaced by raytide's. Tokens are counted for the bill.
+raytide replaces the model's name and the id in the response, and counts the tokens for the bill.
 """
 
 from __future__ import annotations

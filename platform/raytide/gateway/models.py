@@ -155,8 +155,8 @@ class EndpointModels:
     ) -> T:
         """Returns the response to this request from the revision that the rollout chooses.
 
-        `respond` may raise only before any part of the response is sent. If a challenger fails, the champion therefore
-        answers. If all replicas refuse, the fallback API answers."""
+        `respond` may raise only before it sends any part of the response. Then the champion answers if a challenger has
+        failed, and the fallback API answers if all replicas refuse."""
         try:
             return await self._answer(model, request, body, respond)
         except Exception as error:

@@ -1,8 +1,8 @@
 """Computes each holder's share of each node from a Snapshot. A holder is a job or an endpoint.
 
 A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs has the weight 0.5. The
-unused rest of the node is another share: idle, start-up or waste. The weights of a node sum to one. They sum to more
-than one if holders dominate different resources, and each holder then pays in proportion to its weight.
+unused rest of the node is another share: idle, start-up or waste. The weights of a node normally sum to one. They sum
+to more than one if holders dominate different resources, and each holder then pays in proportion to its weight.
 
 A gang member holds resources from its assignment to a node, even before it uses them. For a short time after a release,
 processes that are ending still use resources. The former holder pays for this use.

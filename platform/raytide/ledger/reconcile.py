@@ -37,7 +37,8 @@ class Difference:
 
 
 def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Difference, ...]:
-    """Returns the nodes whose ledger entries differ from the provider's bill. An empty result means that they agree.
+    """Returns the nodes whose ledger entries differ from the provider's bill. The result is empty if ledger and bill
+    agree.
 
     An ended machine must be booked up to its end. A running machine must be booked without gaps.
     """

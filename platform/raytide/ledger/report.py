@@ -84,7 +84,7 @@ class CostRow:
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """Returns the rows of a cost report, the most expensive row first. Days are in order of date.
+    """Returns the rows of a cost report, the most expensive row first. Rows by day are in order of date.
 
     Idle, start-up and waste have rows of their own, so that all rows sum to the total cost. `losses` are the lines for
     lost work, which are already contained in `lines`.

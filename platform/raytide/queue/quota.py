@@ -3,7 +3,7 @@
 The arithmetic is Kueue's:
 - A team's subtree quota is its own quota plus the quota that its children lend.
 - The part of the subtree quota that the team does not lend is its local quota. It is guaranteed to the team.
-- Usage beyond the local quota counts at the parent team, and so on up to the root of the tree.
+- Usage beyond the local quota is charged to the parent team, and so on up to the root of the tree.
 - Capacity of the fleet beyond all quotas belongs to the root. A quota for one team thus takes nothing from teams
   without a quota.
 - A resource that no team's quota names is unlimited.
@@ -98,7 +98,7 @@ class Quotas:
                 self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
-        """Returns the usage that counts at the team: its own usage, and its children's usage beyond their local
+        """Returns the usage that is charged to the team: its own usage, and its children's usage beyond their local
         quota.
         """
         return self._used[self._node(team, name).number] if name in self.limited else 0.0

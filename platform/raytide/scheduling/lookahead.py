@@ -87,8 +87,8 @@ class PendingDemand:
         """Returns two arrays about each offering in `rows`: the value of a node's remaining resources to the pending
         shapes, and the number of members of each shape that these resources would hold.
 
-        A node of offering i first gets `members[i]` members with the resources `need`, and the rest of the node
-        remains. `left` has, for each shape, the number of members that are still to be placed. The value is in
+        A node of the offering `rows[i]` first gets `members[i]` members with the resources `need`, and the rest of the
+        node remains. `left` has, for each shape, the number of members that are still to be placed. The value is in
         micro-dollars an hour.
         """
         need_R = self._table.vector(round_up_gpu_share(need))

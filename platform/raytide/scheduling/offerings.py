@@ -115,8 +115,9 @@ class OfferingTable:
         return [(self.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def data_cost(self, shapes: Iterable[Shape]) -> Floats:
-        """Returns, for each offering, the hourly cost in micro-dollars of moving data to its zone. The cost is for one
-        member of each of the shapes.
+        """Returns, for each offering, the hourly cost in micro-dollars of moving members' data to the offering's zone.
+
+        The cost is for one member of each shape in `shapes`.
         """
         total = np.zeros(len(self.offerings))
         for shape in shapes:

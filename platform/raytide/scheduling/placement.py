@@ -91,7 +91,7 @@ class Tenant:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """The labels that its node must have."""
+        """The labels that the member's node must have."""
         labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
         return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
 
@@ -112,7 +112,9 @@ class Candidate:
 
     @property
     def rating(self) -> tuple[int, float]:
-        """The sort key of candidates. The candidate with most members comes first, and among equals the cheapest."""
+        """The sort key of candidates. The candidate with the most members comes first, and among equals the
+        cheapest.
+        """
         costs = (
             (new.offering.cost_micro_usd_h * new.nodes + new.data_micro_usd_h, new.offering.node_type.name)
             for new in self.new
@@ -120,9 +122,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if fewer than `needed` members would be placed when only `pace` of the new nodes are
-        launched.
-        """
+        """Returns True if fewer than `needed` members would be placed if only `pace` of the new nodes were launched."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -188,8 +188,8 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option. If its zone already has more than half of the endpoint's members, returns an option
-    in another zone that costs little more, in the zone with the fewest members.
+    """Returns the cheapest option, unless its zone already has more than half of the endpoint's members. In that case
+    it returns an option that costs little more, from the zone with the fewest members.
 
     An option is a tuple that begins with its cost and ends with an index. `zone` returns the zone of an index.
     """

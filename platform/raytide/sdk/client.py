@@ -223,8 +223,8 @@ class Client:
     ) -> EndpointHandle:
         """Serves a Hugging Face model directory or a registered model over the OpenAI API. Returns the endpoint.
 
-        - With `replicas=(1, 8)` the number of replicas follows the load. `slo_target` makes it the cheapest number with
-          which this share of requests gets its first token within `slo_ttft_s`.
+        - With `replicas=(1, 8)` the number of replicas follows the load. If `slo_target` is given too, it is the
+          cheapest number at which this share of requests gets a first token within `slo_ttft_s`.
         - With `canary`, `shadow` or `ab` the model becomes a challenger of the model that the endpoint already serves.
           `EndpointHandle.rollout` shows the progress. `shadow` and `ab` are percentages.
         - `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the means of your own metric instead of users'

@@ -159,7 +159,7 @@ def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Pa
     """Returns the replicas that a load needs on each node type of a cluster.yaml, the cheapest node type first. Node
     types that cannot hold a replica are left out.
 
-    Raises CapacityError if none can.
+    Raises CapacityError if no node type can hold a replica.
     """
     shape, config = model_named(model), load_cluster(cluster_file)
     found: list[ReplicaPlan] = []

@@ -1,4 +1,4 @@
-"""Recorded spot markets: how many nodes of a size were available in a zone, tick by tick.
+"""Recorded spot markets: how many nodes of one kind were available in one zone, tick by tick.
 
 A file is a JSON object from a trace's key to its fields. The counts are run-length encoded as [count, ticks] pairs.
 """
@@ -37,7 +37,7 @@ class _Recorded(BaseModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpotTrace:
-    """The recorded market of one zone, for nodes with one kind and number of GPUs."""
+    """The recorded market of one zone, for nodes with a given kind and number of GPUs."""
 
     key: str
     kind: str

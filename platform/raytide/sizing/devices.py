@@ -20,7 +20,7 @@ CPU_NETWORK = 1.25e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One GPU. If a member has no GPUs, all of its CPUs together. Rates are per second, and bandwidths are in bytes per
+    """One GPU, or all CPUs of a member that has no GPUs. Rates are per second, and bandwidths are in bytes per
     second.
     """
 

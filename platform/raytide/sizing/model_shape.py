@@ -99,16 +99,16 @@ class ModelShape:
         """Returns the FLOPs per token of the forward and the backward pass with full attention: 6 N' + 12 L a d s
         (PaLM, appendix B).
 
-        N' is `matrix_parameters`, L the number of layers, a the number of heads, d the head dimension, and s the
-        sequence length. With `frozen` only adapters are trained. Frozen weights have no gradients, so the first term is
-        4 N'.
+        N' is `matrix_parameters`. `L` is the number of layers, `a` the number of heads, `d` the head dimension, and `s`
+        the sequence length. With `frozen` only adapters are trained. Frozen weights have no gradients, so the first
+        term is 4 N'.
         """
         attention = 12.0 * self.layers * self.attention_width * seq_len
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
-        """Returns the bytes of one token in the KV cache: 2 L k d elements of `bytes_each` bytes, for L layers and k KV
-        heads of dimension d.
+        """Returns the bytes of one token in the KV cache. It has 2 L k d elements of `bytes_each` bytes, for `L` layers
+        with `k` KV heads of dimension `d`.
         """
         return 2 * self.layers * self.kv_width * bytes_each
 

@@ -2,7 +2,7 @@
 the actions.
 
 Every decision follows from the stored state alone, so a driver that was killed continues where it was. A running stage
-whose job is not known is submitted again under the same key. This returns the same job.
+whose job is not known is submitted again under the same key. The API then returns the same job.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stores the files of all teams. File contents are in a folder, and everything else is in a database. The sizes are
-limited.
+"""Stores the files of all teams. File contents are in a folder, and everything else is in a database. Limits apply to
+each file, each team and the whole cluster.
 """
 
 from __future__ import annotations

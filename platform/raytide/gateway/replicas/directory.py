@@ -110,7 +110,7 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
 def listing(found: Mapping[bytes, bytes]) -> Listing:
     """Returns the endpoints that the key-value pairs `found` describe. Pairs that cannot be read are skipped.
 
-    An application that belongs to no route is left out. Its rollout is over or has not begun.
+    The application of a revision is left out if no route names it. Its rollout is over or has not begun.
     """
     applications: Listing = {}
     replicas: dict[str, dict[str, ReplicaAddress]] = {}

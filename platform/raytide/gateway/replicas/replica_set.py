@@ -180,8 +180,8 @@ class ReplicaSet:
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
 
     async def holder(self, rejoin_key: str) -> Replica | None:
-        """Returns the replica that computes or stores the answer to the request with this rejoin key. Returns None if
-        no replica does.
+        """Returns the replica that computes or stores the answer to the request with the key `rejoin_key`. Returns None
+        if no replica does.
 
         If replicas are not connected yet, it first waits up to five seconds for the connections.
         """

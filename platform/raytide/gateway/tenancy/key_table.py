@@ -79,7 +79,7 @@ class KeyTable:
         self.synced.set()
 
     async def key(self, secret: str) -> ApiKey:
-        """Returns the key with this secret. Raises an ApiError: 401 if there is no valid key with it, and 503 if the
+        """Returns the key with this secret. Raises an ApiError: 401 if no valid key has this secret, and 503 if the
         keys cannot be checked.
 
         A key that is missing from the table may have just been created, so the control API is asked before the key is
@@ -98,7 +98,8 @@ class KeyTable:
         return key
 
     def key_of_account(self, account: str) -> ApiKey:
-        """Returns the newest key of an account. Work that outlives the request that started it is checked by this key.
+        """Returns the newest key of an account. Work that continues after its request, such as a batch, is checked by
+        this key.
 
         Raises an ApiError: 401 if the account has no valid key, and 503 if the keys cannot be checked.
         """

@@ -180,7 +180,7 @@ class GatewayCaller:
 
     @property
     def priority(self) -> int:
-        """The priority of the caller's requests in the engine; lower is more urgent."""
+        """The priority of the caller's requests in the engine. A lower number is more urgent."""
         return 0 if self.key is None else self.key.priority
 
     @property

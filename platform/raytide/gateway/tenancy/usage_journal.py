@@ -42,9 +42,10 @@ class UsageJournal:
             self._has_failed = True
 
     def keep(self, requests: Collection[RequestUsage]) -> None:
-        """Drops all requests except these from the file.
+        """Removes all requests except `requests` from the file.
 
-        If none remain, the file is emptied. Otherwise the file is rewritten only when it has become large.
+        If `requests` is empty, the file is emptied at once. Otherwise the file is rewritten only when it has become
+        large.
         """
         try:
             if not requests:

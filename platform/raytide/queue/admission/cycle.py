@@ -1,11 +1,12 @@
-"""One scheduling cycle. Each waiting job, in scheduling order, is admitted to free capacity or preempts jobs of lower
-order. A job is a row of the queue table.
+"""One scheduling cycle. Each waiting job, in scheduling order, is admitted to free capacity or preempts jobs that come
+later in the order. A job is a row of the queue table.
 
-The cycle does not know nodes. It uses a `Capacity`: the live queue's has nodes, quotas and budgets (`preemption.py`),
-and the simulator's counts GPUs.
+The cycle does not know nodes. It uses a `Capacity`. The live queue's `Capacity` has nodes, quotas and budgets
+(`preemption.py`), and the simulator's only counts GPUs.
 
-Preemption cannot go in circles, for three reasons. Within a cycle, a job preempts only jobs of lower order. A preempted
-job preempts no other until its cool-down is over. No job is preempted more than `MAX_PREEMPTIONS` times.
+Preemption cannot go in circles, for three reasons. Within a cycle, a job preempts only jobs that come later in the
+order. A preempted job preempts no other until its cool-down is over. No job is preempted more than `MAX_PREEMPTIONS`
+times.
 """
 
 from __future__ import annotations

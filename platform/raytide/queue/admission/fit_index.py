@@ -73,7 +73,7 @@ class FitIndex:
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
-        """Returns the number of members that would fit on the node `row` if its free resources were `free`."""
+        """Returns the number of members that would fit on the node of row `row` if its free resources were `free`."""
         if (is_eligible := count.is_eligible.get(row)) is None:
             nodes = self.room.node_table
             is_eligible = bool(count.need) and nodes.matches(row, count.labels)

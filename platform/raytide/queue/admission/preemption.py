@@ -180,7 +180,7 @@ class Preemptor:
         """Preempts the victims in favour of `by`, and then calls `place`. Returns the rows that were preempted as a
         whole.
 
-        If `place` fails, the preemption is undone and None is returned. It may fail because the members need one
+        If `place` fails, the preemption is undone and None is returned. It may fail because all members must be in one
         topology domain, or because their accelerators would exceed a quota.
         """
         for victim in victims:

@@ -1,8 +1,8 @@
 """The queue's part of a decision: which jobs are admitted, and which gangs are preempted, shrink or grow.
 
-Jobs are tried in the order of `priority.py`. A job takes capacity that is free, that can be bought, or that jobs of
-lower order yield. A job may be admitted to slots whose members are still leaving. These slots are reserved for the job,
-and are free within `GRACE_S`.
+Jobs are tried in the order of `priority.py`. A job takes capacity that is free, that can be bought, or that jobs later
+in the order yield. A job may be admitted to slots whose members are still leaving. These slots are reserved for the
+job, and are free within `GRACE_S`.
 """
 
 from __future__ import annotations

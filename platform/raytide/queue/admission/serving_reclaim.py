@@ -1,8 +1,8 @@
 """Reclaims capacity for serving: a replica that does not fit preempts spare members of elastic gangs. A gang shrinks in
 place, never below its minimum size, and grows back later.
 
-A replica that can get a new node usually waits for it. It preempts members only in two cases: no node can be got, or
-the endpoint is overloaded and a member would leave sooner than the new node would be ready.
+A replica preempts members only in two cases: it can get no new node, or its endpoint is overloaded and a member would
+leave sooner than the new node would be ready. Otherwise the replica waits for the new node.
 """
 
 from __future__ import annotations

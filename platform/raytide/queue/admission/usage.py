@@ -37,8 +37,7 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the lease's members use if they are neither parked nor yielding. Members without a node
-    count.
+    """Returns the quota that the lease's members use. Members without a node count. Parked and yielding members do not.
 
     `types` maps node ids to node types.
     """
@@ -51,7 +50,7 @@ def least_quota(shape: Shape) -> Resources:
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that an endpoint's published replicas use. Replicas without a node count.
+    """Returns the quota that the endpoint's replicas use. Replicas without a node count as well.
 
     `types` maps Ray's node ids to node types.
     """

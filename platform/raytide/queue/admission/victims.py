@@ -17,8 +17,8 @@ from raytide.scheduling.node_table import Need
 
 @dataclass(slots=True, eq=False)
 class Victim:
-    """Members of a gang that can only be preempted together. They are either one spare member, or all members of the
-    gang's minimum size.
+    """Members of a gang that can only be preempted together: either one spare member, or all the members that make up
+    the gang's minimum size.
     """
 
     row: int
@@ -45,8 +45,8 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """The members of one gang as victims: its spare members, the last member first, and its members of the minimum
-    size.
+    """The members of one gang as victims: its spare members, the last one first, and the members that make up its
+    minimum size.
     """
 
     spare: tuple[Victim, ...]
@@ -168,7 +168,7 @@ def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list
 
 
 def gang_victims_in_order(gangs: Iterable[GangVictims]) -> Iterator[Victim]:
-    """Yields the spare members of all gangs, and then the members of each gang's minimum size."""
+    """Yields the spare members of all gangs. Then yields, for each gang, the members that make up its minimum size."""
     seen = []
     for gang in gangs:
         seen.append(gang)

@@ -14,9 +14,10 @@ MAX_PREEMPTIONS = 100
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
-    """Returns the job with its attained service up to date. The number of usable GPUs is constant within a spell.
+    """Returns the job with its attained service up to date.
 
-    If the lease's number of usable GPUs has changed, the current spell ends and a new one begins.
+    A spell is a time in which the number of usable GPUs is constant. If the number has changed, the current spell ends
+    and a new one begins.
     """
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0

@@ -45,7 +45,7 @@ def advance(
 
 
 def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
-    """Returns the lease after a plan's Assigns. Members that already have a node keep it.
+    """Returns the lease after the Assign actions of a plan. Members that already have a node keep it.
 
     `nodes` maps member indices to node ids.
     """

@@ -2,13 +2,13 @@
 
 The test multiplies E-variables, one for each block of observations (Turner, Ly, Grunwald: Generic E-variables for exact
 sequential k-sample tests that allow for optional stopping, 2021). A block has n_a and n_b observations. The alternative
-assumes the shares theta_a < theta_b, and the null assumes for both
+assumes the shares theta_a < theta_b. The null hypothesis assumes the same share for both:
 
     theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b).
 
-The E-variable is the likelihood ratio of the alternative to the null. Its expectation is at most 1 if b is no worse
-than a. By Ville's inequality, the probability that the product ever reaches 1 / alpha is then at most alpha, for any
-traffic split, even a changing one. Observations must be independent.
+The E-variable is the likelihood ratio of the alternative to the null hypothesis. Its expectation is at most 1 if b is
+no worse than a. By Ville's inequality, the probability that the product ever reaches 1 / alpha is then at most alpha,
+for any traffic split, even a changing one. Observations must be independent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BadShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareTest:
-    """A sequential test whether b's share of bad observations is higher than a's, with the evidence so far."""
+    """A sequential test of whether b's share of bad observations is higher than a's, with the evidence so far."""
 
     a: BadShare = BadShare()
     b: BadShare = BadShare()

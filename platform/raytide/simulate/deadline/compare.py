@@ -26,7 +26,9 @@ Up = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The sizes of a job in ticks of `tick_s` seconds, and the prices of its node."""
+    """The work, the restart time and the deadline of a job, in ticks of `tick_s` seconds, and the prices of its
+    node.
+    """
 
     work: int
     restart: int

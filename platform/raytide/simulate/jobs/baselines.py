@@ -82,8 +82,8 @@ def drf(queue: JobQueue) -> Ints:
 
 
 def las(queue: JobQueue) -> Ints:
-    """Returns the jobs to run, least attained service first. Attained service is divided into three bands, and within a
-    band it is first come, first served (NSDI'19).
+    """Returns the jobs to run, least attained service first (NSDI'19). There are three bands of attained service.
+    Within a band, jobs run first come, first served.
     """
     band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
     return _filled(queue, queue.active[np.argsort(band, kind="stable")])

@@ -112,8 +112,8 @@ def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> Replay
 def lower_bound_s(trace: JobTrace, gpus: int) -> float:
     """Returns a lower bound of the mean job completion time in seconds.
 
-    It is the larger of two bounds: every job runs alone, or one machine with the cluster's total speed runs all jobs by
-    shortest remaining processing time (SRPT).
+    It is the larger mean of two ideal cases. In the first, every job runs alone. In the second, one machine with the
+    cluster's total speed runs all jobs by shortest remaining processing time (SRPT).
     """
     work_s = trace.duration_s * trace.gpus / gpus
     heap: list[float] = []

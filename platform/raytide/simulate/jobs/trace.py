@@ -79,7 +79,7 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Returns the trace with random one-GPU jobs enlarged to several GPUs, so that about this share of jobs has several
+    """Returns the trace with randomly chosen one-GPU jobs enlarged, so that about `share` of all jobs have several
     GPUs.
     """
     several = trace.gpus > 1

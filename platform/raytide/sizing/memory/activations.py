@@ -1,8 +1,9 @@
 """The bytes of activations that one layer keeps for the backward pass, counted tensor by tensor.
 
 The counted tensors are those that autograd saves in `actors/trainer/model/transformer.py`. A test compares the counts
-with real runs. Symbols: h is the width, q = heads * head_dim, k = kv_heads * head_dim, a is the number of heads, f is
-the feed-forward width. All are divided by the tensor axis t. The sequence is also divided by the context axis.
+with real runs. Symbols: `h` is the width, `q` = heads * head_dim, `k` = kv_heads * head_dim, `a` is the number of
+heads, and `f` is the feed-forward width. All of them are divided by the size `t` of the tensor axis. The sequence is
+divided by the size of the context axis as well.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, 
     """Returns (kept, extra) for the last norm and the loss. `kept` is the bytes that stay until the backward pass.
     `extra` is the most bytes that are needed in addition while they run.
 
-    Without chunks, the log-probabilities of all tokens are kept in fp32. The forward pass needs the logits in the
-    compute dtype and in fp32 in addition, and the backward pass needs the gradient of the logits. With chunks, the
-    gradients of the last hidden states and of the head are kept instead.
+    Without chunks, the log-probabilities of all tokens are kept in fp32. In addition, the forward pass needs the logits
+    in the compute dtype and in fp32, and the backward pass needs the gradient of the logits. With chunks, the gradients
+    of the last hidden states and of the head are kept instead.
     """
     tokens = part.tokens
     norm = stream_norm_bytes(model, part) * part.own_tokens + _IDS * tokens

@@ -161,9 +161,7 @@ def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIR
 
 
 def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the model with the loss of the compute-optimal model for `flops` whose training and serving together are
-    cheapest.
-    """
+    """Returns the cheapest model to train and serve that reaches the loss of the compute-optimal model for `flops`."""
     return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)
 
 

@@ -28,8 +28,8 @@ def fill_in(
     the cheapest one. The best plan for a given gang is the fastest one.
 
     An automatic gang lists the node types on which the plan's layout fits, the cheapest first. It is elastic down to
-    the fewest nodes that still fit, unless the layout copies the model. Raises CapacityError, with the cheapest fix, if
-    no plan fits.
+    the fewest nodes that still fit, unless the layout replicates the model. Raises CapacityError, with the cheapest
+    fix, if no plan fits.
     """
     if not spec.auto:
         return spec

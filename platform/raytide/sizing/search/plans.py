@@ -89,7 +89,7 @@ def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpe
 
 
 def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
-    """Returns the micro-batch sizes to try, in sequences, the largest first. None exceeds a data rank's share of a
+    """Returns the micro-batch sizes to try, in sequences, the largest first. No size exceeds a data rank's share of a
     step.
     """
     rows = math.ceil(workload.global_batch / sizes.data)

@@ -23,8 +23,8 @@ _TIMEOUT_S = 120.0
 
 
 def held_out_loss(spec: EvalSpec) -> dict[str, float]:
-    """Returns the metrics of the model on the dataset: `loss`, the mean cross entropy in nats a token, `perplexity`,
-    which is exp(loss), and `tokens`, the number of predicted tokens.
+    """Returns the metrics `loss`, `perplexity` and `tokens` of the model on the dataset. The loss is the mean cross
+    entropy in nats a token, and the perplexity is exp(loss). `tokens` is the number of predicted tokens.
 
     Sequences of `seq_len` + 1 tokens follow one another without overlap. Documents are not separated, as in training.
     """
