@@ -147,16 +147,16 @@ class EndpointModels:
             each.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
 
     def counted(self) -> list[CountedRevision]:
-        """Returns the request totals of each revision in the running rollouts and in recent earlier ones."""
+        """Returns the request totals of each revision in running and recently ended rollouts."""
         return [tally.to_report() for tally in self._tallies.values()]
 
     async def answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns the response to this request from the revision that the rollout chooses.
+        """Returns the response to this request from the revision that the rollout chooses. If a challenger fails, the
+        champion answers. If all replicas refuse, the fallback API answers.
 
-        `respond` may raise only before it sends any part of the response. Then the champion answers if a challenger has
-        failed, and the fallback API answers if all replicas refuse."""
+        `respond` may therefore raise only before it sends any part of the response."""
         try:
             return await self._answer(model, request, body, respond)
         except Exception as error:

@@ -28,9 +28,9 @@ class ContentDigest:
 def digest_of_directory(url: str) -> ContentDigest:
     """Returns the digest of a model directory.
 
-    It is the SHA-256 of the JSON list of the files as [relative path, size in bytes, SHA-256], sorted by path. Files
-    and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model, or if a file
-    changes while it is read.
+    It is the SHA-256 of a JSON list with one entry [relative path, size in bytes, SHA-256] for each file, sorted by
+    path. Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model,
+    or if a file changes while it is read.
     """
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"

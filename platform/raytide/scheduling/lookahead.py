@@ -1,9 +1,9 @@
 """The demand that is still to be placed in this decision, and the value of a new node's free resources to this demand.
 
 Shapes are placed one after another. A node that costs a little more for the first shape may be cheaper for all shapes
-together, if its remaining resources hold later shapes that would otherwise need nodes of their own. These resources are
-then held for the later shapes. Without the hold, shapes that are placed in between would take them, and more nodes
-would be needed.
+together. This is the case if its remaining resources hold later shapes that would otherwise need nodes of their own.
+The resources are then held for the later shapes. Without the hold, shapes that are placed in between would take them,
+and more nodes would be needed.
 """
 
 from __future__ import annotations

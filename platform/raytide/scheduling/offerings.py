@@ -54,7 +54,7 @@ class Offering:
 
 
 class OfferingTable:
-    """The constant table of offerings. All copies of `Offerings` share it."""
+    """A table of all offerings, which does not change. All copies of `Offerings` share it."""
 
     def __init__(self, offerings: Sequence[Offering], transfer: TransferSection | None = None) -> None:
         self.offerings = tuple(offerings)

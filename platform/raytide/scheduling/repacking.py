@@ -38,7 +38,9 @@ class Repacking:
 
 
 def repack(room: SchedulingState) -> Repacking:
-    """Drops or replaces new nodes where that is cheaper, the most expensive first. Changes `room` accordingly."""
+    """Drops or replaces new nodes where that lowers the cost, starting with the most expensive node. Changes `room`
+    accordingly.
+    """
     repacking = Repacking()
     receivers: set[str] = set()
     for node_id, offering in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):

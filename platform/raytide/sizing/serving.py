@@ -130,7 +130,7 @@ def decode_seconds(
     """Returns the time in seconds of one decode step of `batch` sequences with `context` tokens each. It is the sum of
     three parts:
 
-    - the larger of the time to read weights and KV caches and the time to compute
+    - the time to read the weights and KV caches, or the time to compute if that is longer
     - the all-reduces of the tensor ranks
     - the work of the host
     """

@@ -1,4 +1,4 @@
-"""Carries out the plan of a flow: a thin loop around `planner.plan`. It may be killed after any step.
+"""Carries out the plan of a flow: a thin loop around `planner.plan`. The process may be killed after any step.
 
 The state is stored before each submission and after each event. A submission has a key made of the run, the cycle, the
 stage and the attempt. A repeated submission thus returns the same job.

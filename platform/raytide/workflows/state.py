@@ -2,8 +2,8 @@
 returned states.
 
 A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. A failed stage that has retries left is
-`waiting` again. The number of an attempt is unique within a cycle. The number is stored before the attempt's job is
-submitted, under a key that contains the number. If the driver is killed in between, the same attempt is therefore
+`waiting` again. Each attempt has a number that is unique within the cycle, and the key of its submission contains this
+number. The number is stored before the submission. If the driver is killed in between, the same attempt is therefore
 submitted again, which returns the same job.
 """
 

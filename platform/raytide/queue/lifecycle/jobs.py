@@ -34,7 +34,8 @@ _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 class DriverKey:
     """The identity of one attempt at running a job's driver.
 
-    A restarted controller finds the attempt that already runs by this key, and does not start the attempt twice.
+    By this key, a restarted controller recognises an attempt that is already running. It does not start the attempt
+    twice.
     """
 
     job_id: str

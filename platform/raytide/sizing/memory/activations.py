@@ -109,10 +109,11 @@ def sparse_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def checkpoint_bytes(model: ModelShape, part: Slice, memory: MemorySpec, *, sparse: bool = False) -> float:
-    """Returns the bytes that one layer keeps under the chosen activation checkpointing.
+    """Returns the bytes that one layer keeps under the chosen activation checkpointing:
 
-    With `full` it keeps only its input. With `selective` it keeps the results of matrix products and of attention as
-    well.
+    - `none`: everything that `layer_bytes` counts.
+    - `full`: the layer's input.
+    - `selective`: the layer's input, and the results of matrix products and of attention.
     """
     if memory.checkpointing == "none":
         return layer_bytes(model, part, sparse=sparse)
