@@ -201,7 +201,7 @@ def why_not(
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
-    """Raises CapacityError if even an empty fleet could hold none of the gang's shapes."""
+    """Raises CapacityError if none of the gang's shapes would fit even into an empty fleet."""
     never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
     if never[0] is not None and all(never):
         raise CapacityError(never[0].reason, hint=never[0].remedy)
