@@ -60,7 +60,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class TickView:
-    """What a policy sees at a tick. `held` is NONE if the held zone was just lost."""
+    """The view that a policy has at one tick. `held` is NONE if the held zone was just lost."""
 
     tick: int
     """The number of ticks since the job's start."""

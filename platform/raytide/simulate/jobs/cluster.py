@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class JobQueue:
-    """What a queue policy sees: one array per column, with all jobs of the trace. `active` are the jobs that were
-    submitted and are not done.
+    """The view that a queue policy has of the jobs: one array per column, with all jobs of the trace. `active` are the
+    jobs that were submitted and are not done.
     """
 
     now_s: float

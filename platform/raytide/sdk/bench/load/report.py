@@ -63,8 +63,8 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """How busy and how late the load generator itself was. If it was too busy or too late, the report measures the
-    generator rather than the endpoint.
+    """The load of the generator itself: its CPU use and its lateness. If it was too busy or too late, the report
+    measures the generator rather than the endpoint.
     """
 
     cpu_share: float
