@@ -1,6 +1,6 @@
-"""Sends requests to hosted OpenAI-compatible APIs, and bills them at the prices in their specs.
+"""Sends requests to hosted OpenAI-compatible APIs, and bills them at the prices in the endpoints' specs.
 
-In the answers, the model's name and the id are replaced, and tokens are counted.
+raytide replaces the model's name and the id in the response, and counts the tokens for the bill.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ _DATA = b"data:"
 
 
 class UsageReader:
-    """Reads one answer. `usage` has the tokens that the API reported; until it does, it counts one token for each piece
-    of text.
+    """Reads one response of a hosted API, and counts its tokens.
+
+    `usage` is the token usage that the API has reported. Until the API reports usage, `usage` counts one token for each
+    piece of text.
     """
 
     def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
@@ -65,11 +67,15 @@ class UsageReader:
         return self._reported or TokenUsage(self._prompt_tokens, self._pieces)
 
     def whole(self, body: bytes) -> bytes:
-        """Returns the body of an answer that is not streamed, with this endpoint's name as its model."""
+        """Returns the body of a response that is not streamed, with the model's name replaced by this endpoint's
+        name.
+        """
         return json.dumps(self._read(_parsed(body))).encode()
 
     def events(self, piece: bytes) -> Iterator[bytes]:
-        """Yields the complete lines of a stream as its bytes arrive, with this endpoint's name as their model."""
+        """Yields the complete lines of a streamed response as bytes arrive, with the model's name replaced by this
+        endpoint's name.
+        """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > _MOST_LINE_BYTES:
             raise EngineError("the hosted API sends a line without end.")
@@ -123,7 +129,7 @@ def _count(reported: dict[str, Any], *names: str) -> int:
 
 
 class HostedApis:
-    """The hosted APIs that the operator has allowed, with their keys. Use it from one event loop."""
+    """The hosted APIs that the operator has allowed, with the API keys. Use it from one event loop."""
 
     def __init__(self, keys: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`keys` has the key of each API by its base URL; "" if the API has none."""
@@ -137,7 +143,10 @@ class HostedApis:
 
     @classmethod
     def from_environment(cls, allowed: Iterable[HostedApi]) -> HostedApis:
-        """Returns the allowed APIs with their keys, which are then removed from this process's environment."""
+        """Returns the allowed APIs with the API keys from environment variables.
+
+        Removes these variables from this process's environment.
+        """
         apis = list(allowed)
         keys = {api.base_url: os.environ.get(api.api_key_env, "") for api in apis}
         for api in apis:
@@ -148,10 +157,11 @@ class HostedApis:
         await self._http.aclose()
 
     async def answer(self, backend: HostedBackend, model: str, request: Request, track: RequestTracker) -> Response:
-        """Returns the hosted answer to a request, whole or as a stream, with `model` as the model's name. `track`
-        counts the request once it is answered.
+        """Returns the hosted API's response to a request, whole or as a stream. The response names `model` as its
+        model.
 
-        Raises ApiError: the API's own refusal of the request, 429 if it is full, 503 if it fails.
+        `track` counts the request once it has been answered. Raises ApiError if the API refuses the request (with the
+        API's own error), is full (429) or fails (503).
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")
@@ -196,8 +206,8 @@ class HostedApis:
 
 
 def fallback_of(spec: ServeSpec, model: str, request: Request) -> HostedBackend | None:
-    """Returns the fallback API for a request that no replica answers. Returns None for an adapter, and for a route that
-    hosted APIs do not have.
+    """Returns the hosted API that answers a request if no replica does. Returns None if the endpoint has no fallback,
+    if the model is an adapter, or if hosted APIs lack the request's route.
     """
     return None if ADAPTER_SEPARATOR in model or _path(request) in _TRANSLATED else spec.fallback
 

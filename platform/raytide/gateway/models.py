@@ -1,4 +1,4 @@
-"""The endpoints of a cluster as models: lists those that exist, and finds the server of each."""
+"""The endpoints of a cluster as models of the OpenAI API: lists the models, and finds the server of each model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class _Application:
 
 
 class EndpointModels:
-    """The models of a cluster: each endpoint is a model of the same name. Use it from one event loop."""
+    """The models that a cluster serves. Each endpoint is a model with the endpoint's name. Use it from one event
+    loop."""
 
     def __init__(self, gateway: str, hosted: HostedApis | None = None) -> None:
         self._gateway, self._hosted = gateway, hosted or HostedApis({})
@@ -90,7 +91,7 @@ class EndpointModels:
         """Set once the endpoints have been read; before that, an unknown model may still exist."""
 
     def update(self, listing: Listing) -> None:
-        """Updates the models to the endpoints and replicas in `listing`, which exist now."""
+        """Updates the models to `listing`, which contains all endpoints that now exist and their replicas."""
         named = [(name, each) for name, entry in listing.items() for each in (entry, entry.challenger) if each]
         created = {each.spec.name: each.created_at_s for _, each in named}
         for name, old in list(self._applications.items()):
@@ -146,14 +147,16 @@ class EndpointModels:
             each.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
 
     def counted(self) -> list[CountedRevision]:
-        """Returns the totals of the running rollouts and of earlier ones."""
+        """Returns the request totals of each revision in running and recently ended rollouts."""
         return [tally.to_report() for tally in self._tallies.values()]
 
     async def answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        """Returns the response of the revision for this request. When `respond` raises, nothing of a response has been
-        sent yet; so if a challenger fails, the champion answers, and if all replicas refuse, the fallback does."""
+        """Returns the response to this request from the revision that the rollout chooses. If a challenger fails, the
+        champion answers. If all replicas refuse, the fallback API answers.
+
+        `respond` may therefore raise only before it sends any part of the response."""
         try:
             return await self._answer(model, request, body, respond)
         except Exception as error:
@@ -255,7 +258,8 @@ class EndpointModels:
         return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. Waits for a first replica for as long as the request may wait."""
+        """Returns the server of a model. If the endpoint has had no replica yet, it waits for the first one as long as
+        the request may wait."""
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)
@@ -279,19 +283,19 @@ class EndpointModels:
         self._unserved.add("", "", api, "invalid", "")
 
     def endpoint(self, name: str) -> tuple[Server, ReplicaSet]:
-        """Returns the server and the replicas of an endpoint. Raises ApiError for an unknown one."""
+        """Returns the server and the replicas of an endpoint. Raises ApiError for an unknown endpoint."""
         found = self._serving(name)
         return found.server, found.replicas
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the metrics of this process's requests."""
+        """Yields the metrics of the requests that this process has handled."""
         yield from self._unserved.samples()
         for each in self._applications.values():
             yield from each.metrics.samples()
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
-        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums of the last
-        reports of their replicas."""
+        """Returns the metrics of the endpoints that the request's path names and the caller may use. They include the
+        sums of the replicas' last reports."""
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
             self._serving(name)
@@ -303,8 +307,8 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Reports, until it is cancelled, how many requests wait for a replica; the controller scales by these
-        numbers."""
+        """Reports how many requests wait for a replica of each endpoint, until it is cancelled. The controller scales
+        endpoints by these numbers."""
         reported: set[str] = set()
         while True:
             for name, found in self._applications.items():
@@ -386,7 +390,7 @@ def _marked(response: T, request: Request, revision: int) -> T:
 
 
 def endpoint_of_model(model: str) -> str:
-    """Returns the endpoint's name from a model's name, which may also name an adapter of the endpoint."""
+    """Returns the name of the endpoint that serves a model. The model is the endpoint itself or one of its adapters."""
     return model.partition(ADAPTER_SEPARATOR)[0]
 
 

@@ -1,4 +1,4 @@
-"""Traces a sample of the requests."""
+"""Traces a sample of the gateway's requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _NAME = TRACEPARENT.encode()
 
 @dataclass(frozen=True, slots=True)
 class RequestTracing:
-    """The settings by which one gateway process traces requests."""
+    """The sampler and the tracer with which one gateway process traces requests."""
 
     sampler: TraceSampler
     tracer: Tracer
 
     @classmethod
     def of(cls, section: TracingSection) -> RequestTracing | None:
-        """Returns the tracing that the configuration asks for; None if it asks for none."""
+        """Returns the tracing that the configuration describes. Returns None if the configuration names no trace
+        collector.
+        """
         tracer = Tracer.over_otlp(section, "raytide-gateway")
         return None if tracer is None else cls(TraceSampler(section), tracer)
 
@@ -34,9 +36,9 @@ class RequestTracing:
 
 
 class TracedRequests:
-    """Middleware that traces requests for `/v1/...`. For a request that is not sampled it reads only the headers.
+    """Middleware that traces a sample of the requests to `/v1/...`. It passes all other requests on unchanged.
 
-    It belongs inside the middleware that takes the endpoint's name from the path.
+    It must run inside the middleware that takes the endpoint's name from the path.
     """
 
     def __init__(self, app: ASGIApp, tracing: RequestTracing) -> None:

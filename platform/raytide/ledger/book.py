@@ -1,10 +1,12 @@
-"""Books intervals as entries: each moment of each billed node exactly once, whatever crashes happen.
+"""Books the cost of nodes as ledger entries. Each moment of a billed node is booked exactly once, even after crashes.
 
-The amounts of one node telescope from the start of its bill. Its entries therefore sum to the provider's bill, however
-many intervals they split the node's life into. The time between two observations is booked with the occupancy of the
-first one. The cost of lost work moves from the job to waste, with the cause of the loss. Entries never change: for each
-entry with a part of the loss, a pair is booked over the same span, one that takes the part off the job and one that
-books it as waste. A pair sums to zero, so a node's entries still sum to its bill.
+An entry's amount is the difference of two cumulative costs since the start of the node's bill. A node's entries
+therefore sum to the provider's bill, whatever the intervals are. The time between two observations of the cluster is
+booked by the occupancy at the first of them.
+
+Entries never change. When a job loses work, its cost moves to waste by a pair of entries with the cause of the loss.
+One entry of the pair takes the amount off the job, and the other books the amount as waste. A pair sums to zero, so the
+node's entries still sum to the bill.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ MAX_OPEN_US = 60_000_000
 
 
 def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupancy: Occupancy) -> OpenInterval:
-    """Returns a node's first open interval. Its bill began at `started_us`, which may be before the node was first
-    observed.
+    """Returns the first open interval of a node. The node's bill starts at `started_us`, possibly before the first
+    observation of the node.
     """
     return OpenInterval(node_id, price_micro_usd_h, started_us, started_us, occupancy)
 
@@ -30,11 +32,11 @@ def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupan
 def book(
     interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False, energy_mj: int = 0
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Books the interval up to now if the occupancy changed, the interval is long, or `at_once` is set; else leaves it
-    open.
+    """Returns the entries of the interval up to now, and the next open interval.
 
-    Returns the entries and the open interval. `energy_mj` is the node's energy since its last entries. The clock may
-    step back.
+    The interval is booked if the occupancy has changed, the interval is long, or `at_once` is set. Otherwise there are
+    no entries, and the interval stays open. `energy_mj` is the node's energy since its last entries. The clock may step
+    back.
     """
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
@@ -52,8 +54,9 @@ def close(
 ) -> tuple[Entry, ...]:
     """Returns the last entries of a node whose bill ends at `end_us`.
 
-    If the provider reports an end before the booked time, `booked`, the node's entries that end after `end_us`, are
-    reversed from `end_us` on. `origins` are the start times of the node's earlier prices.
+    The provider may report an end that is earlier than the time up to which the node is booked. The entries are then
+    reversed from `end_us` on. `booked` are the node's entries that end after `end_us`. `origins` are the start times of
+    the node's earlier prices.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us, energy_mj)
@@ -71,9 +74,10 @@ def close(
 
 
 def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[Entry, ...]:
-    """Returns the entries of the open interval up to `until_us`, either to book them or to show them as accrued.
+    """Returns the entries of the open interval up to `until_us`. The caller books them, or shows them as costs not yet
+    booked.
 
-    The node's energy is split in the same proportions as its cost.
+    The node's energy is split in the same proportions as the cost.
     """
     if until_us <= interval.from_us:
         return ()
@@ -119,9 +123,11 @@ def _key(of: Share | Entry) -> str:
 
 
 def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:
-    """Returns the pairs that move the job's charges in the `lost_us` microseconds before `until_us` to waste.
+    """Returns the pairs of entries that move a job's lost cost to waste. The lost time is the `lost_us` microseconds
+    before `until_us`.
 
-    `entries` are all entries of the job that end within that time or after it. No entry is moved twice.
+    `entries` are the job's entries that end after the start of the lost time. An entry that was moved before is not
+    moved again.
     """
     spans: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
     for entry in entries:

@@ -1,10 +1,11 @@
-"""The shares of each node by holder, computed from one Snapshot.
+"""Computes each holder's share of each node from a Snapshot. A holder is a job or an endpoint.
 
-A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The unused part
-is another share (idle, start-up or waste), so weights sum to one. They sum to more if holders dominate different
-resources; each then pays in proportion. A member counts from its assignment, used or not. Between the end of a lease
-and the end of its placement group's workers, and while a removed replica answers its last requests, Ray reports usage
-that no record explains. The former holder of the released resources pays for it.
+A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs has the weight 0.5. The
+unused rest of the node is another share: idle, start-up or waste. The weights of a node normally sum to one. They sum
+to more than one if holders dominate different resources, and each holder then pays in proportion to its weight.
+
+A gang member holds resources from its assignment to a node, even before it uses them. For a short time after a release,
+processes that are ending still use resources. The former holder pays for this use.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ GRACE_S = 30.0
 
 
 def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occupancy]:
-    """Returns the occupancy of every node by id.
+    """Returns the occupancy of every node, by node id.
 
-    `left` has released resources that Ray may still report as used.
+    `left` contains recently released resources that Ray may still report as used.
     """
     held, left = holders(snapshot), left or {}
     return {
@@ -46,7 +47,9 @@ def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occup
 
 
 def holders(snapshot: Snapshot) -> Held:
-    """Returns the resources that each lease and endpoint holds, in use or not."""
+    """Returns the resources that each lease and each endpoint holds on each node. Resources count even if they are not
+    in use.
+    """
     held: defaultdict[str, dict[Holder, Resources]] = defaultdict(dict)
     team_of = {job.id: job.spec.team for job in snapshot.jobs}
     for lease in snapshot.leases:
@@ -124,10 +127,10 @@ class _Released:
 
 @dataclass(frozen=True, slots=True)
 class RecentlyReleased:
-    """The resources that were released but may still be in use. They are only in memory, so a new controller starts
-    without any.
+    """Resources that were released recently and may still be in use.
 
-    Call `observe` at each tick; `held` is an argument of `occupancies`.
+    They are kept in memory only, so a restarted controller starts with none. Call `observe` at each tick, and pass
+    `held` to `occupancies`.
     """
 
     before: Held = field(default_factory=dict)
@@ -141,8 +144,8 @@ class RecentlyReleased:
         return held
 
     def observe(self, now: Held, now_s: float) -> RecentlyReleased:
-        """Returns an updated record: adds the resources that holders have released since the last call, and drops those
-        whose time is over.
+        """Returns the updated record. It adds the resources that were released since the last call, and drops those
+        that were released longer than `GRACE_S` ago.
         """
         left = {key: released for key, released in self.released.items() if now_s < released.until_s}
         for node_id, holders in self.before.items():

@@ -1,4 +1,4 @@
-"""The check of the ledger against the provider's bill: equal to the micro-dollar, without gaps or overlaps."""
+"""Checks the ledger against the provider's bill. They must agree to the micro-dollar, without gaps or overlaps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.core.objects.ledger_entry import Entry
 
 
 class Billed(Protocol):
-    """The provider's record of one machine."""
+    """The provider's billing record of one machine."""
 
     @property
     def node_id(self) -> str: ...
@@ -28,7 +28,7 @@ class Billed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A node whose entries differ from its bill."""
+    """A node whose ledger entries differ from the provider's bill."""
 
     node_id: str
     bill_micro_usd: int
@@ -37,8 +37,10 @@ class Difference:
 
 
 def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Difference, ...]:
-    """Returns the differences between bill and entries: none if every ended machine is booked to its end, and every
-    running one without gaps.
+    """Returns the nodes whose ledger entries differ from the provider's bill. The result is empty if ledger and bill
+    agree.
+
+    An ended machine must be booked up to its end. A running machine must be booked without gaps.
     """
     machines = {machine.node_id: machine for machine in bill}
     of_node: defaultdict[str, list[Entry]] = defaultdict(list)
@@ -54,7 +56,10 @@ def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Differe
 
 
 def bill(machine: Billed, end_us: int | None = None) -> int:
-    """Returns the provider's charge for a machine up to `end_us`, or to its end, at the prices valid at each time."""
+    """Returns the provider's charge for a machine, at the prices that were valid at each time.
+
+    The charge runs up to `end_us`, by default up to the machine's end.
+    """
     if end_us is None:
         assert machine.ended_at_s is not None
         end_us = to_us(machine.ended_at_s)

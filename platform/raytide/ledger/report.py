@@ -1,5 +1,6 @@
-"""Cost reports: each grouping has every micro-dollar of the ledger in exactly one row; also the costs up to now,
-including open intervals.
+"""Cost reports. A report groups the ledger's costs, and counts every micro-dollar in exactly one row.
+
+The module also computes costs up to now, which include the open intervals.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def accrued(intervals: Iterable[OpenInterval], now_us: int) -> tuple[Entry, ...]
 
 
 def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) -> dict[str, int]:
-    """Returns the costs by key in micro-dollars: `booked`, from `LedgerQueries.booked(by)`, plus the open entries."""
+    """Returns the costs by key in micro-dollars: the amounts in `booked` plus those of the open entries.
+
+    `booked` is the result of `LedgerQueries.booked(by)`.
+    """
     total = dict(booked)
     for entry in open_entries:
         if (key := _entry_key(entry, by)) is not None:
@@ -36,7 +40,7 @@ def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) 
 
 
 def rate_micro_usd_h(intervals: Iterable[OpenInterval], kind: EntryKind, subject: str) -> float:
-    """Returns the present cost rate of a subject, in micro-dollars an hour."""
+    """Returns the present cost of a subject (a job or endpoint) in micro-dollars an hour."""
     return sum(
         interval.price_micro_usd_h * share.weight / sum(s.weight for s in interval.occupancy)
         for interval in intervals
@@ -80,10 +84,10 @@ class CostRow:
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """Returns the rows, the most expensive first.
+    """Returns the rows of a cost report, the most expensive row first. Rows by day are in order of date.
 
-    Idle, start-up and waste have separate rows, so that all rows sum to the whole. `losses` are the parts of `lines`
-    that are lost work, by cause.
+    Idle, start-up and waste have rows of their own, so that all rows sum to the total cost. `losses` are the lines for
+    lost work, which are already contained in `lines`.
     """
     amounts: defaultdict[str, int] = defaultdict(int)
     energy: defaultdict[str, int] = defaultdict(int)

@@ -1,2 +1,3 @@
-"""The queue as pure functions from a Snapshot to decisions: admission, preemption, and the states of jobs and
-leases."""
+"""The job queue as pure functions from a Snapshot to decisions: admission, preemption, and the states of jobs and
+leases.
+"""

@@ -1,7 +1,7 @@
-"""Budgets of teams and jobs: reserved at admission, and settled by the job's cost.
+"""Budgets of teams and jobs. A job reserves budget at its admission, and its real cost replaces the reservation.
 
-A job reserves the price of its gang for an hour. Amounts that are reserved and not spent yet count as spent, so that
-jobs admitted together cannot overdraw. Before a hard limit is reached, preemptible jobs are preempted, early enough for
+The reservation is the price of the job's gang for an hour. It counts as spent, so that jobs which are admitted together
+cannot overdraw a budget. Preemptible jobs are preempted shortly before a hard limit is reached, early enough to write
 their checkpoints.
 """
 
@@ -60,8 +60,10 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """Returns `job` if the job is beyond its soft limit, else the nearest of its team and the team's ancestors that
-        is beyond one; "" if none is.
+        """Returns the job's id if the job is beyond its own soft limit. Otherwise returns `team NAME` for the nearest
+        team that is beyond its soft limit, among the job's team and its ancestors.
+
+        Returns "" if neither applies.
         """
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):
@@ -73,14 +75,16 @@ class Budgets:
         return next((f"team {name}" for name in reached), "")
 
     def has_limit(self, job: Job) -> bool:
-        """Returns True if a budget may ever preempt the job."""
+        """Returns True if a budget could ever cause the job's preemption."""
         limited = self.has_hard and any(
             self.specs[name].budget.hard_usd is not None for name in self._ancestors(job.spec.team)
         )
         return limited or job.spec.budget_usd is not None
 
     def refusal(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
-        """Returns why the job may not reserve its next hour at this price; None if it may."""
+        """Returns the reason why the budgets refuse the job's next hour at this price. Returns None if they allow
+        it.
+        """
         if job.spec.budget_usd is None and not self.has_hard:
             return None
         need = self._reservation(job, micro_usd_h)
@@ -104,8 +108,8 @@ class Budgets:
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
-        """Returns True if the job's own budget lasts for an hour of all its members. Otherwise growing would lead to
-        its preemption.
+        """Returns True if the job's own budget covers an hour of the grown gang. If it does not, growing would soon
+        cause the job's preemption.
         """
         if job.spec.budget_usd is None or more_micro_usd_h <= 0:
             return True
@@ -114,17 +118,17 @@ class Budgets:
         return self._cost(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
-        """Reserves the cost of the job's next hour. Returns the micro-dollars that the job may have cost in total by
-        the end of that hour.
+        """Reserves the cost of the job's next hour. Returns the job's total cost so far plus this reservation, in
+        micro-dollars.
         """
         need = self._reservation(job, micro_usd_h)
         self._commit(job.spec.team, need)
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """Returns the jobs that must be preempted now, with the reason.
+        """Returns the jobs that must be preempted now because a budget is nearly spent, with the reason by job id.
 
-        `jobs` has each job with its price in micro-dollars an hour.
+        `jobs` maps job ids to jobs with their prices in micro-dollars an hour.
         """
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)

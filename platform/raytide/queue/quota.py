@@ -1,9 +1,12 @@
-"""The resources that each team may hold: its own quota, and what other teams of the tree leave unused.
+"""The resources that each team may hold: its own quota, and what other teams in the tree leave unused.
 
-The arithmetic is Kueue's. A subtree's quota is the team's own plus what its children lend. The part that a team does
-not lend is its local quota, which is guaranteed to it. Use beyond the local quota counts at the parent, up to the root.
-Capacity of the fleet beyond all quotas belongs to the root, so a quota for one team takes nothing from teams without
-one. A resource that no team names is unlimited.
+The arithmetic is Kueue's:
+- A team's subtree quota is its own quota plus the quota that its children lend.
+- The part of the subtree quota that the team does not lend is its local quota. It is guaranteed to the team.
+- Usage beyond the local quota is charged to the parent team, and so on up to the root of the tree.
+- Capacity of the fleet beyond all quotas belongs to the root. A quota for one team thus takes nothing from teams
+  without a quota.
+- A resource that no team's quota names is unlimited.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResourceNode:
-    """The constants of one team and resource. Its usage is in `Quotas`, at index `number`."""
+    """The constants of one team and one resource. The usage is in `Quotas`, at the index `number`."""
 
     number: int
     team: str
@@ -95,17 +98,22 @@ class Quotas:
                 self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
-        """Returns the usage that counts at the team: its own, and that of its children beyond their local quota."""
+        """Returns the usage that is charged to the team: its own usage, and its children's usage beyond their local
+        quota.
+        """
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
-        """Returns the amount that the team may still reserve, including borrowed quota."""
+        """Returns the amount of the resource that the team may still reserve, including borrowed quota."""
         return self._available(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
     ) -> str | None:
-        """Returns the first resource whose quota does not allow `need`. Non-preemptible jobs may not borrow."""
+        """Returns the first resource whose quota is too small for `need`. Returns None if the quotas allow `need`.
+
+        Jobs that cannot be preempted may not borrow.
+        """
         for name in self.names:
             if name not in need:
                 continue
@@ -118,9 +126,10 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """Returns the amount that jobs which cannot be preempted may still reserve.
+        """Returns the amount of the resource that jobs which cannot be preempted may still reserve.
 
-        It is the rest of the team's own quota, or for a team without a quota the rest of the unassigned capacity.
+        It is what is left of the team's own quota. For a team without a quota it is what is left of the capacity beyond
+        all quotas.
         """
         if name not in self.limited:
             return math.inf
@@ -129,15 +138,15 @@ class Quotas:
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
-        """Returns the amount that the team may reserve without borrowing; infinite if neither the team nor an ancestor
-        has a quota.
+        """Returns the amount of the resource that the team may reserve without borrowing. It is infinite if neither the
+        team nor an ancestor has a quota.
         """
         if name not in self.limited or not (node := self._node(team, name)).is_named:
             return math.inf
         return node.subtree_quota - self._used[node.number]
 
     def may_reclaim(self, team: str, need: Resources) -> bool:
-        """Returns True if `need` is within the team's nominal quota, whether or not others are borrowing it."""
+        """Returns True if `need` is within the team's nominal quota, even if other teams are borrowing that quota."""
         has_own = False
         for name in self.names:
             if name in need and (node := self._node(team, name)).is_named:
@@ -150,7 +159,9 @@ class Quotas:
         return any(team in self.borrowers[name] for name in self.limited.intersection(names))
 
     def borrowing(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns the teams that borrow any of these resources, as the same object until the set changes."""
+        """Returns the teams that borrow any of these resources. The same object is returned until the set of teams
+        changes.
+        """
         limited = tuple([name for name in self.names if name in names])
         if (found := self._borrowing.get(limited)) is None:
             found = self._borrowing[limited] = frozenset[str]().union(*[self.borrowers[name] for name in limited])
@@ -160,7 +171,7 @@ class Quotas:
         return self._node(team, name).subtree_quota if name in self.limited else 0.0
 
     def ancestors(self, team: str) -> Iterator[str]:
-        """Yields the team and its ancestors."""
+        """Yields the team itself and then its ancestors."""
         while spec := self.specs.get(team):
             yield team
             team = spec.parent

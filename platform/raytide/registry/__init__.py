@@ -1,1 +1,1 @@
-"""Registered models: the digest of their files, their lineage, and the differences between two versions."""
+"""Registered models: the digest of their files, their lineage, and the differences between versions."""

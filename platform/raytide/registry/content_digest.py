@@ -1,4 +1,4 @@
-"""The digest of a model directory; it does not depend on the directory's location."""
+"""Computes the digest of a model directory. The digest does not depend on the directory's location."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class ContentDigest:
-    """The content of a directory."""
+    """The digest, the number of files and the total size of a directory."""
 
     sha256: str
     files: int
@@ -26,11 +26,11 @@ class ContentDigest:
 
 
 def digest_of_directory(url: str) -> ContentDigest:
-    """Returns the digest of a directory: the SHA-256 of the JSON list of its files, (relative path, size in bytes,
-    SHA-256), sorted by path.
+    """Returns the digest of a model directory.
 
-    Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model, or if
-    a file changes while it is read.
+    It is the SHA-256 of a JSON list with one entry [relative path, size in bytes, SHA-256] for each file, sorted by
+    path. Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model,
+    or if a file changes while it is read.
     """
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"

@@ -1,5 +1,5 @@
-"""The lineage of a model, from the record of the job that made it, and the differences between two versions of a model
-or a dataset.
+"""Derives the lineage of a model from the record of the job that produced it. Compares two versions of a model or
+dataset.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Version = ModelVersion | DatasetVersion
 
 
 def exported_model(job: Job) -> str:
-    """Returns the directory of the model that a training job exported. Raises ConflictError if the job exported
-    none."""
+    """Returns the directory of the model that a training job exported. Raises ConflictError if the job has exported
+    none.
+    """
     if job.spec.kind is not JobKind.TRAIN:
         raise ConflictError(
             f"{job.id} is no training job, so its model is not known.", hint="Name the directory, and the job with it."
@@ -38,10 +39,11 @@ def exported_model(job: Job) -> str:
 
 
 def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpec:
-    """Returns the spec with the lineage and metrics from the job's record; `code` is the version of raytide's trainer.
-
-    Metrics and a dataset digest that the spec already has are kept. Raises ConfigError if the job did not make the
+    """Returns the spec of a model version with the lineage and metrics from the record of the job that produced the
     model.
+
+    `code` is the version of raytide's trainer. Metrics and a dataset digest that the spec already contains are kept.
+    Raises ConfigError if the job did not produce this model.
     """
     given, config = spec.lineage, job.spec.config
     if job.spec.kind is JobKind.TRAIN:
@@ -79,8 +81,10 @@ class FieldChange:
 
 
 def differences(before: Version, after: Version) -> tuple[FieldChange, ...]:
-    """Returns the fields whose values differ, by name; a missing value is None. Team, user and time are not
-    compared."""
+    """Returns the fields that differ between two versions, sorted by name. The value of a missing field is None.
+
+    The team, user and time of a version are not compared.
+    """
     a, b = (dict(_leaves(each.spec.model_dump(mode="json", exclude={"team"}))) for each in (before, after))
     changed = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
     return tuple(FieldChange(field, a.get(field), b.get(field)) for field in changed)

@@ -1,3 +1,3 @@
-"""The placement simulation that the queue and the planner share: where shapes fit, at what cost, and why they do not
-fit.
+"""The placement simulation that the queue and the planner share. It finds where shapes fit and at what cost, or why
+they do not fit.
 """

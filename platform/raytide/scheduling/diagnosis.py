@@ -1,5 +1,5 @@
-"""Explains why something cannot be placed: the first constraint that is not met, and the smallest change that would
-meet it.
+"""Explains why something cannot be placed. It names the first unmet constraint, and the smallest change that would meet
+the constraint.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from raytide.scheduling.offerings import Offerings
 
 @dataclass(frozen=True, slots=True)
 class Unschedulable:
-    """The reason why something cannot be placed, with the kind of the unmet constraint.
+    """The reason why something cannot be placed, with the kind of the unmet constraint:
 
-    `impossible`: no fleet of these node types could hold it. `capacity`: others hold the nodes. `stock`: its pools back
-    off. `budget` and `rate`: nodes could be bought, but not within the limits. `deadline`: the job still has time to
-    wait for spot.
+    - `impossible`: no fleet of these node types could hold it.
+    - `capacity`: other jobs and endpoints hold the nodes.
+    - `stock`: the pools that could supply its nodes back off after refusals.
+    - `budget`: buying its nodes would exceed a price limit or a budget.
+    - `rate`: too many nodes were launched within a minute.
+    - `quota`: the team's quota is too small.
+    - `behind`: too many jobs before it preempt others in this decision.
+    - `deadline`: the job still has time to wait for spot nodes.
     """
 
     constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
@@ -31,13 +36,15 @@ class Unschedulable:
 
 
 def copies_that_fit(need: Resources, free: Resources) -> int:
-    """Returns the number of times that `need` fits into `free`."""
+    """Returns how many times the resources `need` fit into the resources `free`."""
     need = round_up_gpu_share(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 
 def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
-    """Returns why even an empty fleet with all pools in stock could not hold `count` members; None if it could."""
+    """Returns the reason why `count` members could not be placed even in an empty fleet with all pools in stock.
+    Returns None if they could.
+    """
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
         return _no_labels(shape, node_types, subject)
@@ -61,8 +68,8 @@ def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
 
 
 def describe_amounts(shape: Shape) -> str:
-    """Returns a text such as `8 x H100 + 4 CPU`: a member's resources, accelerators first. Accelerators have their own
-    name if the shape names it.
+    """Returns the resources of one member as text, accelerators first, such as `8 x H100 + 4 CPU`. The text names the
+    accelerator's model if the shape's labels do.
     """
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
@@ -117,13 +124,13 @@ def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Unsche
 
 
 class Holders:
-    """The jobs and endpoints that hold resources on nodes of each type."""
+    """The names of the jobs and endpoints that hold resources, by the type of the nodes they hold."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
 
     def of(self, types: tuple[str, ...]) -> list[str]:
-        """Returns the names of the holders on nodes of any of these types, sorted."""
+        """Returns the names of the jobs and endpoints that hold resources on nodes of any of these types, sorted."""
         if types not in self._said:
             self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
         return self._said[types]
@@ -150,7 +157,7 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
 def why_not(
     offerings: Offerings, holders: Holders, shape: Shape, count: int, existing: int, subject: str
 ) -> Unschedulable:
-    """Returns why members that could be placed in principle cannot be placed now.
+    """Returns the reason why `count` members cannot be placed now, although an empty fleet could hold them.
 
     `existing` is the number of members that fit on existing and starting nodes.
     """
@@ -194,7 +201,7 @@ def why_not(
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
-    """Raises CapacityError if not even an empty fleet could hold any shape of the gang."""
+    """Raises CapacityError if none of the gang's shapes would fit even into an empty fleet."""
     never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
     if never[0] is not None and all(never):
         raise CapacityError(never[0].reason, hint=never[0].remedy)

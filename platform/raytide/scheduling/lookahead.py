@@ -1,9 +1,9 @@
-"""The demand that is still to be placed in this decision, and the value that a new node's free resources have for it.
+"""The demand that is still to be placed in this decision, and the value of a new node's free resources to this demand.
 
-Shapes are placed one after another. A node that costs a little more for the first shape may cost less for all shapes
-together, if its remaining resources hold shapes that would otherwise need nodes of their own. These resources are held
-for those shapes until they are placed: otherwise shapes placed in between would take them, and new nodes would be
-needed after all.
+Shapes are placed one after another. A node that costs a little more for the first shape may be cheaper for all shapes
+together. This is the case if its remaining resources hold later shapes that would otherwise need nodes of their own.
+The resources are then held for the later shapes. Without the hold, shapes that are placed in between would take them,
+and more nodes would be needed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PendingShape:
 
 
 class PendingDemand:
-    """The shapes that are still to be placed, in order; call `advance` before each of them is placed.
+    """The shapes that are still to be placed, in order. Call `advance` before each shape is placed.
 
-    A shallow copy can be changed without affecting the original.
+    Changes to a shallow copy do not affect the original.
     """
 
     def __init__(self, offerings: Offerings, shapes: Sequence[PendingShape]) -> None:
@@ -56,21 +56,23 @@ class PendingDemand:
         self._turn = 0
 
     def advance(self, node_table: NodeTable) -> bool:
-        """Advances to the next shape, and frees the resources that are held for it. Returns whether there were any."""
+        """Advances to the next shape, and frees the resources that were held for it. Returns whether any were held."""
         self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1
         return self._free(self._turn - 1, node_table)
 
     def hold(self, node_table: NodeTable, rows: Sequence[int], fits: Floats) -> None:
-        """Holds resources on each of these nodes: for each shape, those of the number of members in `fits`."""
+        """Holds resources for pending shapes on each of the nodes `rows`. `fits` has, for each shape, the number of
+        members whose resources are held on one node.
+        """
         for at in np.flatnonzero(fits).tolist():
             members = int(fits[at])
             node_table.reserve_each(rows, self._resources[at], [members] * len(rows))
             self._held = {**self._held, at: (*self._held.get(at, ()), (tuple(rows), members))}
 
     def free_all(self, node_table: NodeTable) -> bool:
-        """Frees the resources that are held for any shape. Returns whether there were any."""
+        """Frees all held resources. Returns whether any were held."""
         are_freed = [self._free(at, node_table) for at in self._held]
         return any(are_freed)
 
@@ -82,11 +84,12 @@ class PendingDemand:
         return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """Returns the value of a node's remaining resources to the pending shapes, and the number of members of each
-        shape that they would hold.
+        """Returns two arrays about each offering in `rows`: the value of a node's remaining resources to the pending
+        shapes, and the number of members of each shape that these resources would hold.
 
-        Both are returned for each offering in `rows`, whose node holds `members` members with the resources `need`.
-        `left` has the number of members of each shape that are still to be placed.
+        A node of the offering `rows[i]` first gets `members[i]` members with the resources `need`, and the rest of the
+        node remains. `left` has, for each shape, the number of members that are still to be placed. The value is in
+        micro-dollars an hour.
         """
         need_R = self._table.vector(round_up_gpu_share(need))
         free_PR = self._table.totals_PR[rows] - members[:, None] * need_R

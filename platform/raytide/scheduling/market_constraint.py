@@ -1,4 +1,4 @@
-"""The markets that a deadline job may use now, applied to its shapes."""
+"""Restricts the shapes of a deadline job to the markets (spot, on demand) that the job may use now."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from raytide.core.objects.snapshot import MarketConstraint
 
 
 def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> tuple[Shape, ...]:
-    """Returns the shapes restricted to the allowed markets, the wanted market first; none while the job waits.
+    """Returns the shapes restricted to the allowed markets, the wanted market first. The result is empty while the job
+    must wait.
 
-    Returns them unchanged without a constraint, for a late job, and if the shapes name none of the allowed markets.
+    The shapes are returned unchanged in three cases: there is no constraint, the job is late, or no shape may use an
+    allowed market.
     """
     if constraint is None or constraint.markets is None:
         return tuple(shapes)
@@ -23,13 +25,17 @@ def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> t
 
 
 def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
-    """Returns True if the constraint has a wanted market and the shape's labels allow it."""
+    """Returns True if the shape's labels allow the market that the constraint wants. Returns False if the constraint
+    wants none.
+    """
     return constraint.wanted is not None and _allows(shape, constraint.wanted)
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """Returns the original of a shape that `constrain` restricted, because a lease may change its market. The result
-    names no market if the original shapes allow every market.
+    """Returns the job's original of `shape`, a lease's shape that `constrain` has restricted. `shapes` are the job's
+    shapes.
+
+    A lease may change its market. If the job's shapes allow every market, the result therefore names none.
     """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]
@@ -37,7 +43,9 @@ def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """Returns the job's shapes restricted to the market; none if the lease's own shape allows the market already."""
+    """Returns the job's shapes restricted to `market`. The result is empty if the lease's shape already allows that
+    market.
+    """
     return () if _allows(shape, market) else tuple(_in_market(each, market) for each in shapes if _allows(each, market))
 
 

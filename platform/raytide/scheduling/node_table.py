@@ -1,7 +1,7 @@
-"""The free resources of all nodes in one array, so that the nodes that fit a shape are found by a few array operations.
+"""The free resources of all nodes in one array. A few array operations find the nodes that fit a shape.
 
-Rows are in the order of node numbers; new nodes come last. Of the nodes that fit, those usable soonest come first, then
-those with the least fragmentation (FGD, ATC'23), then the tightest.
+Rows are in the order of node numbers, with new nodes last. The fitting nodes are ordered by three criteria: first those
+that are usable soonest, then those with the least added fragmentation (FGD, ATC'23), then the fullest nodes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Need = tuple[tuple[int, float], ...]
 class NodeTable:
     """The free resources and labels of nodes as arrays, one row for each node.
 
-    `scale` has the most of each resource on one node, by which a free GPU is compared with a free CPU. `usual` has the
-    usual resources of a member, with their frequency.
+    `scale` is the most of each resource on any one node. It makes a free GPU comparable with a free CPU. `usual` lists
+    the usual resources of a member, with the frequency of each.
     """
 
     def __init__(self, scale: Resources, usual: Sequence[tuple[Resources, float]] = ()) -> None:
@@ -52,7 +52,7 @@ class NodeTable:
         return len(self._labels)
 
     def extend(self, free: Sequence[Resources], rank: Sequence[int], labels: Sequence[Mapping[str, str]]) -> None:
-        """Appends nodes. Negative amounts count as zero."""
+        """Appends nodes to the table. Negative amounts of free resources count as zero."""
         first, count = len(self), len(self) + len(free)
         while count > len(self._rank):
             self._free_RN = np.concatenate([self._free_RN, np.zeros_like(self._free_RN)], axis=1)
@@ -79,7 +79,7 @@ class NodeTable:
                 self._free_RN[at, row] -= count * amount
 
     def reserve_each(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
-        """Reserves `counts` members in these rows, which must be distinct."""
+        """Reserves the resources of `counts[i]` members in `rows[i]`, for each i. The rows must be distinct."""
         if len(rows) == 1:
             self.reserve(rows[0], need, counts[0])
             return
@@ -92,10 +92,9 @@ class NodeTable:
             self._free_RN[column, row] += amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Returns the rows in which members fit, the best first, and the number of members that fit in each. Stops once
-        `enough` members fit.
+        """Returns the rows in which members fit, the best row first, and the number of members that fit in each row.
 
-        The row `but` is left out.
+        It stops when `enough` members fit. The row `but` is left out.
         """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
@@ -116,7 +115,9 @@ class NodeTable:
         return rows[first], copies
 
     def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
-        """Returns the rows in which a member fits, in order, and the number of members that fit in each."""
+        """Returns the rows in which at least one member fits, in order, and the number of members that fit in each
+        row.
+        """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
@@ -137,14 +138,16 @@ class NodeTable:
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def columns(self, need: Resources) -> Need:
-        """Returns the amounts of `need` with their columns; empty if no node has one of its resources."""
+        """Returns the amounts in `need` with their columns. The result is empty if one of the resources exists on no
+        node.
+        """
         asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():
             return ()
         return tuple((self._column[name], amount) for name, amount in asked.items())
 
     def free_at(self, row: int) -> list[float]:
-        """Returns the free resources by column."""
+        """Returns the free resources of a row, by column."""
         free: list[float] = self._free_RN[:, row].tolist()
         return free
 
@@ -155,16 +158,16 @@ class NodeTable:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """Returns, for each row, whether the labels match."""
+        """Returns, for each row, whether the node's labels match the selector."""
         masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
-        """Returns the values that a label has on these nodes."""
+        """Returns the set of values that the label `key` has on these nodes."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
     def checkpoint(self) -> Callable[[], None]:
-        """Returns a function that restores the present free resources."""
+        """Returns a function that restores the free resources to their state at this call."""
         before = self._free_RN.copy()
 
         def restore() -> None:
@@ -173,13 +176,13 @@ class NodeTable:
         return restore
 
     def set_free(self, row: int, free: Resources, labels: Mapping[str, str]) -> None:
-        """Sets the free resources and the labels of this row."""
+        """Replaces the free resources and the labels of a row."""
         self._free_RN[:, row], self._labels[row] = self._vector(free), labels
         for (key, want), mask in self._masks.items():
             mask[row] = labels_match({key: want}, labels)
 
     def share_taken(self, row: int, total: Resources) -> float:
-        """Returns the largest share in use of any resource on a node with these total resources."""
+        """Returns the used share of the most used resource on a node. `total` is the node's total resources."""
         return max(
             (1.0 - float(self._free_RN[self._column[n], row]) / amount for n, amount in total.items() if amount > 0),
             default=1.0,
@@ -189,7 +192,7 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """Returns, for each row, whether its entry of `amounts` is free there."""
+        """Returns, for each row, whether the resources `amounts[row]` are free there."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
@@ -235,7 +238,7 @@ class NodeTable:
 
 
 def members_in(need: Need, free: Sequence[float]) -> int:
-    """Returns the number of members that fit into a node's free resources."""
+    """Returns the number of members that fit into `free`, the free resources of a node."""
     least = math.inf
     for column, amount in need:
         if (here := (free[column] + _EPS) // amount) < least:

@@ -1,4 +1,4 @@
-"""Offerings: the nodes that can be bought, their prices, and the limits of the fleet."""
+"""The offerings from which nodes can be bought, with their prices and the limits of the fleet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Offering:
 
 
 class OfferingTable:
-    """The static table of offerings, shared by all copies of `Offerings`."""
+    """A table of all offerings, which does not change. All copies of `Offerings` share it."""
 
     def __init__(self, offerings: Sequence[Offering], transfer: TransferSection | None = None) -> None:
         self.offerings = tuple(offerings)
@@ -81,8 +81,8 @@ class OfferingTable:
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> OfferingTable:
-        """Returns the table of a snapshot's offerings. All steps of a decision, which copy the snapshot, get the same
-        table.
+        """Returns the table of the snapshot's offerings. It is cached, so that all steps of a decision use the same
+        table even though they copy the snapshot.
         """
         made_of = (snapshot.node_types, snapshot.quotes, snapshot.transfer)
         for at_s, known, table in _latest:
@@ -93,8 +93,8 @@ class OfferingTable:
         return table
 
     def members(self, shape: Shape) -> Ints:
-        """Returns, for each offering, the number of members of this shape that fit on one of its nodes; 0 where labels
-        do not match.
+        """Returns, for each offering, the number of members of this shape that fit on one node. The number is 0 if the
+        labels do not match.
         """
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
@@ -108,13 +108,16 @@ class OfferingTable:
         return found
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """Returns the offerings on whose nodes members of this shape fit, with the number that fit on one node."""
+        """Returns the offerings whose nodes can hold members of this shape, each with the number of members that fit on
+        one node.
+        """
         members = self.members(shape)
         return [(self.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def data_cost(self, shapes: Iterable[Shape]) -> Floats:
-        """Returns, for each offering, the micro-dollars that moving data there adds to an hour, for one member of each
-        shape.
+        """Returns, for each offering, the hourly cost in micro-dollars of moving members' data to the offering's zone.
+
+        The cost is for one member of each shape in `shapes`.
         """
         total = np.zeros(len(self.offerings))
         for shape in shapes:
@@ -123,8 +126,10 @@ class OfferingTable:
         return total
 
     def member_price(self, offering: Offering, fit: int, shape: Shape) -> float:
-        """Returns the micro-dollars of an hour of one member of this shape on a node that holds `fit` members: its
-        share of the node's price, and what its data add.
+        """Returns the price in micro-dollars an hour of one member of this shape. The price is a share of the node's
+        price plus the cost of moving the member's data.
+
+        `fit` is the number of members that the node holds.
         """
         price = offering.price_micro_usd_h / fit
         return price + float(self.data_cost((shape,))[offering.row]) if shape.inputs else price
@@ -145,14 +150,14 @@ class OfferingTable:
         return found
 
     def allowed(self, types: frozenset[str] | None) -> Mask:
-        """Returns, for each offering, whether its type is one of these; None allows all."""
+        """Returns, for each offering, whether its node type is one of `types`. None allows all types."""
         if (found := self._in_menu.get(types)) is None:
             found = np.array([types is None or o.node_type.name in types for o in self.offerings], dtype=np.bool_)
             self._in_menu[types] = found
         return found
 
     def vector(self, amounts: Resources) -> Floats:
-        """Returns the amounts in the order of `columns`, without resources that no node type has."""
+        """Returns the amounts as an array in the order of `columns`. Resources that no node type has are left out."""
         vector = np.zeros(len(self.columns))
         for name, amount in amounts.items():
             if (at := self.columns.get(name)) is not None:
@@ -160,7 +165,7 @@ class OfferingTable:
         return vector
 
     def could_hold(self, amounts: Resources) -> Mask:
-        """Returns, for each offering, whether an empty node has at least these amounts."""
+        """Returns, for each offering, whether an empty node has at least these amounts of resources."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
             return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
@@ -241,12 +246,12 @@ class Offerings:
         return self.table.offerings_for(shape)
 
     def could_hold(self, shape: Shape, count: int) -> bool:
-        """Returns True if an empty fleet with all pools in stock would hold `count` members."""
+        """Returns True if an empty fleet with all pools in stock could hold `count` members."""
         max_nodes = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """Returns, for each offering, the number of nodes that can be bought in addition to this purchase."""
+        """Returns, for each offering, how many nodes could still be bought after `purchase`."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -260,7 +265,9 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """Returns the number of members of this shape that fit on all purchasable nodes, each type in its best zone."""
+        """Returns the number of members of this shape that would fit on all nodes that can be bought. Each node type is
+        bought in its best zone.
+        """
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())
@@ -269,7 +276,7 @@ class Offerings:
         return int(self.left[self.table.types[node_type]])
 
     def refusal(self, offering: Offering) -> Refusal | None:
-        """Returns why a node of this offering cannot be bought now; None if it can."""
+        """Returns the reason why a node of this offering cannot be bought now. Returns None if it can be bought."""
         if (retry_at_s := self.retry_at_s(offering)) > self.at_s:
             why = self.pools[(offering.node_type.name, offering.zone)].reason
             return "stock", f"backs off until {utc(retry_at_s)}" + (f": {why}" if why else "")
@@ -292,7 +299,7 @@ class Offerings:
             self.launches_left = max(0, self.launches_left - 1)
 
     def cancel(self, offering: Offering) -> None:
-        """Undoes `buy`."""
+        """Undoes one `buy` of this offering."""
         self.left[self.table.types[offering.node_type.name]] += 1
         self.burn_micro_usd_h -= offering.price_micro_usd_h
         if self.launches_left is not None:
@@ -303,7 +310,9 @@ class Offerings:
         return pool.retry_at_s if pool else 0.0
 
     def describe_limits(self) -> str:
-        """Returns the price of the fleet and its limits; empty without limits."""
+        """Returns a text with the price of the fleet and the limits on this price. The text is empty if there are no
+        limits.
+        """
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
         words += [f"above {format_usd(hard)}/h nothing is bought"] if hard is not None else []

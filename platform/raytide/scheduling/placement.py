@@ -1,6 +1,7 @@
-"""The search for a placement: existing nodes first, then the cheapest that can be bought. It reserves nothing.
+"""Searches for a placement of members: on existing nodes first, then on the cheapest nodes that can be bought. The
+search reserves nothing.
 
-The compared costs are those of `offerings.py`, with the risk of losing spot nodes.
+It compares the costs of `offerings.py`, which include the risk of losing spot nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class PlacementRequest:
 
 
 class Slot(NamedTuple):
-    """The place of one member. A new node already has its id, so that members can share it."""
+    """The place of one member on a node. A node that is still to be bought already has an id, so that members can share
+    it.
+    """
 
     node_id: str
     node_type: str
@@ -60,7 +63,7 @@ class Slot(NamedTuple):
 
 
 class NewNodes(NamedTuple):
-    """The nodes of one offering that are to be bought."""
+    """Nodes of one offering that are to be bought."""
 
     offering: Offering
     nodes: int
@@ -88,7 +91,7 @@ class Tenant:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """The labels that its node must have."""
+        """The labels that the member's node must have."""
         labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
         return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
 
@@ -109,7 +112,9 @@ class Candidate:
 
     @property
     def rating(self) -> tuple[int, float]:
-        """The sort key of candidates, by which the best comes first: most members, then lowest cost."""
+        """The sort key of candidates. The candidate with the most members comes first, and among equals the
+        cheapest.
+        """
         costs = (
             (new.offering.cost_micro_usd_h * new.nodes + new.data_micro_usd_h, new.offering.node_type.name)
             for new in self.new
@@ -117,7 +122,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if launching only `pace` of the new nodes would place fewer than `needed` members."""
+        """Returns True if fewer than `needed` members would be placed if only `pace` of the new nodes were launched."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -131,10 +136,10 @@ def best_candidate(
     request: PlacementRequest,
     needed: int,
 ) -> Candidate:
-    """Returns the placement of as many of the requested members as possible.
+    """Returns the placement that holds as many of the requested members as possible.
 
-    `slots` has the nodes by row of the node table. It launches no more nodes than may be launched now, unless that
-    would split the `needed` members of a gang.
+    `slots` lists the nodes by row of the node table. The placement launches no more nodes than may be launched now. It
+    may exceed this limit if the `needed` members of a gang would otherwise be split.
     """
     candidate = _most_members(offerings, node_table, slots, pending, request)
     left = offerings.launches_left
@@ -183,10 +188,10 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option, or one in another zone for the sake of spread.
+    """Returns the cheapest option, unless its zone already has more than half of the endpoint's members. In that case
+    it returns an option that costs little more, from the zone with the fewest members.
 
-    If the cheapest option's zone already has more than half of the endpoint, it returns an option that costs little
-    more, in the zone with the fewest members.
+    An option is a tuple that begins with its cost and ends with an index. `zone` returns the zone of an index.
     """
     best = min(options)
     if by_zone[zone(best[2])] * 2 <= by_zone.total():
@@ -254,8 +259,9 @@ def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
-    """Returns the most of each resource on one node. It is infinite for resources that no node type has, so that their
-    leftovers do not count.
+    """Returns the largest amount of each resource on any one node.
+
+    The amount is infinite for resources that no node type has. Free amounts of such resources then do not count.
     """
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
@@ -265,7 +271,9 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 def usual_shapes(
     leases: Iterable[Lease], jobs: Iterable[Job], endpoints: Iterable[EndpointView]
 ) -> list[tuple[Resources, float]]:
-    """Returns the GPU shapes that most members have, running or waiting, each with its share of members."""
+    """Returns the most frequent resources of members that use GPUs, each with its share of members. Running and waiting
+    members count.
+    """
     counted: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in leases:
         counted[tuple(lease.shape.resources.items())] += len(lease.members)

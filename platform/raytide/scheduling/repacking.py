@@ -1,7 +1,7 @@
-"""Corrects a greedy plan: drops new nodes whose tenants fit elsewhere, and swaps nodes for cheaper ones.
+"""Corrects a greedy plan. It drops new nodes whose members fit elsewhere, and replaces new nodes by cheaper ones.
 
-Shapes are placed one after another, each in the way that is best for it alone. Nothing has been bought yet, so a
-correction costs nothing. Tenants that were spread over zones stay in their zones.
+The greedy plan places shapes one after another, each in the way that is best for it alone. Nothing has been bought yet,
+so a correction costs nothing. Members that were spread over zones stay in their zones.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class Repacking:
     """The new slot of each node that is bought as another type, by node id."""
 
     def final_slot(self, slot: Slot) -> Slot:
-        """Returns the tenant's final slot. It must be called for the tenants of a node in the order of their
-        placement."""
+        """Returns the slot of a member after repacking. Call it for the members of a node in the order of their
+        placement.
+        """
         if elsewhere := self.moved.get(slot.node_id):
             slot = elsewhere.pop(0)
         return self.swapped.get(slot.node_id, slot)
 
 
 def repack(room: SchedulingState) -> Repacking:
-    """Empties or swaps new nodes, the most expensive first; changes `room` accordingly."""
+    """Drops or replaces new nodes where that lowers the cost, starting with the most expensive node. Changes `room`
+    accordingly.
+    """
     repacking = Repacking()
     receivers: set[str] = set()
     for node_id, offering in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):

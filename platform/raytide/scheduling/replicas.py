@@ -1,4 +1,4 @@
-"""The replicas of endpoints: their shapes, their loads, and the number that still need a node."""
+"""The replicas of endpoints: their shapes, their loads, and how many of them still need a node."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 
 def silent_replicas(load: EndpointLoad, now_s: float) -> int:
-    """Returns the number of ready replicas without a recent report."""
+    """Returns the number of ready replicas that have not reported recently."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:
-    """Returns the label selector that every replica actor of the endpoint has."""
+    """Returns the label selector of the endpoint's replica actors."""
     return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
 
 
@@ -37,34 +37,34 @@ def replica_shape(view: EndpointView) -> Shape:
 
 
 def replica_throughputs(view: EndpointView) -> Throughputs:
-    """Returns the replicas' relative throughput by node type, as far as known."""
+    """Returns the relative throughput of the endpoint's replicas on each node type, as far as it is known."""
     traffic = view.load.traffic if view.load is not None else None
     return traffic.paces if traffic is not None else {}
 
 
 def published_members(view: EndpointView) -> int:
-    """Returns the number of members of all published replicas."""
+    """Returns the number of members of all replicas that the endpoint should have."""
     return view.endpoint.target_replicas * view.endpoint.spec.members
 
 
 def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns Ray's ids of the nodes that replicas of all endpoints leave."""
+    """Returns Ray's ids of the nodes that are draining or terminating. Replicas leave these nodes."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
 def released_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns Ray's ids of the nodes that endpoints release in this decision. Their replicas leave these nodes too."""
+    """Returns Ray's ids of the nodes that endpoints give up in this decision. Replicas leave these nodes."""
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Returns the number of members of published replicas that need a node.
+    """Returns the number of members of the endpoint's replicas that still need a node.
 
-    Members on draining nodes are included, because Serve moves them, and it moves a replica with all its members.
-    Without a fresh report, only replicas that Ray itself cannot place count, so that a restarted controller does not
-    buy nodes for running replicas.
+    Members on draining nodes are included, because Ray Serve moves a replica with all its members. If there is no fresh
+    report, only members that Ray itself cannot place are counted. A restarted controller thus does not buy nodes for
+    replicas that already run.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
@@ -76,7 +76,7 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
 
 
 def is_overloaded(view: EndpointView, now_s: float) -> bool:
-    """Returns True if the load is above the target of the ready replicas."""
+    """Returns True if the endpoint's load is above the target of its ready replicas."""
     load, spec = view.load, view.endpoint.spec.replicas
     if load is None or not is_fresh(load, now_s):
         return False
@@ -87,7 +87,7 @@ def is_overloaded(view: EndpointView, now_s: float) -> bool:
 
 
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
-    """Returns True if the demand is that of a replica of this endpoint."""
+    """Returns True if the demand is for a replica of this endpoint."""
     return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
 
 

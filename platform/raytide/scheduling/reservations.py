@@ -1,8 +1,8 @@
-"""Reserves nodes for replicas that do not fit, so that smaller jobs cannot starve them by taking each slot as it frees
-up.
+"""Reserves nodes for replicas that do not fit. Otherwise smaller jobs could starve a replica by taking every slot that
+becomes free.
 
-The nodes that lack the fewest resources take no new work, so that they come to lack ever fewer. Replicas of other
-endpoints that fit there may still use them.
+The nodes that lack the fewest resources for the replica take no new work, so that they lack less and less. Replicas of
+other endpoints may still use them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EPS = 1e-6
 
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
-    """Returns the snapshot with reservations for the first unplaced replica of each endpoint."""
+    """Returns the snapshot with reserved nodes for the first unplaced replica of each endpoint."""
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot
@@ -44,14 +44,16 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
 
 
 def missing_members(room: SchedulingState, view: EndpointView) -> int:
-    """Returns the number of members of published replicas that fit nowhere, not even on nodes that can be bought."""
+    """Returns the number of members of the endpoint's replicas that fit nowhere, not even on nodes that can be
+    bought.
+    """
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """Returns how many of the `lacking` members to place together as one replica: first those that complete an
-    incomplete replica.
+    """Returns how many of the `lacking` members must be placed together. They either complete an incomplete replica, or
+    are all members of one replica.
     """
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 

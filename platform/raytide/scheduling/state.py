@@ -1,4 +1,5 @@
-"""The resources that the fleet can still provide, by which the queue starts jobs and the planner places them."""
+"""The resources that the fleet can still provide. The queue uses this state to start jobs, and the planner to place
+them."""
 
 from __future__ import annotations
 
@@ -62,11 +63,10 @@ _PlacementKey = tuple[
 
 @dataclass(slots=True)
 class SchedulingState:
-    """Free resources on existing and starting nodes, and the nodes that can be bought.
+    """The free resources on existing and starting nodes, and the nodes that can be bought.
 
-    Resources that are already promised are reserved from the start: those of members with a node, and of published
-    replicas without one. `place` reserves what it returns, so nothing is promised twice within a decision.
-    """
+    Resources that are already promised to members and to replicas are reserved from the start. `place` reserves what it
+    returns, so nothing is promised twice within a decision."""
 
     snapshot: Snapshot
     offerings: Offerings
@@ -140,13 +140,13 @@ class SchedulingState:
         paces: Throughputs | None = None,
         apart: frozenset[str] | None = None,
     ) -> Placements | Unschedulable:
-        """Reserves slots for `count` members, or for as many as fit; none if fewer than `at_least` fit (default: all).
+        """Reserves slots for `count` members, or for as many as fit, and returns the slots. Returns an Unschedulable if
+        fewer than `at_least` fit (default: all).
 
-        Existing nodes come first, the tightest fit first, then new nodes of the pool that is cheapest per member: of
-        the types in `menu` (default: all), and at most `max_new`. `spread_from` has the members by zone, if they should
-        not all be in one zone. `paces` has the relative throughput by node type, to compare costs per work. With
-        `apart`, each member needs a separate node, and none of the nodes in `apart`.
-        """
+        Existing nodes come first, the tightest fit first. New nodes then come from the pool that is cheapest per
+        member. `menu` restricts their types, and `max_new` their number. `spread_from` counts the members in each zone,
+        to spread members over zones. `paces` is the relative throughput by node type, to compare costs per work. With
+        `apart`, each member gets a node of its own that is not in `apart`."""
         if count <= 0:
             return ()
         needed = count if at_least is None else at_least
@@ -175,7 +175,7 @@ class SchedulingState:
         spread_from: Counter[str] | None = None,
         paces: Throughputs | None = None,
     ) -> Placements:
-        """Reserves slots, as `place` does, for as many of `count` members as fit, and returns them."""
+        """Reserves slots for as many of `count` members as fit, and returns the slots."""
         slots = self.place(
             shape, count, subject="", at_least=0, menu=menu, max_new=max_new, spread_from=spread_from, paces=paces
         )
@@ -183,7 +183,7 @@ class SchedulingState:
         return slots
 
     def buy(self, node_type: NodeType) -> Slot | None:
-        """Buys one node of a type, for any use; returns None if none can be bought."""
+        """Buys one node of a type, for any use. Returns None if none can be bought."""
         offerings = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
         able = [o for o in offerings if self.offerings.refusal(o) is None]
         return self.buy_offer(min(able, key=lambda offering: offering.cost_micro_usd_h)) if able else None
@@ -192,7 +192,7 @@ class SchedulingState:
         return self._buy(offering, 1)[0]
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
-        """Returns why `count` members cannot be placed now."""
+        """Returns the reason why `count` members cannot be placed now."""
         if not self.offerings.could_hold(shape, count):
             never = why_impossible(shape, count, self.snapshot.node_types, subject)
             assert never is not None
@@ -236,7 +236,7 @@ class SchedulingState:
             self.full.clear()
 
     def release(self, node_id: str, resources: Resources) -> None:
-        """Frees resources on a node; has no effect on a node that takes no work."""
+        """Frees resources on a node. Has no effect on a node that takes no work."""
         if (row := self.rows.get(node_id)) is not None:
             self.node_table.reserve(row, resources, -1)
             self.full.clear()

@@ -1,4 +1,4 @@
-"""The relative throughput of a job or an endpoint on each node type, and costs per unit of work."""
+"""The relative throughput of a job or an endpoint on each node type, and the cost per unit of work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_PACE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorClasses:
-    """The accelerator classes of the node types that some work could use."""
+    """The accelerator classes of the node types that a job or an endpoint could use."""
 
     types: Mapping[str, str] = field(default_factory=dict)
     """The class of each node type."""
@@ -25,9 +25,10 @@ class AcceleratorClasses:
 
     @classmethod
     def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
-        """Returns the classes of these node types.
+        """Returns the accelerator classes of these node types.
 
-        `need` is a member's resources. The `speed` of a type with GPUs applies only to work on GPUs.
+        `need` is the resources of one member. The declared `speed` of a node type with GPUs applies only to members
+        that use GPUs.
         """
         by_class: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
@@ -41,9 +42,9 @@ class AcceleratorClasses:
         )
 
     def relative(self, measured: Mapping[str, float]) -> Throughputs:
-        """Returns the throughput on each node type relative to the slowest.
+        """Returns the throughput on each node type, relative to the slowest node type.
 
-        `measured` is the throughput by node type, in any unit.
+        `measured` is the measured throughput by node type, in any unit.
         """
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
@@ -58,13 +59,15 @@ class AcceleratorClasses:
 
 
 def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
-    """Returns the cost of a unit of work on this node type; `cost` is the cost of an hour."""
+    """Returns the cost of a unit of work on a node of this type. `cost` is the cost of an hour."""
     return cost / paces.get(node_type, 1.0)
 
 
 def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
-    """Returns the value of a label selector for the node types that are at least as fast as `node_type`; empty for
-    all."""
+    """Returns the value of a label selector for all node types that are at least as fast as `node_type`.
+
+    The value is empty if `paces` is empty. An empty value selects all types.
+    """
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""
 

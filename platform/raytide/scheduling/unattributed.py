@@ -1,5 +1,5 @@
-"""Usage that Ray reports but no known member or replica explains: of slots that were just vacated, or replicas that
-were just placed.
+"""Resource usage that Ray reports but that no known member or replica explains. It belongs to members that have just
+left, or to replicas that have just been placed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 
 
 class UnattributedUsage:
-    """The unattributed usage of one snapshot."""
+    """The unexplained resource usage in one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
-        """Returns the node ids and resources of the slots that members yield, or have just yielded, to the endpoint's
-        replicas.
+        """Returns the slots that members of gangs yield, or have just yielded, to the endpoint's replicas. A slot is a
+        node id with resources.
 
-        Slots that the `starting` replicas may have taken are left out.
+        Slots that the `starting` replicas may already have taken are left out.
         """
         need, found = endpoint_view.endpoint.spec.resources, []
         taken: Resources = {}
@@ -66,10 +66,10 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """Returns the number of `missing` replicas that already seem to hold resources on a node.
+        """Returns how many of the `missing` replicas probably hold resources on a node already.
 
-        While the process of a replica starts, Ray counts its resources, but does not report its node. Replicas that Ray
-        still queues are not included.
+        While a replica's process starts, Ray counts its resources but does not report its node. Replicas that Ray still
+        queues are not included.
         """
         spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
@@ -83,7 +83,7 @@ class UnattributedUsage:
         return min(missing - queued, found)
 
     def replicas_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
-        """Returns the number of the endpoint's replicas that could account for unattributed usage on this node."""
+        """Returns how many of the endpoint's replicas could explain the unexplained usage on this node."""
         spec = endpoint_view.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (
@@ -104,7 +104,9 @@ class UnattributedUsage:
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def amount(self, view: NodeView) -> Resources:
-        """Returns the used resources beyond the accounted ones; negative where Ray does not show known usage yet."""
+        """Returns the used resources of a node beyond those that known members and replicas explain. An amount is
+        negative if Ray does not show known usage yet.
+        """
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property

@@ -1,4 +1,6 @@
-"""The SDK: `rt.connect()` returns a Client of one cluster. Notebooks display its jobs and endpoints as tables."""
+"""The SDK's entry point: `rt.connect()` returns the Client of a cluster. Notebooks display the cluster's jobs and
+endpoints as tables.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,11 @@ SpecSource = Mapping[str, object] | str | Path
 
 
 class Client:
-    """A connection of one user to one cluster. As a context manager, it ends a cluster that `rt.local()` started.
+    """The connection of one user to one cluster. At the end of a `with` block, it also ends a cluster that `rt.local()`
+    started.
 
-    The keyword arguments of jobs are typed in `raytide.sdk.options`; `raytide.core.objects.hardware.resources` explains
-    the keywords for resources.
+    `raytide.sdk.options` defines the keyword arguments of jobs. `raytide.core.objects.hardware.resources` explains the
+    keywords for resources.
     """
 
     def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:
@@ -72,8 +75,9 @@ class Client:
         return self.client.cost()
 
     def costs(self, by: By = "team", *, since_s: float = 0.0) -> CostTable:
-        """Returns the cost by team, project, job, model, node or day, with the cost of lost work, since the time
-        `since_s` in seconds since the epoch.
+        """Returns the cost by team, project, job, model, node or day, including the cost of lost work.
+
+        `since_s` is the start of the period, in seconds since the epoch.
         """
         return self.client.costs(by, since_s=since_s)
 
@@ -98,7 +102,9 @@ class Client:
         return run_of(self.client, self.client.job(job_id))
 
     def data(self, spec: DataSpec | SpecSource, **options: Unpack[GangOptions]) -> Run:
-        """Submits the build of a token dataset on a leased node. Keywords for resources replace the spec's `gang`."""
+        """Submits a job that builds a token dataset on a leased node. Keywords for resources replace the spec's
+        `gang`.
+        """
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
         job, gang = job_and_gang(options)
         if gang is not None:
@@ -114,8 +120,11 @@ class Client:
         image: str | None = None,
         **options: Unpack[GangOptions],
     ) -> TrainRun:
-        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`, and `pip`
-        or `image` its packages and its image."""
+        """Submits a training, which survives the loss of gang members.
+
+        Keywords for resources replace the spec's `gang`. `pip` replaces the spec's packages, and `image` its container
+        image.
+        """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         if pip or image is not None:
             fields = {**train.model_dump(mode="json"), "pip": list(pip), "image": image}
@@ -140,9 +149,10 @@ class Client:
         retries: int = 0,
         **options: Unpack[GangOptions],
     ) -> Run:
-        """Submits a script that runs on every node of a gang, with torchrun's RANK, WORLD_SIZE and MASTER_ADDR.
+        """Submits a script that runs on every node of a gang. The environment has RANK, WORLD_SIZE and MASTER_ADDR, as
+        torchrun sets them.
 
-        The working directory is uploaded, without files that match `exclude`. After a failure the script is restarted,
+        The working directory is uploaded, except files that match `exclude`. After a failure the script is restarted,
         at most `retries` times. `pip` names packages that the script needs in addition to raytide's. `image` is a
         container image that replaces raytide's own environment.
         """
@@ -168,10 +178,10 @@ class Client:
         params: Mapping[str, Value] | None = None,
         working_dir: str | Path | None = None,
     ) -> FlowRun:
-        """Submits a workflow: a file of stages. Its driver runs on the cluster until all stages are done.
+        """Submits a workflow. Its driver runs on the cluster until all stages are done.
 
-        `params` replace those of the file. The working directory, by default the file's folder, is uploaded for script
-        stages.
+        `params` override the parameters in the workflow's file. The working directory is uploaded for script stages. By
+        default it is the file's folder.
         """
         return submit_flow(self.client, flow, params, working_dir)
 
@@ -184,11 +194,11 @@ class Client:
         engine: Mapping[str, object] | None = None,
         **options: Unpack[GangOptions],
     ) -> Run:
-        """Submits a job that answers the rows of a batch file, in their order, on an engine of its own.
+        """Submits a job that answers the rows of a batch file, in order, on an engine of its own.
 
-        The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name,
-        `engine` the engine's options. The job has a low priority and is preemptible, unless `options` say otherwise; a
-        stopped job continues where it stopped. Both files must be on storage that all nodes can read.
+        The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name.
+        `engine` contains the engine's options. By default the job has a low priority and is preemptible. A job that was
+        stopped continues where it stopped. Both files must be on storage that all nodes can read.
         """
         queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
         job, gang = job_and_gang(queue)
@@ -211,13 +221,16 @@ class Client:
         why: str = "",
         **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
-        """Serves a Hugging Face directory, or a registered model, over the OpenAI API and returns the endpoint.
+        """Serves a Hugging Face model directory or a registered model over the OpenAI API. Returns the endpoint.
 
-        With `replicas=(1, 8)` their number follows the load. If `slo_target` is given too, it is the cheapest number at
-        which this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options. With `canary`,
-        `shadow` or `ab` (percents) the model becomes a challenger beside the model that the endpoint serves;
-        `EndpointHandle.rollout` shows the progress. `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the
-        means of your own metric instead of users' thumbs.
+        - With `replicas=(1, 8)` the number of replicas follows the load. If `slo_target` is given too, it is the
+          cheapest number at which this share of requests gets a first token within `slo_ttft_s`.
+        - With `canary`, `shadow` or `ab` the model becomes a challenger of the model that the endpoint already serves.
+          `EndpointHandle.rollout` shows the progress. `shadow` and `ab` are percentages.
+        - `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the means of your own metric instead of users'
+          thumbs.
+
+        A ServeSpec has all other options.
         """
         rollout = rollout_of(canary, shadow, ab)
         if isinstance(model, ServeSpec):
@@ -240,14 +253,14 @@ class Client:
         return self.endpoint(spec.name)
 
     def endpoint(self, name: str) -> EndpointHandle:
-        """Returns the endpoint of this name."""
+        """Returns the endpoint with this name."""
         return EndpointHandle(self.client, self.client.endpoint(name))
 
     @contextmanager
     def gang(self, *, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
-        """Holds nodes for any Ray code in this process, as a job of the queue.
+        """Opens a context that holds leased nodes for any Ray code in this process. The gang is a job in the queue.
 
-        The lease ends with the block, or ten seconds after this process stopped polling it.
+        The lease ends with the context. It also ends ten seconds after this process last polled the lease.
         """
         with self.submit_gang(options, timeout_s) as gang:
             yield gang
@@ -255,19 +268,20 @@ class Client:
     def task(
         self, *, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
     ) -> Callable[[Callable[P, T]], Task[P, T]]:
-        """Returns a decorator for a function whose calls are jobs: each waits in the queue and runs on a leased node.
+        """Returns a decorator that turns each call of a function into a job, which waits in the queue and runs on a
+        leased node.
 
-        `f(x)` blocks and returns the result, `f.remote(x)` returns a future, and `f.map(xs)` returns one for each of
-        `xs`. This process is the driver, and must run on a machine of the cluster. A lost node uses up one of
-        `retries`; an exception of the function is raised without a retry.
+        `f(x)` blocks and returns the result. `f.remote(x)` returns a future. `f.map(xs)` returns a future for each item
+        of `xs`. This process is the driver, and must run on a machine of the cluster. If the node is lost, the call is
+        repeated, at most `retries` times. An exception of the function is raised without a retry.
         """
         return lambda work: client_task(lambda: self, work, timeout_s, retries, options)
 
     def scaling_config(self, *, timeout_s: float = 30 * 86_400.0, **options: Unpack[GangOptions]) -> ScalingConfig:
-        """Returns the scaling configuration with which Ray Train's `fit()` waits in the queue and runs in the lease.
+        """Returns a ScalingConfig for Ray Train. With it, `fit()` waits in raytide's queue and runs in the lease.
 
-        `TorchTrainer(loop, scaling_config=rt.scaling_config(nodes=4, gpus=1))` has four workers with one GPU each;
-        `nodes=(2, 4)` is elastic.
+        `TorchTrainer(loop, scaling_config=rt.scaling_config(nodes=4, gpus=1))` has four workers with one GPU each.
+        `nodes=(2, 4)` makes the number of workers elastic.
         """
         from raytide.actors.gang.ray_train import scaling
 
@@ -277,7 +291,7 @@ class Client:
         return scaling(lambda: self.submit_gang(named, timeout_s), self.client, workers, dict(shape.resources))
 
     def submit_gang(self, options: GangOptions | NodeOptions, timeout_s: float) -> Gang:
-        """Queues a gang and returns it. Entering it waits for its lease, at most `timeout_s`."""
+        """Queues a gang and returns it. Entering its context waits for the lease, at most `timeout_s` seconds."""
         from raytide.actors.gang import Gang
 
         job, gang = job_and_gang(options)
@@ -316,7 +330,7 @@ class Client:
 def client_task(
     client: Callable[[], Client], work: Callable[P, T], timeout_s: float, retries: int, options: NodeOptions
 ) -> Task[P, T]:
-    """Returns the task that runs the function `work` as jobs. Each call of the task gets its client from `client()`."""
+    """Returns a Task that runs the function `work` as jobs. Each call of the task gets its client from `client()`."""
 
     def hold(name: str) -> Gang:
         named: NodeOptions = {"name": name, **options}
@@ -326,9 +340,9 @@ def client_task(
 
 
 def connect(cluster: str | None = None) -> Client:
-    """Returns a client of this machine's cluster of that name, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
+    """Returns a client of the cluster `cluster` on this machine, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
 
-    It also works in drivers of `ray job submit`, which run on the head.
+    It also works in drivers of `ray job submit`, which run on the head node.
     """
     return Client(ApiClient.find(cluster))
 
@@ -336,7 +350,7 @@ def connect(cluster: str | None = None) -> Client:
 def local(config: str | Path | None = None, *, name: str = "local") -> Client:
     """Starts a cluster on this machine and returns its client.
 
-    The end of the `with` block, `.close()` and the end of this process all end the cluster.
+    The cluster ends with the `with` block, with `.close()`, or with this process.
     """
     from raytide.control.bootstrap.local import down, up
     from raytide.core.io.process import Process

@@ -1,6 +1,6 @@
 """Live views of jobs and endpoints: with rich on a terminal, in place in a notebook, and nothing elsewhere.
 
-Notebooks are recognised as `tqdm.auto` does it. On a terminal, views go to standard error, as tqdm's bars do.
+Notebooks are recognised in the same way as by `tqdm.auto`. On a terminal, views are written to standard error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The state of a running job or endpoint at one moment, as a live view shows it."""
+    """The state of a running job or endpoint at one moment, in the form in which a live view displays it."""
 
     title: str
     done: float = 0.0
@@ -61,7 +61,9 @@ class Glance:
 
 
 class LiveView:
-    """Shows glances, each in place of the one before: `with LiveView() as live: live.show(run.glance)`."""
+    """Displays a sequence of glances, each in place of the previous one: `with LiveView() as live:
+    live.show(run.glance)`.
+    """
 
     def __init__(self, *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
@@ -94,8 +96,7 @@ class LiveView:
             self._live.stop()
 
     def show(self, look: Callable[[], Glance]) -> None:
-        """Shows the glance that `look` returns. `look` is called only if there is a display, and not more often than
-        the display is redrawn."""
+        """Displays the glance that `look` returns. `look` is called only when the display is redrawn."""
         if self._live is None and self._handle is None:
             return
         self._pending = look
@@ -111,14 +112,14 @@ class LiveView:
 
 
 def is_notebook() -> bool:
-    """Returns True in a kernel of Jupyter, as `tqdm.auto` decides it."""
+    """Returns True if this process is a Jupyter kernel, by the same rule as `tqdm.auto`."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Returns the values as a line of blocks, followed by the last, the least and the greatest value."""
+    """Returns a text that draws the values as a line of blocks. The last, smallest and largest value follow."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

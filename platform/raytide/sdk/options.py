@@ -1,7 +1,6 @@
-"""The keyword arguments that jobs and endpoints take, typed, so that editors complete them and mypy checks them.
+"""The keyword arguments of jobs and endpoints. They are typed, so that editors complete them and mypy checks them.
 
-The keywords for resources (gpus, cpus, memory, nodes, spot, labels) are explained in
-`raytide.core.objects.hardware.resources`.
+`raytide.core.objects.hardware.resources` explains the keywords for resources (gpus, cpus, memory, nodes, spot, labels).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from raytide.core.objects.job import BudgetPer
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of a job for the queue."""
+    """Options of a job that concern the queue."""
 
     name: str
     team: str | None
@@ -39,7 +38,7 @@ class JobOptions(TypedDict, total=False):
 
 
 class NodeOptions(JobOptions, total=False):
-    """Options for the resources of one node."""
+    """Options of a job that runs on one node, including the node's resources."""
 
     gpus: float | str
     cpus: float
@@ -52,7 +51,7 @@ class NodeOptions(JobOptions, total=False):
 
 
 class GangOptions(NodeOptions, total=False):
-    """Options for the nodes of a gang."""
+    """Options of a job that runs on a gang of nodes."""
 
     nodes: int | tuple[int, int]
     """The number of nodes; `(1, 4)` runs with any number from 1 to 4."""
@@ -65,7 +64,7 @@ class GangOptions(NodeOptions, total=False):
 
 
 class ServeOptions(TypedDict, total=False):
-    """Options of an endpoint, besides its model and replicas."""
+    """Options of an endpoint, apart from its model and replicas."""
 
     team: str
     priority: str
@@ -90,9 +89,10 @@ _SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "gpu_memory_gb", "to
 def job_and_gang(
     options: GangOptions | NodeOptions | JobOptions,
 ) -> tuple[dict[str, object], dict[str, object] | None]:
-    """Returns the fields of a JobSpec, and those of a GangSpec (None if no resources were given).
+    """Splits options into the fields of a JobSpec and the fields of a GangSpec. The latter is None if no resources are
+    given.
 
-    Options that are None are left out: they mean the default.
+    Options that are None are left out, so that the defaults apply.
     """
     given = {key: value for key, value in options.items() if value is not None}
     gang = {key: given.pop(key) for key in _SHAPE_WORDS if key in given}
@@ -104,7 +104,8 @@ def job_and_gang(
 
 
 def gang_of(fields: dict[str, object] | None, *, where: str) -> GangSpec:
-    """Returns the gang of these fields; without fields, one node with one CPU. Raises ConfigError, which names `where`,
-    if they are invalid.
+    """Returns the gang with these fields. If there are no fields, the gang is one node with one CPU.
+
+    Raises ConfigError, which names `where`, if the fields are invalid.
     """
     return GangSpec.parse(fields or {"cpus": 1}, where=where)

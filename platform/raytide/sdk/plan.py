@@ -1,4 +1,4 @@
-"""Plans without a cluster: what a training or an endpoint needs on the node types of a cluster.yaml."""
+"""Makes plans without a cluster: what a training or an endpoint needs on the node types of a cluster.yaml."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ class PlanReport:
 
     @property
     def best(self) -> TrainingPlan:
-        """The first plan. Raises CapacityError, with the cheapest fix of the nearest miss, if none fits."""
+        """The best plan. If no plan fits, it raises CapacityError with the cheapest change that would make the nearest
+        plan fit.
+        """
         if self.search.plans:
             return self.search.plans[0]
         raise CapacityError(f"no plan fits {self.workload.model.name}: {self.miss}", hint=self.fix)
 
     @property
     def miss(self) -> str:
-        """The reason why the plan that comes nearest does not fit."""
+        """The reason why the plan that comes nearest does not fit. Empty if a plan fits."""
         if self.search.plans or not self.search.misses:
             return "" if self.search.plans else "no node type has GPUs that the planner knows."
         found = self._misfit()
@@ -60,7 +62,7 @@ class PlanReport:
 
     @property
     def fix(self) -> str:
-        """The cheapest change with which the nearest miss would fit."""
+        """The cheapest change that would make the nearest plan fit."""
         found = self._misfit() if self.search.misses else None
         if found is not None and found.fixes:
             return f"{found.fixes[0].describe()}."
@@ -93,7 +95,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """The replicas that a load needs on each node type, cheapest first."""
+    """The replicas that a load needs on each node type, the cheapest node type first."""
 
     model: ModelShape
     plans: tuple[ReplicaPlan, ...]
@@ -132,12 +134,13 @@ def plan(
     precision: Precision | None = None,
     corrections: Corrections | None = None,
 ) -> PlanReport:
-    """Returns ranked plans of a training over the node types of a cluster.yaml. No cluster is needed, and no torch.
+    """Returns ranked plans of a training on the node types of a cluster.yaml. It needs neither a cluster nor torch.
 
-    `source` is a TrainSpec or its YAML file, a model directory or its `config.json`, or the name of a known model, such
-    as `llama-3-8b`. `tokens` is the number of tokens to train such a model on; by default the compute-optimal number
-    for its size. `corrections` are the corrections measured on a cluster's runs, as `ApiClient.corrections()` returns
-    them.
+    - `source` is a TrainSpec or its YAML file, a model directory or its `config.json`, or the name of a known model,
+      such as `llama-3-8b`.
+    - `tokens` is the number of tokens to train on if `source` is only a model. By default it is compute-optimal for the
+      model's size.
+    - `corrections` were measured on a cluster's runs. `ApiClient.corrections()` returns them.
     """
     config = load_cluster(cluster_file)
     workload, memory = _workload(source, tokens, seq_len, global_batch, precision)
@@ -148,12 +151,16 @@ def plan(
 
 
 def plan_workload(spec: TrainSpec) -> tuple[TrainWorkload, MemorySpec]:
-    """Returns the workload of a spec, including its model's sizes, and the spec's memory options."""
+    """Returns the training workload of a spec, which includes the model's sizes, and the spec's memory options."""
     return TrainWorkload.from_spec(spec, _model_of(spec)), spec.memory
 
 
 def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Path = "cluster.yaml") -> ServingReport:
-    """Returns the replicas that a load needs on each node type of a cluster.yaml that can hold one, cheapest first."""
+    """Returns the replicas that a load needs on each node type of a cluster.yaml, the cheapest node type first. Node
+    types that cannot hold a replica are left out.
+
+    Raises CapacityError if no node type can hold a replica.
+    """
     shape, config = model_named(model), load_cluster(cluster_file)
     found: list[ReplicaPlan] = []
     for node_type in _cheapest_of_each(config):
@@ -174,8 +181,11 @@ def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Pa
 
 
 def model_named(source: str | Path) -> ModelShape:
-    """Returns the sizes of a model: a known name, a GGUF file, or a Hugging Face `config.json` or its folder. Raises
-    NotFoundError for anything else."""
+    """Returns the sizes of a model. `source` is a known name, a GGUF file, or a Hugging Face `config.json` or its
+    folder.
+
+    Raises NotFoundError for anything else.
+    """
     from raytide.actors.models.quantized.gguf.gguf_config import gguf_config
     from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
     from raytide.actors.models.quantized.gguf.packaged_models import packaged_path

@@ -1,4 +1,6 @@
-"""`rt.train`, `rt.run`, `rt.jobs`...: the methods of a Client, on the cluster that `rt.connect(cluster)` finds."""
+"""The functions `rt.train`, `rt.run`, `rt.jobs` and others. They call the Client method of the same name on the cluster
+that `rt.connect(cluster)` finds.
+"""
 
 from __future__ import annotations
 
@@ -134,8 +136,8 @@ def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unp
 def task(
     *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
 ) -> Callable[[Callable[P, T]], Task[P, T]]:
-    """Returns a decorator like the one that `Client.task` returns. The cluster is looked up at each call of the
-    decorated function.
+    """Returns a decorator like that of `Client.task`. The cluster is looked up at each call of the decorated
+    function.
     """
     return lambda work: client_task(lambda: connect(cluster), work, timeout_s, retries, options)
 

@@ -1,2 +1,3 @@
-"""Runs production decisions on recorded traces and a virtual clock, and compares them with baselines and lower
-bounds."""
+"""Runs raytide's production decisions on recorded traces with a virtual clock. Compares them with baselines and lower
+bounds.
+"""

@@ -1,4 +1,4 @@
-"""Reads named columns of a trace's CSV file; other columns and empty lines are ignored."""
+"""Reads named columns from the CSV file of a trace. Other columns and empty lines are ignored."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class Columns:
 
 
 def read(path: Path, numbers: Sequence[str], words: Sequence[str] = ()) -> Columns:
-    """Returns the columns. Raises DataError, which names the line, if a row lacks a column or a number is not
-    finite."""
+    """Returns the named columns of a CSV file: `numbers` as floats, `words` as text.
+
+    Raises DataError, which names the line, if a row lacks a column or a number is not finite.
+    """
     hint = f"It needs the columns {', '.join((*numbers, *words))}, separated by commas."
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

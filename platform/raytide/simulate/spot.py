@@ -1,6 +1,6 @@
-"""Recorded spot markets: the number of available nodes of one kind in one zone, by tick.
+"""Recorded spot markets: how many nodes of one kind were available in one zone, tick by tick.
 
-A file is a JSON object from a trace's key to its fields, the counts run-length encoded as [count, ticks] pairs.
+A file is a JSON object from a trace's key to its fields. The counts are run-length encoded as [count, ticks] pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Recorded(BaseModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpotTrace:
-    """The market of one zone for one kind of node."""
+    """The recorded market of one zone, for nodes with a given kind and number of GPUs."""
 
     key: str
     kind: str
@@ -52,7 +52,7 @@ class SpotTrace:
 
 
 def read(path: Path) -> tuple[SpotTrace, ...]:
-    """Returns all traces of the file, in order."""
+    """Returns all traces in the file, in order."""
     try:
         entries = TypeAdapter(dict[str, _Recorded]).validate_json(path.read_bytes())
     except OSError as error:
@@ -73,10 +73,10 @@ def select(
     kind: str | None = None,
     zones: Sequence[str] = (),
 ) -> tuple[SpotTrace, ...]:
-    """Returns the traces whose key contains `collection`, one per zone and all with the same seconds per tick, in the
-    order of `zones` if given.
+    """Returns the traces whose key contains `collection`, one trace per zone, in the order of `zones`.
 
-    Raises DataError for a missing zone or collection, and for an ambiguous choice.
+    All of them have the same seconds per tick. Raises DataError for a missing zone or collection, and for an ambiguous
+    choice.
     """
     found = [
         trace
@@ -120,7 +120,9 @@ def _not_there(traces: Sequence[SpotTrace], collection: str) -> DataError:
 
 
 def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
-    """Returns the number of nodes by [zone, tick], with as many ticks as the shortest trace."""
+    """Returns the number of available nodes as an array [zone, tick]. All traces are cut to the length of the shortest
+    one.
+    """
     ticks = min(len(trace.nodes) for trace in traces)
     return np.stack([trace.nodes[:ticks] for trace in traces])
 

@@ -1,4 +1,4 @@
-"""The planner's calculations: the memory, time and cost of trainings and endpoints, and the layouts that fit.
+"""The planner's calculations: the memory, time and cost of trainings and endpoints, and the parallel layouts that fit.
 
-Everything here is a pure function of numbers. Nothing imports torch or Ray.
+All functions are pure functions of numbers. Nothing here imports torch or Ray.
 """

@@ -1,4 +1,6 @@
-"""Corrections of the planner from measured runs: the pace of compute and the scale of activations, by device."""
+"""Corrects the planner by measured runs. It learns two factors for each kind of device: one on compute time (the pace),
+and one on the memory of activations.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _LEAST, _MOST = 0.2, 20.0
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """The median step and the peak memory of a run on known devices."""
+    """A run on known devices, with its median step time and its peak memory."""
 
     workload: TrainWorkload
     strategy: Strategy
@@ -31,13 +33,13 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """The learned factors, by the device's name."""
+    """The learned correction factors, by device name."""
 
     pace: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def apply(self, device: Accelerator) -> Accelerator:
-        """Returns the device with the corrections for its kind applied."""
+        """Returns the device with the correction factors that were learned for it."""
         return replace(
             device,
             pace=self.pace.get(device.name, device.pace),
@@ -46,10 +48,10 @@ class Corrections:
 
 
 def learn(runs: Iterable[MeasuredRun]) -> Corrections:
-    """Returns, for each kind of device, the median of the corrections of its runs.
+    """Returns, for each kind of device, the median of the correction factors of its runs.
 
     The pace is the factor on compute time with which the predicted step time equals the measured one. Collectives and
-    other parts that do not depend on the pace stay unchanged. Runs with an implausible correction are left out.
+    other parts of the step time do not depend on the pace. Runs with implausible factors are left out.
     """
     paces: dict[str, list[float]] = defaultdict(list)
     scales: dict[str, list[float]] = defaultdict(list)
@@ -65,8 +67,9 @@ def learn(runs: Iterable[MeasuredRun]) -> Corrections:
 
 
 def solve_pace(run: MeasuredRun) -> float | None:
-    """Returns the pace with which the predicted step time equals the measured one; None if no pace from 0.2 to 20
-    does."""
+    """Returns the pace with which the predicted step time equals the measured one. Returns None if no pace from 0.2 to
+    20 does.
+    """
 
     def predicted(pace: float) -> float:
         device = replace(run.device, pace=pace)

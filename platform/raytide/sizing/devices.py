@@ -1,4 +1,6 @@
-"""Accelerators and the links between them: vendors' figures, and the share of them that a run reaches."""
+"""Accelerators and the links between them: figures from the vendors' data sheets, and the share of them that real runs
+reach.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CPU_NETWORK = 1.25e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One GPU, or all CPUs of a member without GPUs. Rates are per second, bandwidths in bytes per second."""
+    """One GPU, or all CPUs of a member that has no GPUs. Rates are per second, and bandwidths are in bytes per
+    second.
+    """
 
     name: str
     memory_gb: float
@@ -57,7 +61,7 @@ class Accelerator:
     is_cpu: bool = False
 
     def product_flops(self, precision: Precision, width: float) -> float:
-        """Returns the FLOP/s of products whose shorter side is `width`."""
+        """Returns the FLOP/s that matrix products reach if their shorter side is `width`."""
         return self.peak_flops(precision) * self.matmul_efficiency * width / (width + self.narrow_width)
 
     def peak_flops(self, precision: Precision) -> float:
@@ -112,8 +116,9 @@ Figures are from vendors' data sheets; networks are those of the usual cloud mac
 
 
 def find_device(accelerator: str) -> Accelerator | None:
-    """Returns the device whose name occurs, as whole words, in `accelerator`, which is a label or the driver's name of
-    the GPU; None if there is none.
+    """Returns the known device whose name occurs, as whole words, in `accelerator`. Returns None if there is none.
+
+    `accelerator` is a node label or the name that the GPU's driver reports.
     """
     matches = [name for name in DEVICES if _pattern(name).search(accelerator)]
     return DEVICES[max(matches, key=len)] if matches else None
@@ -125,8 +130,10 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def device_of(node_type: NodeType) -> Accelerator | None:
-    """Returns one GPU of the node type, with the figures that cluster.yaml declares; None if the GPU is unknown. For a
-    type without GPUs, returns all its CPUs as one device.
+    """Returns one GPU of the node type, with the figures that cluster.yaml declares. Returns None if the GPU is
+    unknown.
+
+    For a node type without GPUs, returns all of its CPUs as one device.
     """
     if not node_type.resources.get("GPU"):
         return cpu_device(node_type.resources.get("CPU", 1.0), node_type.resources.get("memory", 0.0))
@@ -141,8 +148,8 @@ def device_of(node_type: NodeType) -> Accelerator | None:
 
 
 def gpu_memory_gb(node_type: NodeType) -> float | None:
-    """Returns the memory in GB of one GPU of the node type, as declared or as known for its accelerator; None if it is
-    unknown.
+    """Returns the memory in GB of one GPU of the node type, as declared or as known for its accelerator. Returns None
+    if the memory is unknown.
     """
     if not node_type.resources.get("GPU"):
         return None
@@ -153,8 +160,9 @@ def gpu_memory_gb(node_type: NodeType) -> float | None:
 
 
 def cpu_device(cores: float, memory_bytes: float = 0.0) -> Accelerator:
-    """Returns the CPUs of one rank as a device. Collectives do not overlap with compute on it, because they use the
-    same cores.
+    """Returns the CPUs of one rank as a device.
+
+    Collectives on this device do not overlap with compute, because they use the same cores.
     """
     return Accelerator(
         name="CPU",
@@ -176,10 +184,10 @@ def cpu_device(cores: float, memory_bytes: float = 0.0) -> Accelerator:
 
 
 def with_figures(device: Accelerator, figures: Mapping[str, float]) -> Accelerator:
-    """Returns the device with the measurements of `raytide bench node`: matrix products, memory and the all-reduce
-    between members.
+    """Returns the device with the figures that `raytide bench node` measured: matrix products, memory, and the
+    all-reduce between members.
 
-    Measured products are the rate that is really reached, so their efficiency is set to 1.
+    A measured rate of matrix products already includes their efficiency. Their efficiency is therefore set to 1.
     """
     changes: dict[str, float] = {}
     if fp32 := figures.get("gemm_float32_flops"):

@@ -1,4 +1,4 @@
-"""The sizes of a decoder model: its weights, one by one, and the compute per token."""
+"""The sizes of a decoder-only model: each of its weights, and the compute per token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Side = Literal["rows", "columns", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class WeightTensor:
-    """One weight. `division` is the dimension that tensor parallelism divides; None if every rank has it whole."""
+    """The shape of one weight. `division` is the dimension that tensor parallelism divides, or None if every rank has
+    the whole weight.
+    """
 
     module: str
     """The last part of the module's name: q_proj, ffn_norm, embedding."""
@@ -30,7 +32,7 @@ class WeightTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer. Sizes are numbers of elements."""
+    """The sizes of a decoder-only transformer, as numbers of elements."""
 
     name: str = "model"
     layers: int
@@ -69,13 +71,14 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """The number of all weights. A tied head shares the embedding's weights, which count once."""
+        """The total number of weights. If the head is tied to the embedding, the shared weights count once."""
         return sum(weight.numel for weight in self.weights(range(self.layers)))
 
     @property
     def matrix_parameters(self) -> int:
-        """The number of weights that multiply a token: without embedding, norms and biases, and with only the experts
-        that the token uses.
+        """The number of weights in the matrices by which a token is multiplied.
+
+        Embedding, norms and biases do not count. Of the experts, only those that the token uses count.
         """
         attention = 2 * self.width * (self.attention_width + self.kv_width)
         sparse = len(self.sparse_layers)
@@ -86,28 +89,33 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """The number of weights that a token uses: all but the experts to which it is not routed. Published formulas
-        for serving use this number.
+        """The number of weights that a token uses: all except the experts to which the token is not routed.
+
+        Published formulas for serving use this number.
         """
         unused = len(self.sparse_layers) * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_ffn
         return self.parameters - unused
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> float:
-        """Returns the FLOPs per token of the forward and the backward pass with full attention, 6 N' + 12 L a d s
+        """Returns the FLOPs per token of the forward and the backward pass with full attention: 6 N' + 12 L a d s
         (PaLM, appendix B).
 
-        `frozen` is for training adapters: frozen weights have no gradients, so they count 4 N'.
+        N' is `matrix_parameters`. `L` is the number of layers, `a` the number of heads, `d` the head dimension, and `s`
+        the sequence length. With `frozen` only adapters are trained. Frozen weights have no gradients, so the first
+        term is 4 N'.
         """
         attention = 12.0 * self.layers * self.attention_width * seq_len
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
-        """Returns the bytes of a token in the KV cache, which has 2 L k d elements of `bytes_each` bytes."""
+        """Returns the bytes of one token in the KV cache. It has 2 L k d elements of `bytes_each` bytes, for `L` layers
+        with `k` KV heads of dimension `d`.
+        """
         return 2 * self.layers * self.kv_width * bytes_each
 
     def weights(self, layers: range, *, first: bool = True, last: bool = True) -> Iterator[WeightTensor]:
-        """Yields the weights of a part of the model: some layers, optionally with the weights before the first and
-        after the last layer.
+        """Yields the weights of the given layers. With `first` it includes the weights before the first layer, and with
+        `last` those after the last layer.
         """
         if first or (last and self.tied):
             yield WeightTensor("embedding", (self.vocab, self.width), 0)
@@ -142,8 +150,8 @@ class ModelShape:
         yield from self._linear("down_proj", self.width, self.ffn, "columns", bias=self.ffn_bias)
 
     def layer_kinds(self, layers: range) -> list[tuple[bool, int]]:
-        """Returns (False, number of layers without experts) and (True, number of layers with experts). A pair whose
-        number is 0 is left out.
+        """Returns the pairs (True, number of layers with experts) and (False, number of layers without experts). Pairs
+        whose number is 0 are left out.
         """
         sparse = sum(index in self.sparse_layers for index in layers)
         return [(kind, count) for kind, count in ((True, sparse), (False, len(layers) - sparse)) if count]

@@ -1,9 +1,9 @@
-"""Serving: the speed of one replica of a model by a roofline model, and the number of replicas that an SLO and a
-request rate need.
+"""Estimates the speed of one replica of a served model by a roofline model, and the number of replicas that a request
+rate and an SLO need.
 
-The result is a first guess of what fits and of the size of a fleet; measured speeds replace it
-(`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for time to first token. A spec whose
-replicas cannot fit the memory of any GPU is refused.
+The estimate is a first guess of what fits and of the size of a fleet. Measured speeds replace it
+(`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for time to first token. The module
+also refuses specs whose replicas cannot fit into the memory of any GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KV_MEMORY_GB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServingLoad:
-    """The requests of an endpoint, and the SLO on their latencies."""
+    """The request rate and request sizes of an endpoint, and the SLO on latency."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -59,7 +59,7 @@ class ServingLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One replica on some GPUs of one kind, and the number of replicas that a load needs."""
+    """One replica on a number of GPUs of one kind, with the number of replicas that a load needs."""
 
     device: Accelerator
     gpus: int
@@ -82,7 +82,7 @@ class ReplicaPlan:
 
     @property
     def speed(self) -> Speed:
-        """The speed in the form of a ServeSpec's `replicas.speed`, as the autoscaler uses it."""
+        """The replica's speed in the form of `replicas.speed` in a ServeSpec. The autoscaler uses this form."""
         return Speed(prefill_tps=self.prefill_tps, slots=self.slots, tpot_ms=max(1e-3, self.tpot_s * 1e3))
 
     def json(self) -> dict[str, object]:
@@ -106,8 +106,10 @@ class ReplicaPlan:
 def prefill_seconds(
     model: ModelShape, tokens: int, device: Accelerator, gpus: int = 1, *, efficiency: float = COMPUTE_EFFICIENCY
 ) -> float:
-    """Returns the seconds of a prefill, (2 N T + 2 L a d T^2) / (n peak eff): the products of all weights, and causal
-    attention.
+    """Returns the time of a prefill of `T` tokens in seconds: (2 N T + 2 L a d T^2) / (n peak eff).
+
+    The first term is the products of the `N` active weights. The second term is causal attention with `L` layers, which
+    have `a` heads of dimension `d`. The denominator is the rate of `n` GPUs at the efficiency `eff`.
     """
     flops = 2.0 * model.active_parameters * tokens + 2.0 * model.layers * model.attention_width * tokens**2
     return flops / (gpus * device.peak_flops("bf16") * efficiency)
@@ -125,9 +127,12 @@ def decode_seconds(
     host_s: float = _HOST_S,
     kv_bytes_each: float = 2.0,
 ) -> float:
-    """Returns the seconds of a decode step of `batch` sequences with `context` tokens each. It is the sum of three
-    parts: the time for reading weights and KV caches or for computing, whichever is larger; the all-reduces of the
-    tensor ranks; and the work of the host.
+    """Returns the time in seconds of one decode step of `batch` sequences with `context` tokens each. It is the sum of
+    three parts:
+
+    - the time to read the weights and KV caches, or the time to compute if that is longer
+    - the all-reduces of the tensor ranks
+    - the work of the host
     """
     weights = model.weight_bytes * min(model.parameters, batch * model.active_parameters)
     moved = weights + batch * context * model.kv_bytes_per_token(kv_bytes_each)
@@ -138,7 +143,9 @@ def decode_seconds(
 
 
 def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int = 8192) -> float:
-    """Returns the bytes for KV caches on all GPUs of a replica; negative if the weights do not fit."""
+    """Returns the bytes that are left for KV caches on all GPUs of a replica. The number is negative if the weights do
+    not fit.
+    """
     factor = _ACTIVATION_FACTORS[max(ranks for ranks in _ACTIVATION_FACTORS if ranks <= gpus)]
     activations = max(_LEAST_ACTIVATIONS, 2.0 * batch_tokens * model.width * factor)
     per_gpu = (
@@ -150,10 +157,10 @@ def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int
 def plan_replicas(
     model: ModelShape, load: ServingLoad, device: Accelerator, gpus: int, usd_per_gpu_h: float = 0.0
 ) -> ReplicaPlan | None:
-    """Returns the replicas of `gpus` GPUs that the load needs.
+    """Returns the number of replicas of `gpus` GPUs that the load needs, with the speed of one replica.
 
-    Returns None if the model does not fit on them, or if an idle replica already misses the SLO. A replica does not
-    decode while it prefills, so a request costs the seconds of its prompt plus its share of the slots.
+    Returns None if the model does not fit on these GPUs, or if an idle replica already misses the SLO. A replica does
+    not decode while it prefills. A request therefore costs the time of its prefill plus its share of the decode slots.
     """
     room = kv_room(model, device, gpus)
     context = load.prompt_tokens + load.output_tokens
@@ -217,10 +224,11 @@ def _most_slots(
 
 
 def check_memory(spec: ServeSpec, weight_bytes: int, node_types: Sequence[NodeType]) -> ServeSpec:
-    """Returns the spec, restricted to node types whose GPUs can hold a replica.
+    """Returns the spec restricted to the node types whose GPUs can hold a replica. Raises CapacityError if no node type
+    can.
 
-    `weight_bytes` is the bytes of the model's files. GPUs of unknown memory are assumed to hold a replica, and replicas
-    without GPUs and `memory` are not checked. Raises CapacityError if no node type can hold a replica.
+    `weight_bytes` is the size of the model's files. GPUs of unknown memory are assumed to be large enough. A replica
+    without GPUs is checked only if it declares `memory`.
     """
     if (kept_gb := _number(spec.engine.get("weights_memory_gb"))) > 0:  # the others stay in the files
         weight_bytes = min(weight_bytes, int(kept_gb * GB))

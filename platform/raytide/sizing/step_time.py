@@ -1,8 +1,8 @@
-"""Predicts the time of a training step, split by cause: the model's own arithmetic, and each additional cost.
+"""Predicts the time of a training step, split into the model's own arithmetic and each additional cost.
 
-Compute follows a roofline: matrix products and attention run at a share of the device's peak, everything else at its
-memory bandwidth. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring algorithms;
-the part that overlaps with compute is not counted.
+Compute follows a roofline model. Matrix products and attention run at a share of the device's peak, and everything else
+at its memory bandwidth. Collectives follow the alpha-beta model with ring algorithms: T = alpha * hops + bytes /
+bandwidth. The part of a collective that overlaps with compute does not count.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Link:
     latency_s: float
 
     def all_gather(self, whole_bytes: float) -> float:
-        """Returns the seconds of an all-gather, or of a reduce-scatter, of `whole_bytes` bytes: (n-1)/n of them pass
-        through each rank.
+        """Returns the time in seconds of an all-gather or a reduce-scatter of `whole_bytes` bytes. For n ranks, (n-1)/n
+        of the bytes pass through each rank.
         """
         if self.ranks == 1:
             return 0.0
@@ -53,7 +53,9 @@ class Link:
         return self.latency_s * hops + whole_bytes * hops / self.ranks / self.bandwidth
 
     def all_reduce(self, nbytes: float) -> float:
-        """Returns the seconds of an all-reduce of `nbytes` bytes: those of a reduce-scatter and an all-gather."""
+        """Returns the time in seconds of an all-reduce of `nbytes` bytes, which is a reduce-scatter followed by an
+        all-gather.
+        """
         return 2.0 * self.all_gather(nbytes)
 
     def send(self, nbytes: float) -> float:
@@ -63,9 +65,9 @@ class Link:
 def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict[str, Link]:
     """Returns the link of each mesh axis.
 
-    Ranks are numbered with the tensor axis innermost, so an axis whose ranks are all on one node uses the node's own
+    Ranks are numbered with the tensor axis innermost. An axis whose ranks are all on one node uses the node's own
     links. An axis that spans nodes gets a share of each node's network, because all groups with ranks on the node share
-    that network.
+    the network.
     """
     links, inside = dict[str, Link](), 1
     for axis in reversed(AXES):
@@ -87,7 +89,7 @@ def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of one step, in parts that add up to `total`."""
+    """The time of one training step in seconds, split into parts that add up to `total`."""
 
     arithmetic: float
     """The time of the model's FLOPs at the device's peak, which MFU counts as useful."""
@@ -139,8 +141,8 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilization: the model's FLOPs divided by the FLOPs that the devices' peak allows in the time
-        of the step.
+        """The model FLOPs utilization. It is the model's FLOPs divided by the FLOPs that the devices could do at their
+        peak in the time of the step.
         """
         return self.flops / (self.peak_flops * self.total)
 
@@ -155,12 +157,14 @@ class StepTime:
 
 
 def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
-    """Returns the pipeline's idle time divided by its ideal time, (p-1) / (v m) (Narayanan et al. 2021)."""
+    """Returns the pipeline's idle time divided by its ideal time: (p-1) / (v m), for p ranks with v stages each and m
+    micro-batches (Narayanan et al. 2021).
+    """
     return (ranks - 1) / (stages * microbatches)
 
 
 def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, devices_per_node: int) -> StepTime:
-    """Returns the time of one optimizer step of the whole gang, by part, in seconds."""
+    """Returns the time of one optimizer step of the whole gang, split into parts."""
     sizes, layout, memory = strategy.sizes, strategy.layout, strategy.memory
     count, sequences = strategy.microbatches(workload)
     part = Slice(sequences, workload.seq_len, sizes.tensor, sizes.context, workload.bytes_each, on_cpu=device.is_cpu)

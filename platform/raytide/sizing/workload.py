@@ -1,4 +1,4 @@
-"""The training work and the strategy for it: the two parts of a TrainSpec that determine memory and time."""
+"""The training workload and the strategy to run it. These two parts of a TrainSpec determine memory and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TrainWorkload:
-    """The work of one training step."""
+    """The work of one training step: the model, the batch, the precision and the optimizer."""
 
     model: ModelShape
     seq_len: int
@@ -36,7 +36,7 @@ class TrainWorkload:
 
     @property
     def bytes_each(self) -> int:
-        """The bytes of one element of a weight or an activation in computation."""
+        """The bytes of one element of a weight or an activation during computation."""
         return BYTES[self.precision]
 
     @property
@@ -50,7 +50,7 @@ class TrainWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A layout of the work on a number of ranks, with its memory options."""
+    """The parallel layout of a training on a number of ranks, with its micro-batch and memory options."""
 
     sizes: Sizes
     layout: Parallelism = field(default_factory=Parallelism)
@@ -69,14 +69,15 @@ class Strategy:
         return self.sizes.world
 
     def rows(self, workload: TrainWorkload) -> int:
-        """Returns the number of sequences that each data rank computes in a step; those of the last rank may be
-        padded."""
+        """Returns the number of sequences that each data rank computes in a step. Some sequences of the last rank may
+        be padding.
+        """
         return -(-workload.global_batch // self.sizes.data)
 
     def microbatches(self, workload: TrainWorkload) -> tuple[int, int]:
-        """Returns the number of micro-batches of a step and their size."""
+        """Returns the number of micro-batches in a step and the size of a micro-batch."""
         return self.layout.microbatches(self.rows(workload), min(self.micro_batch, self.rows(workload)))
 
     def with_memory(self, **changes: object) -> Strategy:
-        """Returns the strategy with other memory options."""
+        """Returns the strategy with some of its memory options changed."""
         return replace(self, memory=self.memory.model_copy(update=changes))

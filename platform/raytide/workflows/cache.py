@@ -1,8 +1,9 @@
-"""The keys by which the results of finished stages are found again, and the records of these results.
+"""The keys under which the results of finished stages are found again, and the records of these results.
 
-The key of a stage covers its kind and spec, the digests of the results to which it refers, its code, and the files that
-it reads from outside the flow. It does not cover the gang or the team. The key names the folder of the results, so
-results never overwrite others, and an attempt that continues an earlier one finds its checkpoints.
+The key of a stage covers everything that determines the result: the stage's kind and spec, the digests of the results
+that it uses, its code, and the files that it reads from outside the flow. The key does not cover the gang or the team.
+It names the folder of the results. Different results thus never overwrite each other, and an attempt that continues an
+earlier attempt finds the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _READ = {
 
 
 class StageRecord(Config):
-    """The outputs and metrics of a finished stage, stored in `out`/results/KEY.json."""
+    """The outputs and metrics of a finished stage. It is stored in `out`/results/KEY.json."""
 
     stage: str
     job: str = ""
@@ -52,9 +53,10 @@ class StageRecord(Config):
 
 
 def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
-    """Returns the key of a stage whose needs are done: a SHA-256 in hex. `code` is the digest of a script's files.
+    """Returns the key of a stage, a SHA-256 in hex. The stages that it needs must be done. `code` is the digest of a
+    script stage's files.
 
-    A script may have effects, so its key covers its name too, and the stages of its `needs`.
+    A script may have side effects. Its key therefore covers its name and the stages in its `needs` as well.
     """
     stage = flow.stages[name]
 
@@ -76,12 +78,14 @@ def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
 
 
 def folder_of(flow: FlowSpec, name: str, key: str) -> str:
-    """Returns the folder of a stage's results."""
+    """Returns the folder for the results of a stage."""
     return join(flow.out, name, key[:_KEY_CHARS])
 
 
 def record_of(flow: FlowSpec, key: str) -> StageRecord | None:
-    """Returns the record of a finished stage; None if there is none, or if the stage's results no longer exist."""
+    """Returns the record of the finished stage with this key. Returns None if there is no record, or if the stage's
+    results no longer exist.
+    """
     url = join(flow.out, "results", f"{key}.json")
     try:
         record = StageRecord.parse(json.loads(read_bytes(url)), where=url)
@@ -95,10 +99,10 @@ def save_record(flow: FlowSpec, key: str, record: StageRecord) -> None:
 
 
 def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
-    """Returns the digest of a result.
+    """Returns the digest of a stage's result. The keys of later stages contain it.
 
-    For a dataset it is the digest of the shards and the tokenizer, so that stages which use the dataset do not run
-    again if it was rebuilt with the same bytes. For any other result it is the stage's key.
+    For a dataset it is the digest of the shards and the tokenizer. If the dataset is rebuilt with the same bytes, the
+    stages that use it therefore do not run again. For any other result it is the stage's key.
     """
     if kind != "data":
         return key
@@ -108,7 +112,7 @@ def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
 
 
 def digest_of_code(package: bytes, patterns: Iterable[str]) -> str:
-    """Returns the digest of the files of a packed working directory whose names match one of the patterns."""
+    """Returns the digest of the files in a packed working directory whose names match one of the patterns."""
     chosen, files = tuple(patterns), []
     with zipfile.ZipFile(BytesIO(package)) as archive:
         for entry in sorted(archive.infolist(), key=lambda each: each.filename):

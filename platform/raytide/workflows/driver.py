@@ -1,8 +1,8 @@
 """The driver of a flow: `python -m raytide.workflows.driver`, a process on a leased node. It runs the flow's executor,
-stores the flow's state and reports it. A scheduled flow waits between its cycles.
+and stores and reports the flow's state. Between the cycles of a scheduled flow it waits.
 
-The driver has the rights of the flow's job. If it is killed, it is started again, on another node if its own was lost,
-and continues from the stored state.
+The driver has the rights of the flow's job. If it is killed or loses its node, it is started again and continues from
+the stored state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _AWAY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """The stored state of a run: `out`/runs/RUN.json, replaced atomically."""
+    """The stored state of a run, in `out`/runs/RUN.json. It is replaced atomically."""
 
     flow: FlowSpec
     run: str
@@ -50,7 +50,7 @@ class StateFile:
         return join(self.flow.out, "runs", f"{self.run}.json")
 
     def load(self) -> FlowState | None:
-        """Returns the state; None if none has been stored yet."""
+        """Returns the stored state. Returns None if none has been stored yet."""
         try:
             text = read_bytes(self.url)
         except DataError:
@@ -67,7 +67,7 @@ def _to_log(line: str) -> None:
 
 
 class FlowDriver:
-    """Runs the cycles of a flow until the flow is over, or for ever with a schedule."""
+    """Runs the cycles of a flow until the flow is over. A flow with a schedule runs for ever."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class FlowDriver:
         self._executor = self._executor_of(self._first_state(run))
 
     def run(self) -> int:
-        """Calls `tick` until the flow is over, and returns the exit code."""
+        """Calls `tick` until the flow is over. Returns the process's exit code."""
         while not self._stopped.is_set():
             try:
                 code = self.tick()
@@ -102,9 +102,9 @@ class FlowDriver:
         return self._leave()
 
     def tick(self) -> int | None:
-        """Runs all steps that are possible now. Returns the exit code once the flow is over.
+        """Runs all steps that are possible now. Returns the exit code if the flow is over, else None.
 
-        Raises ClusterError or StorageError if the API or the storage is unavailable; the next tick continues.
+        Raises ClusterError or StorageError if the API or the storage is unavailable. The next tick then continues.
         """
         is_over = self._executor.step()
         self._report()
@@ -119,7 +119,7 @@ class FlowDriver:
         return FAILED if state.failed else 0
 
     def stop(self) -> None:
-        """Makes `run` return after the present tick."""
+        """Makes `run` return after the current tick."""
         self._stopped.set()
 
     def _leave(self) -> int:
@@ -185,7 +185,9 @@ class FlowDriver:
 
 
 def main() -> int:
-    """Runs the flow in RAYTIDE_FLOW and returns the exit code. SIGTERM ends the process."""
+    """Runs the flow in the environment variable RAYTIDE_FLOW and returns the exit code. SIGTERM ends the run after the
+    current tick.
+    """
     flow = FlowSpec.parse(json.loads(environment("FLOW") or "{}"), where="RAYTIDE_FLOW")
     try:
         driver = FlowDriver(
@@ -201,7 +203,9 @@ def main() -> int:
 
 
 def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
-    """Returns the first time after `now_s` that matches the cron expression; None without an expression."""
+    """Returns the first time after `now_s` that matches the schedule's cron expression. Returns None if there is no
+    expression.
+    """
     if not schedule.cron:
         return None
     from cronsim import CronSim
@@ -210,10 +214,10 @@ def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
 
 
 def begins_because(schedule: ScheduleSpec, next_at_s: float | None, now_s: float, before: str, inputs: str) -> str:
-    """Returns why the next cycle begins now; empty if it does not.
+    """Returns the reason why the next cycle begins now. The reason is empty if it does not begin.
 
-    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. However many scheduled times
-    passed while no driver ran, only one cycle starts.
+    `before` is the fingerprint of the inputs in the last cycle, and `inputs` is the current fingerprint. Only one cycle
+    starts, even if several scheduled times have passed while no driver ran.
     """
     if next_at_s is not None and now_s >= next_at_s:
         return f"the schedule {schedule.cron}"

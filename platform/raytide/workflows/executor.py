@@ -1,7 +1,7 @@
-"""Executes the plan of a flow: a thin loop around `planner.plan`. It may be killed after any step.
+"""Carries out the plan of a flow: a thin loop around `planner.plan`. The process may be killed after any step.
 
 The state is stored before each submission and after each event. A submission has a key made of the run, the cycle, the
-stage and the attempt, so that a repeated submission gives the same job.
+stage and the attempt. A repeated submission thus returns the same job.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Executor:
         self._saved: FlowState | None = None
 
     def step(self) -> bool:
-        """Reads the state of all running stages and takes all actions that are possible now. Returns whether the cycle
-        is over.
+        """Reads the states of all running stages, and takes all actions that are possible now. Returns whether the
+        cycle is over.
 
-        Raises ClusterError if the API does not answer; completed actions are stored, and the next step continues from
-        them.
+        Raises ClusterError if the API does not answer. Completed actions are already stored, and the next step
+        continues after them.
         """
         try:
             self._look_at_all()
@@ -64,7 +64,7 @@ class Executor:
         return self.state.is_over
 
     def stop(self) -> None:
-        """Requests that all running stages and trials end."""
+        """Asks all running stages and trials to end."""
         for name, stage in self.state.stages.items():
             if stage.status == "running" and stage.job:
                 self._runner.stop(self._task(name), stage.job)

@@ -1,4 +1,4 @@
-"""The order of stages by their dependencies. It raises errors for cycles and for names that do not exist."""
+"""Orders the stages of a flow by their dependencies. Reports cycles, and references to names that do not exist."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
 
 
 def needs_of(stage: StageSpec) -> tuple[str, ...]:
-    """Returns the names of the stages that must be done before this one, in the order in which its spec names them."""
+    """Returns the names of the stages that must be done before this stage, in the order in which the stage's spec names
+    them.
+    """
     named = [reference.stage for reference in references_in(stage.spec) if reference.stage != PARAMS]
     judged = [name for condition in stage.conditions for name in condition.stages]
     return tuple(dict.fromkeys([*named, *judged, *stage.needs]))
 
 
 def order_of(flow: FlowSpec) -> tuple[str, ...]:
-    """Returns the stages in an order in which each comes after the stages that it needs; otherwise they keep the order
-    of the file.
+    """Returns the stages in an order in which every stage comes after the stages that it needs. Apart from that, the
+    order of the file is kept.
 
-    Raises ConfigError for a cycle, which it names, and for a reference to something that does not exist.
+    Raises ConfigError for a cycle, which the error names, and for a reference to something that does not exist.
     """
     for name, stage in flow.stages.items():
         _check_references(flow, name, stage)

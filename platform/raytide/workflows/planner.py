@@ -1,8 +1,8 @@
-"""Decides what a flow does next: `plan(flow, state, now_s) -> actions`, a pure function. The executor applies the
-actions.
+"""Decides what a flow does next, by a pure function: `plan(flow, state, now_s) -> actions`. The executor carries out
+the actions.
 
-Every decision follows from the stored state alone, so a driver that was killed continues where it was: a running stage
-without a known job is submitted again under the same key, which gives the same job.
+Every decision follows from the stored state alone, so a driver that was killed continues where it was. A running stage
+whose job is not known is submitted again under the same key. The API then returns the same job.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from raytide.workflows.sweep.sampler import PastTrial
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """A change of one stage.
+    """A change of one stage. The kinds are:
 
-    `begin`: count a new attempt, store it, and submit it unless its result is cached. `submit`: submit the stored
-    attempt again. `skip` and `fail`: end the stage, for `reason`. `conclude`: end a sweep with its best trial, `trial`;
-    if that is None, the sweep has failed.
+    - `begin`: count a new attempt, store it, and submit it unless its result is cached.
+    - `submit`: submit the stored attempt again.
+    - `skip`, `fail`: end the stage for `reason`.
+    - `conclude`: end a sweep with its best trial, which is number `trial`. If `trial` is None, the sweep has failed.
     """
 
     kind: Literal["begin", "submit", "skip", "fail", "conclude"]
@@ -35,10 +36,12 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class TrialAction:
-    """A change of one trial of a sweep.
+    """A change of one trial of a sweep. The kinds are:
 
-    `begin`: draw its parameters, store and submit it. `submit`: submit its stored attempt. `retry`: count one more
-    attempt, store and submit it. `end`: stop it early, for `reason`.
+    - `begin`: draw the trial's parameters, store the trial and submit it.
+    - `submit`: submit the stored attempt again.
+    - `retry`: count a new attempt, store it and submit it.
+    - `end`: stop the trial early for `reason`.
     """
 
     kind: Literal["begin", "submit", "retry", "end"]
@@ -51,8 +54,8 @@ FlowAction = StageAction | TrialAction
 
 
 def plan(flow: FlowSpec, state: FlowState, now_s: float) -> tuple[FlowAction, ...]:
-    """Returns the actions to take now, in the order of the stages. There are none while all unfinished stages run or
-    wait for a retry.
+    """Returns the actions to take now, in the order of the stages. There are no actions while all unfinished stages run
+    or wait for a retry.
     """
     actions: list[FlowAction] = []
     running = sum(1 for stage in state.stages.values() if stage.status == "running")
@@ -89,7 +92,9 @@ def _of_waiting(flow: FlowSpec, state: FlowState, name: str, now_s: float) -> St
 
 
 def root_reason(state: FlowState, name: str) -> str:
-    """Returns the original reason why a stage failed or was skipped, without the names of the stages in between."""
+    """Returns the original reason why a stage failed or was skipped. The names of the stages that passed the reason on
+    are removed.
+    """
     reason = state.stages[name].reason
     first, _, rest = reason.partition(": ")
     word = first.split(" ")
@@ -139,7 +144,9 @@ def _of_trial(
 
 
 def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> StageAction:
-    """Returns the action that ends a sweep: with its best complete trial, or as failed if there is none."""
+    """Returns the action that ends a sweep with its best complete trial. If no trial is complete, the action marks the
+    sweep as failed.
+    """
     assert stage.sweep is not None
     sign = 1.0 if stage.sweep.mode == "min" else -1.0
     whole = [(sign * trial.value, number) for number, trial in enumerate(trials) if trial.value is not None]
@@ -151,8 +158,8 @@ def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> S
 
 
 def past_trials(trials: tuple[TrialState, ...]) -> tuple[PastTrial, ...]:
-    """Returns the trials from which the sampler learns, in the order of their numbers: those that ended, at their last
-    step or early.
+    """Returns the trials from which the sampler learns, in the order of their numbers. These are the trials that ran to
+    the end or were ended early.
     """
     past = []
     for trial in trials:

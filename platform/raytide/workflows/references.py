@@ -1,4 +1,4 @@
-"""The references between stages: `${train.model}` in specs, `eval.loss < 4` in conditions."""
+"""References between stages: `${train.model}` in specs, and `eval.loss < 4` in conditions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRICS = "metrics"
 
 
 class Reference(NamedTuple):
-    """`${STAGE.OUTPUT}`, `${STAGE.metrics.NAME}` or `${params.NAME}`."""
+    """A reference in a spec: `${STAGE.OUTPUT}`, `${STAGE.metrics.NAME}` or `${params.NAME}`."""
 
     stage: str
     """`params` for a parameter of the flow."""
@@ -41,7 +41,7 @@ class Reference(NamedTuple):
 
 
 class MetricCondition(NamedTuple):
-    """A comparison of a stage's metric with a number, or with a metric of another stage times a factor."""
+    """A condition that compares a stage's metric with a number, or with another stage's metric times a factor."""
 
     text: str
     metric: tuple[str, str]
@@ -53,7 +53,7 @@ class MetricCondition(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the condition that a text gives. Raises ValueError for other texts."""
+        """Parses the text of a condition. Raises ValueError if the text is not a condition."""
         found = _CONDITION.fullmatch(text)
         if found is None:
             raise ValueError(
@@ -68,9 +68,9 @@ class MetricCondition(NamedTuple):
         return (self.metric[0],) if self.other is None else (self.metric[0], self.other[0])
 
     def broken_by(self, metrics: Callable[[str, str], float]) -> str:
-        """Returns why the condition does not hold; empty if it holds.
+        """Returns the reason why the condition does not hold. The reason is empty if it holds.
 
-        `metrics(stage, name)` returns a metric's value. With NaN no condition holds.
+        `metrics(stage, name)` returns the value of a metric. A condition on NaN never holds.
         """
         value = metrics(*self.metric)
         limit = self.number if self.other is None else self.number * metrics(*self.other)
@@ -81,7 +81,7 @@ class MetricCondition(NamedTuple):
 
 
 def references_in(value: object) -> Iterator[Reference]:
-    """Yields the references in a spec, in its order. Raises ValueError for a malformed one."""
+    """Yields the references in a spec, in the order of the spec. Raises ValueError for a malformed reference."""
     if isinstance(value, str):
         for found in _REFERENCE.finditer(value):
             if not _PATH.fullmatch(found[1]):
@@ -99,8 +99,8 @@ def references_in(value: object) -> Iterator[Reference]:
 def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
     """Returns the spec with every reference replaced by `lookup(reference)`.
 
-    A text that consists of one reference becomes the value itself, for instance a number. A reference within a longer
-    text is replaced by the value as text.
+    A text that consists of a single reference becomes the value itself, for instance a number. In a longer text the
+    value is inserted as text.
     """
     if isinstance(value, str):
         found = list(references_in(value))
@@ -115,7 +115,7 @@ def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
 
 
 def with_value(spec: Mapping[str, object], path: str, value: object) -> dict[str, object]:
-    """Returns the spec with the field at a dotted path replaced; missing mappings on the path are created."""
+    """Returns the spec with the field at a dotted path set to a value. Missing mappings on the path are created."""
     first, _, rest = path.partition(".")
     if not rest:
         return {**spec, first: value}

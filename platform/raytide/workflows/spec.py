@@ -1,6 +1,6 @@
-"""The file of a workflow: named stages, their dependencies, and the schedule.
+"""The spec of a workflow file: named stages, their dependencies, and the schedule.
 
-`raytide.workflows.graph` checks the rules between stages: references and cycles.
+`raytide.workflows.graph` checks the references between stages, and that there is no cycle.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StageSpec(Config):
         return tuple(MetricCondition.parse(text) for text in self.when)
 
     def retry_after_s(self, failures: int) -> float:
-        """Returns the wait in seconds after this many failures."""
+        """Returns the time in seconds to wait before the retry that follows this many failures."""
         return min(3600.0, self.backoff_s * 2.0 ** min(failures - 1, 20))
 
 
@@ -129,7 +129,7 @@ class ScheduleSpec(Config):
 
 
 class FlowSpec(Config):
-    """`raytide flow run FILE`: a workflow."""
+    """A workflow, as in the file of `raytide flow run FILE`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
     out: bounds.Location = Field(min_length=1)

@@ -1,9 +1,10 @@
-"""The state of a run of a flow, and its changes by each event, as pure functions; the executor stores the returned
-states.
+"""The state of a run of a flow, and the pure functions that change it after each event. The executor stores the
+returned states.
 
-A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. After a failure it waits again if it has
-retries left. The number of an attempt is unique in a cycle, and stored before its job is submitted under a key that
-contains the number. If a process is killed in between, the same attempt is thus submitted again and gives the same job.
+A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. A failed stage that has retries left is
+`waiting` again. Each attempt has a number that is unique within the cycle, and the key of its submission contains this
+number. The number is stored before the submission. If the driver is killed in between, the same attempt is therefore
+submitted again, which returns the same job.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FINAL: frozenset[str] = frozenset({"done", "failed", "skipped"})
 
 
 class TrialState(Config):
-    """One trial of a sweep."""
+    """The state of one trial of a sweep."""
 
     params: dict[str, Value]
     status: TrialStatus = "running"
@@ -46,7 +47,7 @@ class TrialState(Config):
 
 
 class StageState(Config):
-    """One stage in a run."""
+    """The state of one stage in a run."""
 
     status: StageStatus = "waiting"
     attempt: int = 0
@@ -70,7 +71,7 @@ class StageState(Config):
 
 
 class FlowState(Config):
-    """A run of a flow. With a schedule, each cycle begins with fresh stages."""
+    """The state of a run of a flow. In a scheduled flow, each cycle begins with fresh stages."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -111,22 +112,26 @@ def fresh(flow: FlowSpec, run: str, driver: str = "") -> FlowState:
 
 
 def postponed(state: FlowState) -> FlowState:
-    """Returns the state of a flow whose first run is scheduled for later: its cycle 0 contains no work."""
+    """Returns the state of a flow that waits for its first scheduled time. The flow is then in cycle 0, which has no
+    work.
+    """
     stages = {name: StageState(status="skipped", reason="its first cycle has not begun") for name in state.stages}
     return state.model_copy(update={"cycle": 0, "stages": stages})
 
 
 def next_cycle(state: FlowState, because: str, inputs: str) -> FlowState:
-    """Returns the state for the next cycle, in which all stages wait again. `because` is the reason for the cycle."""
+    """Returns the state at the start of the next cycle, in which all stages wait. `because` is the reason for the
+    cycle.
+    """
     stages = {name: StageState() for name in state.stages}
     changes = {"cycle": state.cycle + 1, "because": because, "stages": stages, "inputs": inputs, "next_at_s": None}
     return state.model_copy(update=changes)
 
 
 def resumed(state: FlowState, driver: str) -> FlowState:
-    """Returns the state for another driver job: failed and skipped stages wait again, finished stages stay done.
+    """Returns the state for a new driver job. Failed and skipped stages wait again, and finished stages stay done.
 
-    Failed trials of a sweep are run again too; trials that ended otherwise stay.
+    Failed trials of a sweep run again. All other trials stay as they are.
     """
     stages = {}
     for name, stage in state.stages.items():
@@ -138,7 +143,7 @@ def resumed(state: FlowState, driver: str) -> FlowState:
 
 
 def begun(state: FlowState, name: str, key: str, now_s: float) -> FlowState:
-    """Returns the state with one more attempt of a stage. This state is stored before the attempt is submitted."""
+    """Returns the state with a new attempt at a stage. The caller stores this state before it submits the attempt."""
     before = state.stages[name]
     changes = {"status": "running", "attempt": before.attempt + 1, "key": key, "job": "", "retry_at_s": None}
     if before.started_at_s is None:
@@ -166,9 +171,9 @@ def skipped(state: FlowState, name: str, reason: str, now_s: float) -> FlowState
 def failed(
     state: FlowState, name: str, stage: StageSpec, reason: str, now_s: float, *, is_final: bool = False
 ) -> FlowState:
-    """Returns the state after a failed attempt: the stage waits for its retry, or has failed.
+    """Returns the state after a failed attempt at a stage. The stage waits for a retry, or has finally failed.
 
-    With `is_final`, another attempt would fail in the same way, as with a wrong spec.
+    `is_final` means that another attempt would fail in the same way, for example because the spec is wrong.
     """
     failures = state.stages[name].failures + 1
     if is_final or failures > stage.retries:
@@ -179,7 +184,7 @@ def failed(
 
 
 def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, reason: str, now_s: float) -> FlowState:
-    """Returns the state after a failed attempt of a trial."""
+    """Returns the state after a failed attempt at a trial of a sweep."""
     failures = state.stages[name].trials[number].failures + 1
     if failures > stage.retries:
         return state.with_trial(name, number, status="failed", failures=failures, reason=reason)
@@ -188,7 +193,7 @@ def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, rea
 
 
 def metric_of(state: FlowState) -> Callable[[str, str], float]:
-    """Returns a function that returns a metric's value by stage and name. It raises KeyError, with a text, for an
+    """Returns a function that maps the names of a stage and a metric to the metric's value. It raises KeyError for an
     unknown metric.
     """
 

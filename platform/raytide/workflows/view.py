@@ -1,4 +1,6 @@
-"""The views of a flow: one row for each stage, and its graph as SVG. Both come from the progress of its job."""
+"""The views of a flow: one row for each stage, and its graph as SVG. Both are made from the progress of the flow's
+job.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _COLOURS = {"done": "#16a34a", "running": "#3b82f6", "failed": "#dc2626", "skipp
 
 @dataclass(frozen=True, slots=True)
 class StageView(ShownAsHtml):
-    """A stage of a run as it was last reported."""
+    """A stage of a run, as the driver last reported it."""
 
     name: str
     kind: str
@@ -48,10 +50,10 @@ class StageView(ShownAsHtml):
 
 
 def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
-    """Returns the progress that a driver reports: `stage` for tables of jobs, and a text for each stage, which
-    `views_of` reads.
+    """Returns the progress that a driver reports. It contains `stage`, a short text for tables of jobs, and one text
+    for each stage, which `views_of` parses.
 
-    The texts are shorter if there are more stages, because a job's progress is limited to 16 KiB.
+    The more stages there are, the shorter the texts, because a job's progress is limited to 16 KiB.
     """
     most = _MOST_CHARS // len(flow.stages)
     found = {"stage": headline(state)}
@@ -73,7 +75,7 @@ def _fitting(text: str, most: int) -> str:
 
 
 def headline(state: FlowState) -> str:
-    """Returns the state of the run in a few words."""
+    """Returns the state of a run in a few words."""
     counts = {
         word: [name for name, stage in state.stages.items() if stage.status == word]
         for word in ("running", "failed", "skipped", "done")
@@ -86,7 +88,7 @@ def headline(state: FlowState) -> str:
 
 
 def views_of(flow: FlowSpec, progress: Mapping[str, float | int | str], now_s: float) -> list[StageView]:
-    """Returns the stages in the flow's order, as the flow's job reported them."""
+    """Returns the views of all stages in the flow's order, from the progress that the flow's job reported."""
     views = []
     for name in order_of(flow):
         stage = flow.stages[name]
@@ -99,7 +101,7 @@ def views_of(flow: FlowSpec, progress: Mapping[str, float | int | str], now_s: f
 
 @dataclass(frozen=True, slots=True)
 class FlowGraph:
-    """The graph of a flow as SVG, which notebooks show."""
+    """The graph of a flow. Notebooks show it as SVG."""
 
     views: tuple[StageView, ...] = field(default=())
 
@@ -111,7 +113,7 @@ class FlowGraph:
 
 
 def svg_of(views: Iterable[StageView]) -> str:
-    """Returns the graph as SVG: each stage is a box, in a column to the right of all stages that it needs."""
+    """Draws the graph as SVG. Each stage is a box, to the right of all stages that it needs."""
     stages = {view.name: view for view in views}
     column: dict[str, int] = {}
     for view in stages.values():  # in order: what it needs comes before it
@@ -172,7 +174,7 @@ def _result(flow: FlowSpec, name: str, stage: StageState) -> str:
 
 
 def trials_text(trials: Iterable[TrialState], total: int) -> str:
-    """Returns the counts of trials: `9 of 16 trials, 5 ended early, 1 failed`."""
+    """Returns the counts of a sweep's trials as text: `9 of 16 trials, 5 ended early, 1 failed`."""
     statuses = [trial.status for trial in trials]
     over = sum(status != "running" for status in statuses)
     parts = [f"{over} of {total} trials"]

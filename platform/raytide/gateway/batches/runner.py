@@ -1,9 +1,10 @@
-"""Works on the batches of all teams. Each batch is worked on by one gateway process at a time, at a lower priority than
-clients' requests.
+"""Works on the batches of all teams, at a lower priority than clients' requests. One gateway process at a time works on
+a batch.
 
-A batch's process holds a lock, which the kernel frees when the process dies. Any process then continues the batch where
-its progress file ends. The rows that were in flight run on at their replicas, which give their answers to the next
-process that asks for the same rows. A process that is stopped takes no more rows, and records those in flight.
+The process holds the lock of its batch. The kernel frees the lock when the process dies. Any gateway process can then
+continue the batch after the last row in the batch's progress file. Replicas finish the rows that the dead process had
+sent to them, and give the answers to the next process that requests the same rows. A process that is being stopped
+starts no more rows, and records the rows in flight.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ ScopeOf = Callable[[str, BatchRow], Mapping[str, Any]]
 
 
 class BatchRunner:
-    """Works on batches in one gateway process. `scope_of(account, row)` returns the entries of the ASGI scope with
-    which a row runs, such as the caller; `account` is the account of the batch's key.
+    """Works on batches in one gateway process.
+
+    `scope_of(account, row)` returns the entries of the ASGI scope with which a row runs, such as the caller. `account`
+    is the account of the API key that created the batch.
     """
 
     def __init__(
@@ -80,7 +83,10 @@ class BatchRunner:
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
-        """Runs until it is cancelled. Then the rows in flight may end, and the batches are left to the next process."""
+        """Works on batches until it is cancelled.
+
+        It then gives the rows in flight a few seconds to finish. Another process continues the unfinished batches.
+        """
         swept_s = 0.0
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Files and batches of one gateway process: their routes, and the work on batches."""
+"""The files and batches of one gateway process: their HTTP routes, and the work on batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MOST_LISTED = 100
 
 
 class BatchService:
-    """Adds the routes to the gateway's app. `run` works on batches until it is cancelled."""
+    """The files and batches of one gateway process. The constructor adds their routes to the gateway's app.
+
+    `run` works on batches until it is cancelled.
+    """
 
     def __init__(self, app: FastAPI, models: EndpointModels, tenancy: Tenancy, folder: Path) -> None:
         files = FileStore(FileDatabase(folder))
@@ -39,7 +42,9 @@ class BatchService:
         self._runner = BatchRunner(batches, app, self._scope_of, self._has_priority)
 
     async def samples(self) -> list[MetricSample]:
-        """Returns the metrics of the batches. All gateway processes show the same, because they share the batches."""
+        """Returns the metrics of the batches. Every gateway process returns the same metrics, because the processes
+        share the batches.
+        """
         try:
             return await asyncio.to_thread(self._batches.samples)
         except RaytideError as error:  # a full disk or a lock: the rest of the page is shown all the same

@@ -1,4 +1,4 @@
-"""Keeps the batches of all teams in the database of their files."""
+"""Stores the batches of all teams in the SQLite database that lists the uploaded files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class BatchStore:
         self._database = files.database
 
     def create(self, request: BatchRequest, team: str, account: str) -> BatchObject:
-        """Creates a batch of an uploaded file. The file cannot be deleted until the batch ends."""
+        """Creates a batch whose requests are the rows of an uploaded file. The file cannot be deleted until the batch
+        ends.
+        """
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
             raise invalid(f"{source.id} has the purpose {source.purpose}, not batch.", param="input_file_id")
@@ -103,7 +105,10 @@ class BatchStore:
         return BatchList(data=data, first_id=first, last_id=last, has_more=len(rows) > limit)
 
     def cancel(self, team: str, batch_id: str) -> BatchObject:
-        """Requests that the process which works on the batch ends it; returns the batch."""
+        """Marks the batch as cancelling and returns the batch. The process that works on the batch then ends it.
+
+        Raises an ApiError (409) if the batch can no longer be cancelled.
+        """
         with self._database.write() as connection:
             batch = _found(connection, batch_id, team)
             if batch.status in ("cancelling", "cancelled"):
@@ -123,7 +128,7 @@ class BatchStore:
         return [UnfinishedBatch(row["id"], row["team"], row["account"]) for row in rows]
 
     def samples(self) -> list[MetricSample]:
-        """Returns the metrics of the oldest unfinished batches, because these expire first."""
+        """Returns the metrics of the oldest unfinished batches. The oldest batches expire first."""
         with self._database.read() as connection:
             rows = connection.execute(
                 "SELECT team, record FROM batches WHERE is_final = 0 ORDER BY seq LIMIT ?", (MOST_SHOWN,)
@@ -138,9 +143,10 @@ class BatchStore:
         return found
 
     def move(self, batch: BatchObject, status: BatchStatus) -> BatchObject:
-        """Saves the batch's fields with a new status and the time of the change, and returns the batch.
+        """Saves the batch's fields with the status `status` and the time of the change. Returns the saved batch.
 
-        Nothing is saved if the batch is past that status already, for example because it was cancelled meanwhile.
+        A batch never returns to an earlier status. A batch whose stored status is later than `status`, for example
+        because a client has cancelled it, keeps the stored status.
         """
         with self._database.write() as connection:
             found = _found(connection, batch.id)
@@ -151,7 +157,9 @@ class BatchStore:
     def finish(
         self, batch: BatchObject, team: str, status: BatchStatus, output: PartialFile, errors: PartialFile
     ) -> BatchObject:
-        """Ends the batch and publishes its two files, except empty ones, in one transaction."""
+        """Ends the batch and publishes its output file and its error file in one transaction. Empty files are not
+        published.
+        """
         with self._database.write() as connection:
             found = _found(connection, batch.id)
             if found.status in FINAL:
@@ -173,7 +181,7 @@ class BatchStore:
             return _moved(connection, batch, status, now)
 
     def input_path(self, batch: BatchObject) -> Path:
-        """Returns the path of the batch's input."""
+        """Returns the path of the batch's input file."""
         return self.files.content_path(batch.input_file_id)
 
 

@@ -1,1 +1,1 @@
-"""Files of the OpenAI API: their store, limits and expiry."""
+"""The files that clients upload through the OpenAI API: their storage, limits and expiry."""

@@ -1,4 +1,4 @@
-"""A SQLite database that processes of a cluster share; by default the one of files and batches."""
+"""A SQLite database that several processes share. By default it is the database of uploaded files and batches."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 
 
 class FileDatabase:
-    """A folder with a database that only this user can access. Each call opens the file: any thread may call it.
+    """A SQLite database in a folder that only this user can access. Each call opens the database file anew, so any
+    thread may call it.
 
-    By default it has a rollback journal, because readers of a write-ahead log need space on the disk. With `has_log` it
-    has a write-ahead log, which is faster but may lose the last transactions in a power failure. A file that SQLite
-    finds damaged is renamed, and an empty one is created. Only the call that finds the damage fails; later calls do not
-    see the contents of the damaged file.
+    By default the database uses a rollback journal, because even readers of a write-ahead log need space on the disk.
+    With `has_log` it uses a write-ahead log. That is faster, but a power failure may lose the last transactions.
+
+    When SQLite finds the file damaged, the file is renamed and an empty database is created. The call that finds the
+    damage fails. Later calls use the empty database.
     """
 
     def __init__(self, folder: Path, name: str = "files.db", schema: str = _SCHEMA, *, has_log: bool = False) -> None:
@@ -67,12 +69,15 @@ class FileDatabase:
                 raise
 
     def set_aside(self) -> list[Path]:
-        """Returns the renamed damaged files that still exist."""
+        """Returns the paths of damaged database files that were renamed and still exist."""
         return sorted(self.folder.glob(f"{self._path.name}.damaged-*"))
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Yields a transaction that excludes other writers; it is durable once the block has ended."""
+        """Opens a context with a connection in a write transaction, which excludes other writers.
+
+        The transaction is committed at the end of the context. An exception rolls it back.
+        """
         with self._opened() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -85,7 +90,7 @@ class FileDatabase:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Yields a connection with a consistent view."""
+        """Opens a context with a connection that sees one consistent state of the database."""
         with self._opened() as connection:
             connection.execute("BEGIN")
             yield connection

@@ -1,4 +1,4 @@
-"""`/v1/files`: upload, list, retrieve, delete and content."""
+"""The routes `/v1/files`: upload, list, retrieve, delete and content."""
 
 from __future__ import annotations
 
@@ -134,8 +134,9 @@ def _checked(form: UploadForm) -> tuple[str, int | None]:
 
 
 def expiry_of(fields: Mapping[str, Any], param: str) -> int:
-    """Returns the seconds in `{anchor, seconds}`, given as form fields or as JSON. Raises ApiError, which names
-    `param`, if they are invalid.
+    """Returns the seconds of an expiry `{anchor, seconds}`, which comes as form fields or as JSON.
+
+    Raises an ApiError about the parameter `param` if the expiry is invalid.
     """
     if fields.get("anchor") != "created_at":
         raise invalid("The anchor is created_at.", param=f"{param}.anchor")

@@ -1,4 +1,6 @@
-"""Stores files of teams, with limits on their size: contents in a folder, everything else in the database."""
+"""Stores the files of all teams. File contents are in a folder, and everything else is in a database. Limits apply to
+each file, each team and the whole cluster.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ class FileDeletion(BaseModel):
 
 
 class PartialFile:
-    """File content that is being written. Another process can remove it by its name if this process dies."""
+    """A file whose content is still being written.
+
+    The file's name contains the id of the writing process. If that process dies, another process recognises the file by
+    its name and removes it.
+    """
 
     def __init__(self, folder: Path, limits: FileLimits) -> None:
         self.id = f"file-{secrets.token_hex(16)}"
@@ -79,8 +85,9 @@ class PartialFile:
             self._file: BinaryIO = open(self.path, "xb", buffering=0, opener=_for_owner)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
-        """Appends data. Raises ApiError beyond the largest size of a file, StorageError if the disk is full or nearly
-        full.
+        """Appends data to the file.
+
+        Raises ApiError if the file becomes too large, and StorageError if the disk is full or nearly full.
         """
         self.size += len(data)
         if self.size > self._limits.file_bytes:
@@ -102,7 +109,7 @@ class PartialFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Removes the content unless it was added to the store."""
+        """Closes the file. Removes it unless it was added to the store."""
         self._file.close()
         with suppress(FileNotFoundError):
             self.path.unlink()
@@ -119,7 +126,9 @@ class FileStore:
 
     @contextmanager
     def partial(self) -> Iterator[PartialFile]:
-        """Opens a context in which a new file is written. If the context ends without `add`, the file is removed."""
+        """Opens a context in which a new file is written. Removes the file at the end of the context unless `add`
+        published it.
+        """
         part = PartialFile(self.folder, self.limits)
         try:
             yield part
@@ -129,7 +138,9 @@ class FileStore:
     def add(
         self, part: PartialFile, team: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> FileObject:
-        """Publishes a written file. Raises ApiError beyond the limits of the team or the cluster."""
+        """Publishes a completely written file. Raises ApiError if the file exceeds a limit of the team or of the
+        cluster.
+        """
         part.sync()
         with self.database.write() as connection:
             self.check_room(connection, team, part.size)
@@ -147,7 +158,9 @@ class FileStore:
         purpose: str,
         expires_after_s: int | None,
     ) -> FileObject:
-        """Adds a written and synced file within the caller's transaction; the file exists once that commits."""
+        """Publishes a written and synced file within the caller's transaction. Clients see the file once the
+        transaction commits.
+        """
         now = int(self._now_s())
         if expires_after_s is None and purpose == "batch":
             expires_after_s = _KEEP_BATCH_S
@@ -175,7 +188,7 @@ class FileStore:
             raise _no_room("The files of this cluster take all the room that they may.")
 
     def get(self, team: str, file_id: str) -> FileObject:
-        """Returns a file of the team. Raises an ApiError (404) if there is none, or if it belongs to another team."""
+        """Returns a file of the team. Raises an ApiError (404) if the team has no such file."""
         with self.database.read() as connection:
             row = connection.execute(
                 "SELECT * FROM files WHERE id = ? AND team = ? AND coalesce(expires_at, ?) >= ?",
@@ -188,7 +201,7 @@ class FileStore:
     def page(
         self, team: str, *, after: str | None, limit: int, is_ascending: bool, purpose: str | None
     ) -> FileObjectList:
-        """Returns a page of the team's files, by the order in which they were added."""
+        """Returns a page of the team's files, in the order in which they were added or in the reverse order."""
         now = int(self._now_s())
         order, beyond = ("ASC", ">") if is_ascending else ("DESC", "<")
         where, values = "team = ? AND coalesce(expires_at, ?) >= ?", [team, now, now]
@@ -209,11 +222,11 @@ class FileStore:
         return FileObjectList(data=data, first_id=first, last_id=last, has_more=len(rows) > limit)
 
     def content(self, team: str, file_id: str) -> tuple[FileObject, Path]:
-        """Returns a file and the path of its content."""
+        """Returns a file of the team and the path of the file's content."""
         return self.get(team, file_id), self.content_path(file_id)
 
     def delete(self, team: str, file_id: str) -> FileDeletion:
-        """Deletes a file. Raises an ApiError (400) for a file that an unfinished batch reads."""
+        """Deletes a file. Raises an ApiError (400) if an unfinished batch still reads the file."""
         with self.database.write() as connection:
             row = connection.execute("SELECT holds FROM files WHERE id = ? AND team = ?", (file_id, team)).fetchone()
             if row is None:
@@ -227,7 +240,7 @@ class FileStore:
         return FileDeletion(id=file_id)
 
     def sweep(self) -> None:
-        """Removes expired files, and unfinished files of killed processes."""
+        """Removes expired files, and incomplete files that killed processes left behind."""
         sweep([self.folder])
         with self.database.write() as connection:
             expired = connection.execute(
@@ -245,7 +258,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def content_path(self, file_id: str) -> Path:
-        """Returns the path of the content of any team's file."""
+        """Returns the path at which the content of a file is stored, whichever team owns the file."""
         assert _CONTENT.fullmatch(file_id), file_id
         return self.folder / file_id
 

@@ -1,4 +1,4 @@
-"""Reads a multipart upload while it arrives: fields into memory, the file onto the disk."""
+"""Reads a multipart upload while it arrives. Form fields go into memory and the file goes to the disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _UPLOAD_TIMEOUT_S = 3600.0
 
 @dataclass(slots=True)
 class UploadForm:
-    """The fields of an upload, and the name of its file; None if it had no file."""
+    """The form fields of an upload, and the name of the uploaded file. The name is None if the upload has no file."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
 
 
 async def read_upload(request: Request, part: PartialFile) -> UploadForm:
-    """Writes the part `file` of the body to `part`, and returns the rest of the form. Raises ApiError for an invalid
-    body, StorageError for a full disk.
+    """Writes the uploaded file, which is the form part named `file`, to `part`. Returns the form's other fields.
+
+    Raises ApiError for an invalid body and StorageError for a full disk.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):

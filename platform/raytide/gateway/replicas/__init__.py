@@ -1,3 +1,3 @@
-"""The replicas behind the gateway: their addresses, the choice of one for each request, and recovery
-when it is lost.
+"""The replicas behind the gateway: their addresses, the choice of a replica for each request, and the recovery of
+requests whose replica is lost.
 """

@@ -1,4 +1,4 @@
-"""Reads the existing endpoints and replicas from the GCS, without joining the Ray cluster."""
+"""Reads the endpoints and replicas of the cluster from Ray's GCS, without joining the Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EndpointEntry:
-    """An endpoint as it was last deployed, the addresses of its replicas by their ids, and its rollout."""
+    """An endpoint as it was last deployed, with its rollout and the addresses of its replicas by replica id."""
 
     spec: ServeSpec
     """The spec of the application that serves it, with the application's name."""
@@ -44,8 +44,8 @@ Listing = dict[str, EndpointEntry]
 
 
 class Directory:
-    """Polls the GCS in a thread and passes each changed listing to `on_change`, in that thread. While the GCS does not
-    answer, the last listing stays.
+    """Polls the GCS in a thread of its own, and calls `on_change` in this thread with each changed listing of the
+    endpoints. While the GCS does not answer, the last listing stays valid.
     """
 
     def __init__(self, gcs_address: str, on_change: Callable[[Listing], None]) -> None:
@@ -63,7 +63,10 @@ class Directory:
         self._thread.join(_TIMEOUT_S + 1)
 
     def report(self, key: bytes, value: bytes | None) -> None:
-        """Writes a key at the next poll; a value of None deletes it."""
+        """Queues a write of `value` under `key` to the GCS's key-value store. The next poll performs the write.
+
+        A value of None deletes the key.
+        """
         with self._lock:
             self._reports[key] = value
 
@@ -105,9 +108,9 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
 
 
 def listing(found: Mapping[bytes, bytes]) -> Listing:
-    """Returns the endpoints that these keys describe. An unreadable key is skipped and does not hide others.
+    """Returns the endpoints that the key-value pairs `found` describe. Pairs that cannot be read are skipped.
 
-    Applications that no route names belong to rollouts that are over or have not begun.
+    The application of a revision is left out if no route names it. Its rollout is over or has not begun.
     """
     applications: Listing = {}
     replicas: dict[str, dict[str, ReplicaAddress]] = {}

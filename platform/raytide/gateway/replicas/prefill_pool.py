@@ -1,4 +1,4 @@
-"""Chooses the replica of another endpoint that computes a long prompt, so that no decoding waits for it."""
+"""Chooses a replica of another endpoint to compute a long prompt, so that the prompt does not delay decoding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from raytide.gateway.replicas.routing.router import Route
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
-    """The replicas of another endpoint with the same model, and the minimum number of prompt tokens for which they are
-    used.
+    """The replicas of another endpoint that compute long prompts for this endpoint. Both endpoints serve the same
+    model.
+
+    `min_tokens` is the least number of uncached prompt tokens for which the pool is used.
     """
 
     replicas: ReplicaSet
     min_tokens: int
 
     def route(self, request: GenRequest, replica: Replica, cached_tokens: int) -> Route | None:
-        """Returns the route for computing a request's prompt; None if `replica`, which decodes the request, should
-        compute the prompt itself.
+        """Returns the route to the replica that computes the request's prompt. `replica` is the replica that decodes
+        the request.
 
-        The replica should do so if its cache lacks only little of the prompt, or if the request cannot be handed over:
-        it has several samples, wants log probabilities of the prompt, or continues an interrupted stream.
+        Returns None if `replica` should compute the prompt itself, for one of these reasons:
+        - The cache of `replica` lacks fewer than `min_tokens` tokens of the prompt.
+        - The KV cache of this request cannot be handed over: the request has several samples, wants log probabilities
+          of the prompt, generates a single token, or continues an interrupted stream.
+        - No replica of the pool can hand over to `replica`.
         """
         params = request.sampling
         if len(request.prompt) - cached_tokens < self.min_tokens or isinstance(request.prompt, str):
@@ -42,7 +47,9 @@ class PrefillPool:
         )
 
     def address(self, route: Route) -> tuple[str, int, str, str] | None:
-        """Returns the host, port, secret and name of the route's replica; None if the replica has gone."""
+        """Returns the host, port, secret and name of the route's replica. Returns None if the replica no longer
+        exists.
+        """
         address = self.replicas.address(route.replica)
         return None if address is None else (address.host, address.port, address.secret, route.replica)
 

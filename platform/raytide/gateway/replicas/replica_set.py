@@ -1,4 +1,4 @@
-"""The replicas of one endpoint, each with its connection."""
+"""The replicas of one endpoint, with a connection to each replica."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
 class Replica:
-    """One replica as a gateway sees it."""
+    """One connected replica, with its last reported status."""
 
     def __init__(self, name: str, engine: RemoteEngine, info: EngineInfo) -> None:
         self.name, self.engine, self.info = name, engine, info
@@ -45,8 +45,8 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """The number of requests on the replica: exact for this gateway's requests, as of the last status for those of
-        other gateways.
+        """The number of requests on the replica. Requests of this gateway are counted exactly. Requests of other
+        gateways are counted as of the replica's last status.
         """
         status = self.engine.status
         held = status.stats.running + status.stats.waiting if status.stats is not None else 0
@@ -61,7 +61,9 @@ class Replica:
         return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
-        """Updates `info` and returns True if the last status names other weights than `info`."""
+        """Returns True if the replica's last status reports another version of the weights than `info`. It then updates
+        `info`.
+        """
         stats = self.engine.status.stats
         if stats is None or stats.weights_version in ("", self.info.weights_version):
             return False
@@ -69,7 +71,7 @@ class Replica:
         return True
 
     def has_adapter(self, lora: str | None) -> bool:
-        """Returns whether the replica has loaded the adapter, according to its last status."""
+        """Returns whether the replica has loaded the LoRA adapter, according to its last status."""
         stats = self.engine.status.stats
         return lora is None or (stats is not None and lora in stats.adapters)
 
@@ -141,7 +143,10 @@ class ReplicaSet:
         self._changed = asyncio.Event()
 
     def update(self, addresses: Mapping[str, ReplicaAddress]) -> None:
-        """Connects to new replicas, and drops those without an address in `addresses`."""
+        """Connects to new replicas. Gives up replicas that have no address in `addresses`.
+
+        An open connection to such a replica stays open until the replica closes it, so that its requests can finish.
+        """
         for name in self._addresses.keys() - addresses.keys():
             # an open connection is kept: a draining replica deletes its address first and finishes its requests
             if name not in self._replicas:
@@ -152,8 +157,8 @@ class ReplicaSet:
                 self._keepers[name] = asyncio.create_task(self._keep(name))
 
     def retire(self) -> None:
-        """Ends the endpoint: running requests may finish on their replicas, requests that wait for a replica are
-        refused.
+        """Marks the endpoint as deleted. Running requests may finish on their replicas. Requests that wait for a
+        replica are refused.
         """
         self._is_retired = True
         self.update({})
@@ -165,15 +170,20 @@ class ReplicaSet:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests. Those without a recent status are left out, unless all are without one."""
+        """The replicas that take requests.
+
+        Replicas without a recent status are left out, unless no replica has a recent status.
+        """
         listed = self._addresses
         ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
         since_s = time.monotonic() - _STALE_S
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
 
     async def holder(self, rejoin_key: str) -> Replica | None:
-        """Returns the replica that computes or keeps the answer of a request with this key; None if there is none. A
-        process that has just started waits a little for connections to all replicas before it asks them.
+        """Returns the replica that computes or stores the answer to the request with the key `rejoin_key`. Returns None
+        if no replica does.
+
+        If replicas are not connected yet, it first waits up to five seconds for the connections.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONNECT_S):
@@ -194,10 +204,10 @@ class ReplicaSet:
         return self._addresses.get(replica)
 
     async def wait_ready(self, timeout_s: float, lora: str | None = None) -> list[Replica]:
-        """Returns the replicas that take requests and have the adapter, as soon as there is one.
+        """Returns the replicas that take requests and have loaded the adapter. Waits until there is at least one.
 
-        Raises WaitTimeoutError after the timeout, or earlier if replicas are ready but none gets the adapter. Raises
-        NotFoundError for a retired endpoint.
+        Raises WaitTimeoutError after the timeout. The timeout is shorter if replicas are ready but lack the adapter.
+        Raises OverloadedError if too many requests wait, and NotFoundError if the endpoint was deleted.
         """
         if ready := [replica for replica in self.ready if replica.has_adapter(lora)]:
             return ready

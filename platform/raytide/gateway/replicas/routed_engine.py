@@ -1,4 +1,4 @@
-"""`RoutedEngine` presents all replicas of an endpoint as one engine, whose streams survive the loss of a replica."""
+"""`RoutedEngine` presents all replicas of an endpoint as one engine. Its streams survive the loss of a replica."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class _GoneError(Exception):
 
 
 class RoutedEngine(Engine):
-    """Sends each request to a replica.
+    """An engine that sends each request to one of an endpoint's replicas.
 
-    If the replica refuses or dies before the first token, another replica gets the request. If it dies later, another
-    one continues from the tokens so far.
+    If the replica refuses the request, or dies before the first token, another replica gets the request. If the replica
+    dies later, another replica continues after the tokens that were already generated.
     """
 
     backend = "routed"
@@ -80,7 +80,7 @@ class RoutedEngine(Engine):
         return all("logprobs" in replica.info.features for replica in self._replicas.connected)
 
     async def start(self) -> EngineInfo:
-        """Waits for the first replica and returns its description."""
+        """Waits for the first replica and returns its EngineInfo."""
         return (await self._any()).info
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
@@ -187,7 +187,7 @@ class RoutedEngine(Engine):
         return self._replicas.token_texts.get(token, b"")
 
     async def stats(self) -> EngineStats:
-        """Returns the sums of the replicas' last reported statistics."""
+        """Returns the sums of the statistics that the replicas last reported."""
         total = EngineStats()
         for replica in self._replicas.connected:
             stats = replica.engine.status.stats
@@ -203,7 +203,7 @@ class RoutedEngine(Engine):
         return True
 
     async def shutdown(self) -> None:
-        """Closes the connections; the replicas keep running."""
+        """Closes the connections to the replicas. The replicas keep running."""
         await self._replicas.close()
 
     def _version(self) -> str:

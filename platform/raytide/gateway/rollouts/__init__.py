@@ -1,1 +1,3 @@
-"""Rollouts in the gateway: the choice of the revision that answers a request, and the counts of both revisions."""
+"""Rollouts in the gateway: the choice of the revision that answers a request, and the counts of each revision's
+requests.
+"""

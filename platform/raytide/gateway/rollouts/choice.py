@@ -1,5 +1,5 @@
-"""Chooses the revision that answers a request, and decides after which failures of a challenger the champion may answer
-instead.
+"""Chooses the revision that answers a request. Decides whether the champion may answer after the challenger has
+failed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _TIMED_OUT = "timeout"
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
-    """Returns whether the challenger answers a request with this session ("" for none).
+    """Returns whether the challenger answers this request. `session` is the request's user or session, or "" if it
+    names none.
 
-    In a rollout by key it also stores the unit's group in the caller.
+    If the rollout splits traffic by API key, it also stores the traffic group of the request in the caller.
     """
     unit = unit_of(scope, session, by_key=rollout.by_key)
     caller = scope.get(CALLER)
@@ -31,10 +32,13 @@ def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
 
 
 def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
-    """Returns the request's unit of the traffic split. A unit always gets the same revision.
+    """Returns the unit by which the traffic split assigns this request to a revision. A unit always gets the same
+    revision.
 
-    It is the user or session that the request names, within its account; else, with `by_key`, the account; else an id
-    for this request alone.
+    The unit is the first of these that applies:
+    - the user or session that the request names, within the caller's account
+    - with `by_key`, the caller's account
+    - a random id for this request alone
     """
     caller = scope.get(CALLER)
     key = caller.key if isinstance(caller, GatewayCaller) else None
@@ -49,19 +53,19 @@ def is_overload(error: Exception) -> bool:
 
 
 def is_for_fallback(error: Exception) -> bool:
-    """Returns whether a fallback may answer a request that failed with this error, because all replicas were full, dead
-    or gone.
+    """Returns whether the fallback API may answer a request that failed with this error. It may if every replica was
+    full, dead or gone.
     """
     causes = (error, error.__cause__)
     return is_overload(error) or any(isinstance(each, EngineDeadError | WaitTimeoutError) for each in causes)
 
 
 def champion_may_answer(error: Exception) -> bool:
-    """Returns whether another revision may answer a request that failed with this error before any part of a response
-    was sent.
+    """Returns whether the champion may answer a request that failed on the challenger before any part of a response was
+    sent.
 
-    It also may after a refusal of the content, because a challenger may wrongly refuse a request that the champion
-    accepts.
+    The champion may not answer if the caller lacks permission or exceeds a limit, or if the request's time is over. It
+    may answer if the challenger refused the content, because the challenger may be wrong.
     """
     if is_overload(error) or isinstance(error.__cause__, WaitTimeoutError):
         return True

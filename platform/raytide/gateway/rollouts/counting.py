@@ -1,6 +1,6 @@
-"""Counts the outcomes of a revision's requests while it takes part in a rollout, and reports them to the control API.
+"""Counts the outcomes of each revision's requests during a rollout, and reports the counts to the control API.
 
-Reports are totals, so a repeated report changes nothing.
+Reports contain totals, so repeating a report changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RevisionTally:
-    """The totals of one revision in one rollout since this gateway started; `CountedRevision` says what they mean."""
+    """The request totals of one revision in one rollout since this gateway started. `CountedRevision` explains the
+    fields.
+    """
 
     rollout: int
     revision: int
@@ -44,7 +46,7 @@ class RevisionTally:
 
 
 class CountedMetrics(ServingMetrics):
-    """The metrics of one revision's server. Its requests are also counted in `tally`, if there is one."""
+    """The metrics of one revision's server. If `tally` is set, the revision's requests are also counted there."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)
@@ -102,7 +104,7 @@ class RolloutReporter:
         self._reported: Sequence[CountedRevision] = ()
 
     async def run(self) -> None:
-        """Reports until it is cancelled."""
+        """Reports the totals periodically until it is cancelled."""
         problem = ""
         while True:
             try:

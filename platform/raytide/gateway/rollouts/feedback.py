@@ -1,4 +1,6 @@
-"""The route `/v1/feedback`: thumbs for answers, or values of users' own metrics, by the id of the response."""
+"""The route `/v1/feedback`. Users rate an answer by its response id, with thumbs up or down or with values of their own
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class FeedbackObject(BaseModel):
 
 
 def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Request], str]) -> None:
-    """Adds the route. `endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
+    """Adds the route `/v1/feedback` to the app.
+
+    `endpoint_of` returns the endpoint that the request's URL names. It returns "" if the URL names none.
+    """
 
     @app.post("/v1/feedback")
     async def feedback(body: FeedbackRequest, request: Request) -> FeedbackObject:

@@ -1,5 +1,6 @@
-"""Copies of requests for a challenger. Users never get the challenger's answers; answers to greedy requests are
-compared with the champion's.
+"""Sends copies of requests to a challenger. Users never get the challenger's answers.
+
+The answers to greedy requests are compared with the champion's answers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LONGEST_S = 300.0
 
 
 class RecordedEngine:
-    """An engine for one HTTP request that records its output."""
+    """A wrapper of an engine that records the output of one HTTP request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -57,7 +58,9 @@ class RecordedEngine:
 
 
 class ShadowTraffic:
-    """Sends the shadow copies of one gateway process's requests, and compares the answers."""
+    """Sends copies of one gateway process's requests to challengers, and compares the answers with the champions'
+    answers.
+    """
 
     def __init__(self) -> None:
         self._copies: set[asyncio.Task[None]] = set()
@@ -70,7 +73,10 @@ class ShadowTraffic:
         caller: RequestCaller,
         tally: RevisionTally,
     ) -> Server:
-        """Starts a copy of a request on the challenger. Returns the champion's server for the request itself."""
+        """Starts a copy of a request on the challenger. Returns the server that answers the request itself.
+
+        The returned server is the champion's, with an engine that records the answer for the comparison.
+        """
         if len(self._copies) >= _MOST_COPIES:
             return champion
         recorded = RecordedEngine(champion.engine)

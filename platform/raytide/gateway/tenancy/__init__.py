@@ -1,1 +1,1 @@
-"""The callers of the gateway: their keys, limits and budgets, and the cost of their requests."""
+"""The callers of the gateway: their API keys, rate limits and budgets, and the cost of their requests."""

@@ -1,5 +1,6 @@
-"""Reservations of budgets before requests are admitted. Reservations that arrive during a call to the API share the
-next call.
+"""Reserves parts of API keys' budgets before requests are admitted.
+
+Reservations that arrive during a call to the control API are sent together in the next call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _RETRY_S = 0.2
 
 
 class KeyBudgets:
-    """Reserves amounts of the budgets of API keys."""
+    """Reserves amounts from the budgets of API keys."""
 
     def __init__(self, api: ControlApi, reporter: UsageReporter) -> None:
         self._api, self._reporter = api, reporter
@@ -29,8 +30,10 @@ class KeyBudgets:
         self._sender: asyncio.Task[None] | None = None
 
     async def reserve(self, id: str, key: ApiKey, amount_micro_usd: int) -> None:
-        """Reserves the amount for the request `id`, and returns once it is reserved. Raises an ApiError (429) if the
-        amount exceeds the rest of the budget.
+        """Reserves an amount of the key's budget for the request `id`. Returns when the amount is reserved.
+
+        Raises an ApiError: 429 if the amount exceeds the rest of the budget, 401 if the key is no longer valid, and 503
+        if the control API does not answer in time.
         """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[id] = AskedReservation(id=id, key=key.id, amount_micro_usd=amount_micro_usd), answer

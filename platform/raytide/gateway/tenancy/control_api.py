@@ -1,4 +1,4 @@
-"""The gateway's calls to the control API, with the gateway's own token."""
+"""The calls that the gateway makes to the control API, with the gateway's own token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _KEY_TABLE = TypeAdapter(KeyTableChange)
 
 
 class ControlApi:
-    """A client for one event loop. Its methods raise the API's errors, and ClusterError if there is no answer."""
+    """A client of the control API for use in one event loop.
+
+    Its methods raise the errors that the API returns. They raise ClusterError if the API does not answer.
+    """
 
     def __init__(
         self, address: str, token: str, gateway: str, transport: httpx.AsyncBaseTransport | None = None
@@ -28,37 +31,44 @@ class ControlApi:
         self._http = httpx.AsyncClient(base_url=address, headers=headers, transport=transport, trust_env=False)
 
     async def key_table(self, newer_than: int, timeout_s: float) -> KeyTableChange:
-        """Returns the changes after the revision `newer_than`: as soon as there is one, or after `timeout_s`
-        seconds."""
+        """Returns the changes of the key table after the revision `newer_than`.
+
+        Waits up to `timeout_s` seconds for a change.
+        """
         query = {"newer_than": newer_than, "timeout_s": timeout_s, "gateway": self.gateway}
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=timeout_s + _TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
 
     async def key_changes(self, newer_than: int) -> KeyTableChange:
-        """Returns the changes after this revision at once. Unlike `key_table`, the call does not report this gateway as
-        present.
+        """Returns the changes of the key table after the revision `newer_than`, without waiting.
+
+        Unlike `key_table`, this call does not tell the API that this gateway is alive.
         """
         query = {"newer_than": newer_than, "timeout_s": 0.0}
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=_TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
 
     async def reserve(self, batch: ReservationBatch, timeout_s: float) -> dict[str, str]:
-        """Returns the refusal of each reservation by its id; empty if it is granted."""
+        """Reserves parts of budgets. Returns the outcome of each reservation by its id: "" if it is granted, else the
+        reason for the refusal.
+        """
         body = batch.model_dump(mode="json")
         answer: dict[str, str] = await self._call("POST", "/v1/gateway/reservations", json=body, timeout=timeout_s)
         return answer
 
     async def settle(self, batch: UsageBatch) -> None:
-        """Reports requests. Requests that were reported before are not billed again."""
+        """Reports finished requests for billing. A request that was reported before is not billed again."""
         await self._call("POST", "/v1/gateway/usage", json=batch.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def report_rollouts(self, report: RolloutReport) -> None:
-        """Reports totals of the revisions of rollouts."""
+        """Reports the request totals of revisions that take part in rollouts."""
         await self._call("POST", "/v1/gateway/rollouts", json=report.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def save_feedback(self, feedback: Feedback) -> int:
-        """Stores a judgement; returns the revision that gave the answer. Raises NotFoundError for an unknown
-        request."""
+        """Stores a user's judgement of an answer. Returns the revision that gave the answer.
+
+        Raises NotFoundError for an unknown request.
+        """
         body = feedback.model_dump(mode="json")
         answer = await self._call("POST", "/v1/gateway/feedback", json=body, timeout=_TIMEOUT_S)
         return int(answer["revision"])

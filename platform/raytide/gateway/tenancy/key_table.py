@@ -1,5 +1,5 @@
-"""The API keys that a gateway knows. The table is a copy of the control API's, and stays usable without the API for a
-limited time.
+"""The API keys that a gateway knows, copied from the control API. The copy stays usable for a limited time if the
+control API does not answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeyTable:
-    """The keys by the hash of their secret, the prices of endpoints and the weights of teams."""
+    """The API keys by the hash of their secret, the token prices of endpoints, and the fair-share weights of teams."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KeyTable:
         """Set once the table was read."""
 
     async def follow(self) -> None:
-        """Polls the API until it is cancelled."""
+        """Polls the control API for changes of the table until it is cancelled."""
         problem = ""
         while True:
             try:
@@ -62,7 +62,7 @@ class KeyTable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def apply(self, change: KeyTableChange) -> None:
-        """Applies changes of the table, unless later ones have been applied meanwhile."""
+        """Applies changes to the table. Changes that are older than the table are ignored."""
         if change.is_whole:
             self._keys.clear()
         elif change.revision < self._revision:
@@ -79,11 +79,11 @@ class KeyTable:
         self.synced.set()
 
     async def key(self, secret: str) -> ApiKey:
-        """Returns the key with this secret. Raises an ApiError: 401, as OpenAI does, if there is none; 503 while this
-        is unknown.
+        """Returns the key with this secret. Raises an ApiError: 401 if no valid key has this secret, and 503 if the
+        keys cannot be checked.
 
-        An unknown key may have been created a moment ago, so the API is asked before the key is refused. The table is
-        searched by the secret's hash, so that response times reveal nothing about other secrets.
+        A key that is missing from the table may have just been created, so the control API is asked before the key is
+        refused. The look-up uses the secret's hash, so that response times reveal nothing about other secrets.
         """
         if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
@@ -98,9 +98,10 @@ class KeyTable:
         return key
 
     def key_of_account(self, account: str) -> ApiKey:
-        """Returns the newest key of an account, for work that continues after the request that started it.
+        """Returns the newest key of an account. Work that continues after its request, such as a batch, is checked by
+        this key.
 
-        Raises an ApiError: 401 if the key is no longer valid, 503 while this is unknown.
+        Raises an ApiError: 401 if the account has no valid key, and 503 if the keys cannot be checked.
         """
         if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
@@ -110,11 +111,13 @@ class KeyTable:
         return key
 
     def price(self, model: str) -> TokenPrice:
-        """Returns the price of tokens of an endpoint or its adapters."""
+        """Returns the token prices of the endpoint that serves `model`. The model is the endpoint or one of its
+        adapters.
+        """
         return self._prices.get(model.partition(":")[0], _FREE)
 
     def weight(self, team: str) -> float:
-        """Returns the team's weight in the fair share."""
+        """Returns the team's weight in fair sharing."""
         return self._weights.get(team, 1.0)
 
     def _is_too_old(self) -> bool:
@@ -145,7 +148,7 @@ def unauthorized(message: str) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """Returns the error (503) for a request that cannot be admitted now but may be soon."""
+    """Returns an ApiError (503) that asks the client to retry soon."""
     headers = {"retry-after": str(RETRY_AFTER_S)}
     return ApiError(503, message, type="server_error", code="overloaded", headers=headers)
 

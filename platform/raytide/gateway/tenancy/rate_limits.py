@@ -1,7 +1,8 @@
-"""Limits on requests and tokens a minute for each account: token buckets that all gateway processes of a machine share.
+"""Limits the requests and tokens of each account per minute. All gateway processes of a machine share the token
+buckets.
 
-A bucket is a slot of a memory-mapped file. It stores the usage, which decays at the rate of the limit. An unused slot
-is all zeros, so a slot that has decayed to zero can be reused.
+A bucket is a slot in a memory-mapped file. It stores the account's usage, which decays at the rate of the limit. A slot
+whose usage has decayed to zero can be reused for another account.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RateState:
-    """The limits of an account, and how much of each is used. A limit is None if the account does not have it."""
+    """The rate limits of an account, and the current usage of each. A limit is None if the account does not have it."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
@@ -41,7 +42,7 @@ class RateState:
     tokens_used: float = 0.0
 
     def headers(self) -> dict[str, str]:
-        """Returns OpenAI's `x-ratelimit-*` headers."""
+        """Returns the response headers `x-ratelimit-*`, as OpenAI defines them."""
         found = {}
         for what, limit, used in (
             ("requests", self.requests_per_min, self.requests_used),
@@ -55,7 +56,9 @@ class RateState:
 
 
 class RateLimits:
-    """The buckets in a file; without a file, the buckets of this process alone."""
+    """The token buckets of all accounts, in a file that processes share. Without a path, the buckets belong to this
+    process alone.
+    """
 
     def __init__(self, path: Path | None = None, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
@@ -72,11 +75,12 @@ class RateLimits:
         os.close(self._file)
 
     def take(self, key: ApiKey, tokens: int) -> tuple[int, RateState]:
-        """Counts a request with at most this many tokens. Returns the number of counted tokens and the state of the
-        limits.
+        """Counts a request and its tokens against the account's limits. `tokens` is the most tokens that the request
+        may use.
 
-        At most a minute's limit is counted, so that a larger request can run alone. Raises an ApiError (429) that
-        states when to try again.
+        Returns the number of counted tokens and the state of the limits. At most the limit of one minute is counted, so
+        that a larger request can still run alone. If a limit is exceeded, raises an ApiError (429) that says when to
+        retry.
         """
         if key.requests_per_min is None and key.tokens_per_min is None:
             return 0, RateState()
@@ -94,7 +98,7 @@ class RateLimits:
         return counted, state
 
     def adjust(self, key: ApiKey, tokens: int) -> None:
-        """Counts further tokens of a request; a negative number returns tokens to the limit."""
+        """Counts `tokens` more tokens of a request that was already counted. A negative number gives tokens back."""
         if key.tokens_per_min is None or tokens == 0:
             return
         with self._locked(key) as (at, state):
@@ -140,7 +144,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as OpenAI's headers write it: `17ms`, `8.64s`, `6m0s`."""
+    """Returns a duration in the format of OpenAI's headers: `17ms`, `8.64s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     if seconds < 60:

@@ -46,7 +46,7 @@ _TEAM = "default"
 
 
 class Tenancy:
-    """The tenancy of one gateway process, in one event loop."""
+    """The authentication, limits and billing of one gateway process. Use it from one event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ class Tenancy:
 
     @classmethod
     def of_cluster(cls, cluster: RunningCluster, name: str) -> Tenancy:
-        """Returns the tenancy of a cluster's gateway process `name`, with the token and settings of its run folder."""
+        """Returns the tenancy of the gateway process `name` of a cluster. The token and settings come from the
+        cluster's run folder.
+        """
         access = read_json(cluster.gateway_file)
         if access is None:
             raise ConfigError(f"{cluster.gateway_file} does not exist.", hint="Run `raytide up` again.")
@@ -79,15 +81,16 @@ class Tenancy:
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Starts following the key table and reporting usage. Until the table is known, requests with a key get a 503.
+        """Starts to follow the key table and to report usage. Until the table has been read, requests with a key get a
+        503.
 
-        Returns the tasks that do this; they should not end before `close`.
+        Returns the tasks that do this. A task that ends before `close` has failed.
         """
         self._following = asyncio.create_task(self.keys.follow())
         return [self._following, self.reporter.start()]
 
     async def close(self) -> None:
-        """Reports the remaining usage. Call it when no request runs any more."""
+        """Reports the remaining usage and closes the connections. Call it after the last request has ended."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -97,11 +100,11 @@ class Tenancy:
         self.limits.close()
 
     async def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
-        """Returns the caller of a request by its Authorization header, or by `x-api-key`, in which Anthropic's clients
-        send a key. `headers` must have lower-case names.
+        """Returns the caller of a request with these headers, whose names must be in lower case.
 
-        Raises a 401 as OpenAI does. If no keys are demanded, only texts that look like a raytide key are checked,
-        because OpenAI's client always sends some text.
+        The key is in `Authorization`, or in `x-api-key` as Anthropic's clients send it. Raises an ApiError (401) if the
+        key is missing or invalid. If the cluster does not require keys, only texts that look like a raytide key are
+        checked, because OpenAI's client always sends some text.
         """
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
@@ -119,10 +122,10 @@ class Tenancy:
         return GatewayCaller(self, None)
 
     def caller_of_account(self, account: str, row: BatchRow) -> GatewayCaller:
-        """Returns the caller of a batch's row, by the account of the key that created the batch; "" if it was
-        created without a key.
+        """Returns the caller of a batch's row. `account` is the account of the API key that created the batch, or "" if
+        the batch was created without a key.
 
-        Raises a 401 once the account has no valid key.
+        Raises an ApiError (401) if the account has no valid key any more.
         """
         if account:
             return GatewayCaller(self, self.keys.key_of_account(account), row)
@@ -143,13 +146,13 @@ class Tenancy:
             self._tokens.add(endpoint, caller.team, key, kind, amount=count)
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the metrics of this process's callers."""
+        """Yields the metrics of tokens and of rate limits for this process's callers."""
         yield from self._tokens.samples()
         yield from self.limited.samples()
 
 
 class GatewayCaller:
-    """The sender of a request: the holder of an API key, or anyone if no keys are demanded."""
+    """The sender of a request: the holder of an API key, or anyone if the cluster does not require keys."""
 
     def __init__(self, tenancy: Tenancy, key: ApiKey | None, row: BatchRow | None = None) -> None:
         self._tenancy, self.key, self.row = tenancy, key, row
@@ -162,7 +165,7 @@ class GatewayCaller:
 
     @property
     def account(self) -> str:
-        """The account of the caller's key; empty without a key."""
+        """The account of the caller's key. Empty if the caller has no key."""
         return "" if self.key is None else self.key.account
 
     @property
@@ -172,17 +175,19 @@ class GatewayCaller:
 
     @property
     def weight(self) -> float:
-        """The team's weight in the fair share."""
+        """The weight of the caller's team in fair sharing."""
         return self._tenancy.keys.weight(self.team)
 
     @property
     def priority(self) -> int:
-        """The priority of the caller's requests in the engine; lower is more urgent."""
+        """The priority of the caller's requests in the engine. A lower number is more urgent."""
         return 0 if self.key is None else self.key.priority
 
     @property
     def keeps_answers(self) -> bool:
-        """True for a key with `answer_cache`. Also true without a key: then the endpoint alone decides."""
+        """True unless the caller's key turns off the answer cache. The endpoint's own setting must allow the cache as
+        well.
+        """
         return self.key is None or self.key.answer_cache
 
     def may_use(self, model: str) -> bool:
@@ -191,10 +196,10 @@ class GatewayCaller:
     async def admit(
         self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
     ) -> GatewayGrant:
-        """Admits a request with at most this many tokens, at the endpoint's price unless another price is given.
+        """Admits a request that uses at most the given numbers of tokens. `price` replaces the endpoint's token prices.
 
-        Raises an ApiError: 403 for a model that the key may not use, 429 beyond a rate limit or the budget, 503 while
-        these cannot be checked. The caller must settle or release the grant.
+        Raises an ApiError: 403 if the key may not use the model, 429 beyond a rate limit or the budget, and 503 if the
+        limits cannot be checked now. The caller must settle or release the returned grant.
         """
         grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
         if self.key is None:
@@ -229,7 +234,9 @@ class GatewayCaller:
 
 
 class GatewayGrant:
-    """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
+    """The permission for one request to run. It ends with the first call of `settle` or `release`. Later calls do
+    nothing.
+    """
 
     def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
         self.reservation = uuid4().hex if caller.group is None else id_in_group(uuid4().hex, caller.group)
@@ -242,14 +249,18 @@ class GatewayGrant:
         self._cost_pico_usd: int | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns headers for the response: `x-ratelimit-*`, and for a caller with a key, after `settle`, the cost."""
+        """Returns the response headers of the request: `x-ratelimit-*`, and its cost if it is settled and the caller
+        has a key.
+        """
         if self.caller.key is None or self._cost_pico_usd is None:
             return self.rates.headers()
         return {**self.rates.headers(), "x-raytide-cost-usd": f"{self._cost_pico_usd / 1e12:.9f}"}
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
-        """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left). A
-        row of a batch is billed for a whole answer only, because it is asked for again otherwise.
+        """Bills the tokens that the request has used, and records the HTTP status of its response (499 if the client
+        left).
+
+        A batch's row is billed only if it succeeds, because a failed row is requested again.
         """
         if self.caller.row is not None and status != 200:
             usage = None
@@ -263,13 +274,14 @@ class GatewayGrant:
                 self._tenancy.reporter.release(self.reservation)
 
     def release(self) -> None:
-        """Ends a request that cost nothing and had no response."""
+        """Ends a request that cost nothing and got no response."""
         if self._end(0) and self.has_reserved:
             self._tenancy.reporter.release(self.reservation)
 
     def usage_row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
-        """Returns the request's row as it is reported to the control API. Its id is the grant's for an answer, else the
-        reservation's.
+        """Returns the report of this request for the control API.
+
+        The report's id is the grant's id if the request was answered (status 200), else the reservation's id.
         """
         key, tokens = self.caller.key, usage or TokenUsage(0, 0)
         cached = min(tokens.cached_tokens, tokens.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Reports finished requests to the control API, in batches, and repeats a report until it arrives. No request is billed
+"""Reports finished requests to the control API in batches, and repeats a report until it arrives. No request is billed
 twice.
 """
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class UsageReporter:
-    """One bounded queue of requests, in the order in which they ended."""
+    """A bounded queue of finished requests, with the task that reports them to the control API in order."""
 
     def __init__(self, api: ControlApi, journal: UsageJournal | None = None) -> None:
         self._api, self._journal = api, journal
@@ -36,8 +36,9 @@ class UsageReporter:
         self._is_closing = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts reporting and returns its task. The first reports are requests that killed gateways had not
-        reported."""
+        """Starts the reporting task and returns it. It first reports the requests that killed gateways left in their
+        journals.
+        """
         if self._journal is not None:
             self._requests.extend(self._journal.take_over())
         self._task = asyncio.create_task(self._run())
@@ -61,8 +62,9 @@ class UsageReporter:
         return len(self._requests) >= MOST_QUEUED
 
     def report(self, request: RequestUsage) -> None:
-        """Queues a request; its report also ends its reservation, if any. Only a request without a key
-        may be dropped.
+        """Queues a finished request. The report also ends the request's budget reservation.
+
+        If the queue is full, requests without a key are dropped.
         """
         if request.key or not self.is_full:
             self._requests.append(request)
@@ -70,14 +72,14 @@ class UsageReporter:
             self._journal.add(request)
 
     def report_refused(self, request: RequestUsage | None) -> None:
-        """Queues a refused request. If its sender is unknown, or too many requests wait, it is only counted."""
+        """Queues a refused request. If the sender is unknown or the queue is half full, the refusal is only counted."""
         if request is None or len(self._requests) >= MOST_QUEUED // 2:
             self._refused += 1
         else:
             self._requests.append(request)
 
     def release(self, id: str) -> None:
-        """Ends the reservation of a request that cost nothing."""
+        """Ends a budget reservation whose request cost nothing. `id` is the reservation's id."""
         self._released.append(id)
 
     async def _run(self) -> None:

@@ -1,8 +1,7 @@
-"""Requests that a gateway process has finished but not reported yet, in a file that outlives the process.
+"""A file of requests that a gateway process has finished but not reported yet. The file outlives the process.
 
-A row is written before its response ends, so an answered request is billed even if the gateway is killed at that
-moment: the next gateway that starts on this machine reports the rows that it finds. Rows may thus be reported twice,
-but the API bills no request twice.
+A request is written to the file before its response ends. If the gateway is then killed, the next gateway that starts
+on this machine reports the request. A request may thus be reported twice, but the control API bills it once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class UsageJournal:
-    """The file of one gateway process. The process holds a lock on it as long as it runs."""
+    """The journal file of one gateway process. The process locks the file as long as it runs."""
 
     def __init__(self, folder: Path, gateway: str) -> None:
         self._path = folder / f"usage-{gateway}.jsonl"
@@ -33,7 +32,7 @@ class UsageJournal:
         self._has_failed = False
 
     def add(self, request: RequestUsage) -> None:
-        """Writes a row. If the disk is full the row is only kept in memory; the request does not fail."""
+        """Appends a request to the file. If the disk is full, the request stays only in memory and does not fail."""
         line = request.model_dump_json().encode() + b"\n"
         try:
             self._size += os.write(self._file, line)
@@ -43,7 +42,11 @@ class UsageJournal:
             self._has_failed = True
 
     def keep(self, requests: Collection[RequestUsage]) -> None:
-        """Drops all rows but these: empties the file if there are none, else rewrites it once it is large."""
+        """Removes all requests except `requests` from the file.
+
+        If `requests` is empty, the file is emptied at once. Otherwise the file is rewritten only when it has become
+        large.
+        """
         try:
             if not requests:
                 os.ftruncate(self._file, 0)
@@ -54,8 +57,8 @@ class UsageJournal:
             _log.error("reported requests stay in %s: %s", self._path, error)
 
     def take_over(self) -> Iterator[RequestUsage]:
-        """Yields the unreported rows of ended gateways. Each row is added to this journal before the old journal is
-        deleted.
+        """Yields the unreported requests of gateways that have ended. Adds them to this journal, and then deletes the
+        old journal.
         """
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:
@@ -77,7 +80,7 @@ class UsageJournal:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the file; it is deleted if all of its rows were reported."""
+        """Closes the file. Deletes it if all of its requests were reported."""
         if not os.fstat(self._file).st_size:
             self._path.unlink(missing_ok=True)
         os.close(self._file)

@@ -1,1 +1,1 @@
-"""Admission: chooses the jobs that get a lease in this tick, and the victims that are preempted for them."""
+"""Admission: chooses the jobs that get a lease in this tick, and the members that are preempted for them."""

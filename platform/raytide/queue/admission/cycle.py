@@ -1,10 +1,12 @@
-"""One scheduling cycle: each waiting row, in order, is admitted to free capacity, or preempts rows that are lower in
-the order.
+"""One scheduling cycle. Each waiting job, in scheduling order, is admitted to free capacity or preempts jobs that come
+later in the order. A job is a row of the queue table.
 
-The cycle knows nothing of nodes; its `Capacity` does. The live queue's has nodes, quotas and budgets (`preemption.py`);
-the simulator's counts GPUs. Preemption cannot go in circles. Within a cycle, victims are lower in the order than their
-preemptor. A preempted job preempts no other until its cool-down is over, and no job is preempted more than
-`MAX_PREEMPTIONS` times.
+The cycle does not know nodes. It uses a `Capacity`. The live queue's `Capacity` has nodes, quotas and budgets
+(`preemption.py`), and the simulator's only counts GPUs.
+
+Preemption cannot go in circles, for three reasons. Within a cycle, a job preempts only jobs that come later in the
+order. A preempted job preempts no other until its cool-down is over. No job is preempted more than `MAX_PREEMPTIONS`
+times.
 """
 
 from __future__ import annotations
@@ -23,25 +25,27 @@ Victims = Callable[[], Ints]
 
 class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index in `waiting` of the first row that may fit; the rows before it are skipped. Returns None if
-        none may.
+        """Returns the index in `waiting` of the first row that may fit. Returns None if no row may fit.
+
+        The cycle skips the rows before it.
         """
         ...
 
     def admit(self, row: int) -> bool:
-        """Admits a waiting row to free capacity; returns whether it fits."""
+        """Admits a waiting row if it fits into the free capacity. Returns whether it was admitted."""
         ...
 
     def preempt(self, row: int, victims: Victims) -> Sequence[int]:
-        """Admits a row in the place of as few `victims` as necessary, taken in their order.
+        """Admits a row by preempting as few of `victims` as necessary, in the order of `victims`.
 
-        Returns the rows that are preempted whole: none if the row was not admitted, or if shrinking gangs was enough.
+        Returns the rows that were preempted as a whole. The result is empty if the row was not admitted, or if it was
+        enough to shrink elastic gangs.
         """
         ...
 
 
 def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
-    """Admits the rows that fit; returns all waiting rows in the order in which they were tried."""
+    """Runs one cycle on `capacity`. Returns all waiting rows in the order in which they were tried."""
     order = ranked(table)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))

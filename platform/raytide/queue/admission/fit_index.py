@@ -1,4 +1,6 @@
-"""Counts of the members that fit on nodes: computed once, and then updated for the nodes that changed."""
+"""Counts the gang members that would fit on the nodes. A count is computed once, and then updated for changed nodes
+only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from raytide.scheduling.state import SchedulingState
 
 @dataclass(slots=True, eq=False)
 class FitCount:
-    """The count for one kind of member."""
+    """The number of members of one kind (equal resources and labels) that would fit."""
 
     need: Need
     """The resources of one member, by column of the node table; empty if no node has a resource that it needs."""
@@ -48,14 +50,15 @@ class FitIndex:
             self._free.pop(row, None)
 
     def free_at(self, row: int) -> list[float]:
-        """Returns the free resources by column of the node table; callers must not change the list."""
+        """Returns the free resources of a row of the node table, by column. Callers must not change the list."""
         if (found := self._free.get(row)) is None:
             found = self._free[row] = self.room.node_table.free_at(row)
         return found
 
     def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
-        """Returns an upper bound of the number of members that fit: with `ready_only` on ready nodes, else on all nodes
-        and on those that can be bought.
+        """Returns an upper bound of the number of members that fit.
+
+        With `ready_only` it counts ready nodes only. Otherwise it counts all nodes, and nodes that can be bought.
         """
         key = (request.member_key, ready_only)
         if (count := self._counts.get(key)) is None:
@@ -70,7 +73,7 @@ class FitIndex:
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
-        """Returns the number of members that the node of this row would hold with these free resources."""
+        """Returns the number of members that would fit on the node of row `row` if its free resources were `free`."""
         if (is_eligible := count.is_eligible.get(row)) is None:
             nodes = self.room.node_table
             is_eligible = bool(count.need) and nodes.matches(row, count.labels)

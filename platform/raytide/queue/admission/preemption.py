@@ -1,4 +1,4 @@
-"""Preemption: which gangs may be victims, in which order, and the eviction of those that are selected."""
+"""Preemption: which gangs may be preempted, in which order, and how the chosen members are evicted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ and the time of a cycle.
 
 @dataclass(slots=True, eq=False)
 class PreemptionCandidates:
-    """The rows that hold a lease and may be preempted. Arrays are indexed by row, except `latest`."""
+    """The rows (jobs) that hold a lease and may be preempted. All arrays except `latest` are indexed by row."""
 
     is_candidate: Bools
     team: Ints
@@ -54,8 +54,10 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a borrower of `team` may preempt: first those of borrowing teams, then with
-        `any_team` those of any team, else those of `team`.
+        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota.
+
+        Rows of teams that borrow come first. With `any_team` the rows of all other teams follow, else only those of
+        `team`.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
@@ -63,8 +65,9 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Yields the candidates for a reclaim of nominal quota: all borrowers first, whatever their place in the order,
-        then the rows of `lower`.
+        """Yields the rows that a job may preempt to reclaim its team's nominal quota.
+
+        Rows of other teams that borrow come first, whatever their scheduling order. The other rows of `lower` follow.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True
@@ -88,8 +91,9 @@ class PreemptionCandidates:
 
 @dataclass(slots=True, eq=False)
 class PreemptibleCapacity:
-    """The capacity and quota if every candidate were preempted. A job that does not fit even then, which is the usual
-    case, needs no search for victims.
+    """The capacity and quota that would be free if every candidate were preempted.
+
+    A job that does not fit even then needs no search for victims. This is the usual case.
     """
 
     index: FitIndex
@@ -120,7 +124,7 @@ class PreemptibleCapacity:
 
 @dataclass(slots=True, eq=False)
 class Preemptor:
-    """The `Capacity` of the live queue: admits jobs to free capacity, or preempts others for them."""
+    """The `Capacity` of the live queue. It admits jobs to free capacity, or preempts other jobs for them."""
 
     state: AdmissionState
     candidates: PreemptionCandidates
@@ -136,9 +140,10 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index of the next row to try: 0, or None if no row is left or too many have preempted others.
+        """Returns the index of the next row to try, which is always 0. Returns None if no row is left, or if too many
+        jobs have preempted others in this cycle.
 
-        In the latter case the remaining rows are refused for that reason.
+        In the second case the remaining rows are refused with this reason.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None
@@ -166,16 +171,17 @@ class Preemptor:
         return ()
 
     def victims_of(self, row: int) -> GangVictims:
-        """Returns the members of a gang that have not been preempted yet."""
+        """Returns the gang's members that have not been preempted yet."""
         if (found := self._gangs.get(row)) is None:
             found = self._gangs[row] = GangVictims.of(self.state, row)
         return found
 
     def evict(self, victims: Sequence[Victim], by: str, place: Callable[[], bool]) -> list[int] | None:
-        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole.
+        """Preempts the victims in favour of `by`, and then calls `place`. Returns the rows that were preempted as a
+        whole.
 
-        If `place` fails, everything is undone and None is returned: the members may need one domain, or their
-        accelerators may exceed a quota.
+        If `place` fails, the preemption is undone and None is returned. It may fail because all members must be in one
+        topology domain, or because their accelerators would exceed a quota.
         """
         for victim in victims:
             self.state.release(victim.row, victim.members, by)

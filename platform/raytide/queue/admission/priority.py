@@ -1,9 +1,13 @@
-"""The order of all jobs, waiting or running: least attained service with corrections.
+"""The scheduling order of all jobs, waiting or running: least attained service first, with corrections.
 
-Plain least attained service starves large gangs and preempts long jobs late. So once a gang has waited longer than
-smaller jobs do, or longer than it would under first come, first served, it goes before all but new jobs. A little
-earlier already, it goes before other long jobs. A job that has run for long is preempted only for short jobs. The few
-oldest jobs, which are late in any case, go last. The durations of jobs are not known.
+Pure least attained service starves large gangs and preempts long jobs late. The corrections are:
+- A gang goes before all but new jobs once it has waited longer than smaller jobs do. The same holds once it has waited
+  longer than it would under first come, first served.
+- A gang that has waited nearly that long goes before other long jobs.
+- A job that has already run for long is preempted only for short jobs.
+- The few oldest jobs go last, because they are late in any case.
+
+The order does not depend on the durations of jobs, which are unknown.
 """
 
 from __future__ import annotations
@@ -76,9 +80,10 @@ def ranked(table: QueueTable) -> Ints:
 
 
 def waiting(table: QueueTable, order: Ints) -> Ints:
-    """Returns the waiting rows in scheduling order, those within their team's nominal quota before those that borrow.
+    """Returns the waiting rows in scheduling order. Rows within their team's nominal quota come before rows that borrow
+    quota.
 
-    Otherwise a borrower would be admitted in one cycle and preempted in the next.
+    Otherwise a borrowing job would be admitted in one cycle and preempted in the next.
     """
     rows = order[~table.is_held[order]]
     return rows[np.argsort(~table.within_nominal_quota[rows], kind="stable")]
@@ -102,8 +107,9 @@ def bands(table: QueueTable) -> Ints:
 
 
 def fair_wait_s(table: QueueTable) -> float:
-    """Returns the wait under first come, first served: the age of the oldest job that would not fit if all jobs before
-    it held their GPUs.
+    """Returns the wait in seconds that first come, first served would cause.
+
+    It is the age of the oldest job that would not fit if all earlier jobs held their GPUs.
     """
     first = np.argsort(table.submitted_s, kind="stable")
     is_behind = np.cumsum(table.gpus[first]) > table.gpus[table.is_held].sum()

@@ -1,7 +1,8 @@
-"""The queue's part of a decision: the jobs that are admitted, and the gangs that are preempted, shrink or grow.
+"""The queue's part of a decision: which jobs are admitted, and which gangs are preempted, shrink or grow.
 
-In the order of `priority.py`, each job takes capacity that is free, that can be bought, or that lower jobs yield. A job
-may be admitted to slots that are still being vacated: its members get them within `GRACE_S`, and no other job does.
+Jobs are tried in the order of `priority.py`. A job takes capacity that is free, that can be bought, or that jobs later
+in the order yield. A job may be admitted to slots whose members are still leaving. These slots are reserved for the
+job, and are free within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ SETTLE_S = 15.0
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """Returns Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
+    """Returns the queue's actions: all Preempts and Shrinks, an Admit or Wait for each queued job in the order tried,
+    and all Grows.
 
-    `room` is the scheduling state of the snapshot, if it was computed before; this function changes it.
+    `room` is the scheduling state of the snapshot, if the caller has computed it already. The function changes `room`.
     """
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so it is unknown which resources are free."
@@ -60,16 +62,16 @@ def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[A
 
 
 def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
-    """Returns the jobs that wait for a lease, oldest submission first."""
+    """Returns the jobs that wait for a lease, in order of submission."""
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
 def within_member_cap(snapshot: Snapshot) -> tuple[Snapshot, tuple[Wait, ...]]:
-    """Returns the snapshot without the queued jobs that exceed their team's limit of members, and a Wait for each of
-    those jobs.
+    """Returns the snapshot without the queued jobs that exceed their team's limit of members. Also returns a Wait for
+    each of these jobs.
 
-    Every tick visits each member, however small, so their number is limited. A team's jobs are counted in order of
-    submission, so that smaller jobs behind a large one cannot pass it for ever.
+    The number of members is limited because every tick visits each member, however small. A team's jobs are counted in
+    order of submission, so that smaller jobs cannot overtake a large job for ever.
     """
     most = snapshot.team_members
     if most is None:
@@ -104,8 +106,8 @@ def _over_cap(job: Job, held: int, most: int) -> Wait:
 
 
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
-    """Returns the state before the cycle. In it the resources of yielding members are free, and the slots nominated for
-    members are taken.
+    """Returns the state at the start of the cycle. The resources of yielding members count as free. The slots that are
+    nominated for waiting members count as taken.
     """
     room, types = (
         room or SchedulingState.from_snapshot(snapshot),
@@ -155,7 +157,10 @@ def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placem
 
 
 def queue_table(state: AdmissionState) -> QueueTable:
-    """Returns the jobs as rows. Jobs that neither wait nor keep a lease (stopping, yielding) count as holding GPUs."""
+    """Returns the jobs as a table with one row for each job.
+
+    A job that is stopping or yielding neither waits nor keeps its lease. It counts as holding GPUs.
+    """
     now_s, jobs = state.snapshot.at_s, state.jobs
     waits = {job.id for job in queued_jobs(state.snapshot)}
     classes, stances = state.snapshot.classes, state.snapshot.stances

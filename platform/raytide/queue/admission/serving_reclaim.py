@@ -1,8 +1,8 @@
-"""Reclaims capacity for serving: replicas that do not fit preempt spare members of elastic gangs. A gang shrinks in
-place, never below its minimum, and grows back later.
+"""Reclaims capacity for serving: a replica that does not fit preempts spare members of elastic gangs. A gang shrinks in
+place, never below its minimum size, and grows back later.
 
-A replica that can wait for a node waits. Members are preempted for a replica only if it can get no node, or if the
-endpoint is overloaded and the replica's node would be ready later than a member leaves.
+A replica preempts members only in two cases: it can get no new node, or its endpoint is overloaded and a member would
+leave sooner than the new node would be ready. Otherwise the replica waits for the new node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _Key = tuple[bool, int, float, int, int]
 
 
 def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
-    """Preempts spare members until every published replica fits; endpoints of the highest class go first."""
+    """Preempts spare members until all wanted replicas of the endpoints fit. Endpoints of the highest priority class go
+    first.
+    """
     state, times = preemptor.state, _StartTimes.of(preemptor.state.snapshot.nodes, preemptor.state.snapshot.at_s)
     rank = {row: place for place, row in enumerate(ranked(table).tolist())}
     for view in sorted(state.snapshot.endpoints, key=lambda view: -_priority_of(state, view)):

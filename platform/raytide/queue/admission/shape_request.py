@@ -1,4 +1,6 @@
-"""The shapes that a job may request now, with the needs of each. Jobs with equal shapes share one look-up."""
+"""The shapes that a job may request now, with the resources that each shape needs. Equal shapes share one
+computation.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeRequest:
-    """A shape and its needs, which do not change within one decision."""
+    """A shape, with figures that stay constant within one decision."""
 
     shape: Shape
     key: int
@@ -55,13 +57,13 @@ class ShapeRequests:
     _spot_by_job: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
 
     def first(self, job: Job) -> ShapeRequest:
-        """Returns the first shape of the job's spec, without restriction to a market."""
+        """Returns the request for the first shape in the job's spec, on any market."""
         is_free = job.id not in self.stances and job.id not in self.throughputs
         return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
     def for_job(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the shapes that the job may request now, the cheapest for its work first; none if the job waits for
-        spot.
+        """Returns the shapes that the job may request now, the cheapest per unit of work first. The result is empty if
+        the job waits for spot nodes.
         """
         if (found := self._by_job.get(job.id)) is None:
             shapes = _cheapest_first(job.spec.gang.shapes, self.offerings, self.throughputs.get(job.id, {}))
@@ -70,7 +72,7 @@ class ShapeRequests:
         return found
 
     def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the shapes of `for_job`; those that name no market are restricted to spot nodes."""
+        """Returns the shapes of `for_job` for spot nodes. Shapes that name a market keep it."""
         if (found := self._spot_by_job.get(job.id)) is None:
             shapes = [each.shape for each in self.for_job(job)]
             spot = [shape.model_copy(update={"labels": {**_SPOT, **shape.labels}}) for shape in shapes]
@@ -105,7 +107,7 @@ class ShapeRequests:
 
 @dataclass(slots=True, eq=False)
 class AffordableShapes:
-    """A job's shapes within its own budget and its team's. Valid until `Budgets.version` changes."""
+    """A job's shapes that the budgets of the job and its team allow. It is valid until `Budgets.version` changes."""
 
     requests: tuple[ShapeRequest, ...]
     """The requests, for spot nodes only beyond a soft limit; empty while the job waits for spot."""
@@ -127,7 +129,7 @@ class AffordableShapes:
 
     @property
     def can_start(self) -> bool:
-        """True if the fleet could ever hold one of the affordable shapes, so that the job would start once nodes are
+        """True if the fleet could ever hold one of the affordable shapes. The job then starts as soon as nodes are
         free.
         """
         return any(request.never is None for request in self.affordable)

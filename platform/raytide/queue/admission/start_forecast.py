@@ -1,5 +1,4 @@
-"""A forecast of the starts of queued jobs: the queue's decision, repeated at each end of a job that can be
-predicted."""
+"""Forecasts when queued jobs will start. It repeats the queue's decision at each predictable end of a running job."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ MOST_DECISIONS = 2000
 
 
 def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
-    """Returns the seconds until each queued job would be admitted if no other job came. Jobs whose start is unknown are
-    left out.
+    """Returns the seconds until each queued job is admitted, provided that no new job arrives. Jobs whose start cannot
+    be predicted are left out.
     """
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(

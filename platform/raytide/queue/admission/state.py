@@ -1,4 +1,4 @@
-"""The state of one admission cycle: the free capacity by nodes, quota and budget, and the cycle's decisions so far."""
+"""The state of one admission cycle: free capacity by node, quotas, budgets, and the decisions made so far."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class AdmissionState:
-    """The state of one admission cycle. A row is an index into `jobs`. Resources of yielding members count as free, and
-    those of nominated slots as taken.
+    """The state of one admission cycle. A row is an index into `jobs`.
+
+    The resources of yielding members count as free. Slots that are nominated for waiting members count as taken.
     """
 
     snapshot: Snapshot
@@ -90,7 +91,9 @@ class AdmissionState:
             self.quota_owners.setdefault(name, {}).setdefault(self.jobs[row].spec.team, set()).add(row)
 
     def release(self, row: int, members: Iterable[Member], by: str) -> None:
-        """Makes members of a lease yield to `by`; their resources and quota are free from now on."""
+        """Makes members of a lease yield to `by`, a job or an endpoint. The members' resources and quota count as free
+        from now on.
+        """
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
             self.release_on(self.node_of(row, member), lease.shape.resources)
@@ -116,7 +119,7 @@ class AdmissionState:
         self.index.mark_changed(node_id)
 
     def place(self, shape: Shape, count: int, subject: str, *, max_new: int | None = None) -> bool:
-        """Reserves slots for `count` members, for all of them or none; returns whether it did."""
+        """Reserves slots for all of `count` members or for none. Returns whether the slots were reserved."""
         placed = self.room.place(shape, count, subject=subject, max_new=max_new)
         if isinstance(placed, Unschedulable):
             return False
@@ -125,7 +128,9 @@ class AdmissionState:
         return True
 
     def node_of(self, row: int, member: Member) -> str:
-        """Returns the member's node or the one nominated for it; "" if there is none."""
+        """Returns the id of the member's node, or of the node that is nominated for the member. Returns "" if there is
+        neither.
+        """
         return member.node_id or self.nominated.get((row, member.index), "")
 
     def member_quota(self, row: int, member: Member) -> Resources:
@@ -136,7 +141,7 @@ class AdmissionState:
         return found
 
     def micro_usd_h(self, lease: Lease) -> float:
-        """Returns the price of the lease's retained members, in micro-dollars an hour."""
+        """Returns the price in micro-dollars an hour of the lease's members that are neither parked nor yielding."""
         members = usage.retained_members(lease)
         types = [self.node_types[member.node_id] for member in members if member.node_id in self.node_types]
         return usage.price_per_hour(lease.shape, types)
@@ -148,14 +153,16 @@ class AdmissionState:
         return self._index
 
     def may_reclaim(self, job: Job) -> bool:
-        """Returns True if the job's minimum is within its team's nominal quota, which other teams may be using."""
+        """Returns True if the job's minimum size fits into its team's nominal quota. Other teams may be borrowing that
+        quota.
+        """
         return self.quotas.may_reclaim(job.spec.team, self.requests.first(job).least)
 
     def preemptible_teams(self, job: Job) -> frozenset[str] | None:
-        """Returns the teams that this job may preempt; None for all.
+        """Returns the teams that this job may preempt. None means all teams.
 
-        A borrower may not preempt another team that is within its nominal quota, because that team would reclaim it at
-        once.
+        A job that borrows quota may not preempt another team that is within its nominal quota, because that team would
+        reclaim the quota at once.
         """
         need = self.requests.first(job).least
         if self.quotas.limited.isdisjoint(need) or self.quotas.may_reclaim(job.spec.team, need):
@@ -163,8 +170,8 @@ class AdmissionState:
         return self.quotas.borrowing(need) | {job.spec.team}
 
     def reserve_to_grow(self, row: int, most: int) -> int:
-        """Reserves slots for up to `most` more members of a lease, within quota, nodes and budgets; returns their
-        number.
+        """Reserves slots for up to `most` more members of a lease, as far as quota, nodes and budgets allow. Returns
+        the number of reserved slots.
         """
         job = self.jobs[row]
         shape = next(iter(constrain([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
@@ -190,8 +197,9 @@ class AdmissionState:
         return found
 
     def lacking_quota(self, row: int, need: Resources) -> str | None:
-        """Returns the first resource whose quota does not allow `need`. Jobs that cannot be preempted, and jobs beyond
-        a soft budget, may not borrow.
+        """Returns the first resource whose quota is too small for `need`. Returns None if the quotas allow `need`.
+
+        Jobs that cannot be preempted, and jobs beyond a soft budget, may not borrow quota.
         """
         may_borrow = not self.affordable_shapes(row).over_soft_limit
         team = self.jobs[row].spec.team

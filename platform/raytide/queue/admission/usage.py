@@ -1,4 +1,4 @@
-"""Resources, quota and dollars that gangs and replicas use, or would use."""
+"""The resources, quota and dollars that gangs and replicas use or would use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _RETAINED = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, Member
 
 
 def retained_members(lease: Lease) -> tuple[Member, ...]:
-    """Returns the members that are neither parked nor yielding, the most useful first.
+    """Returns the lease's members that are neither parked nor yielding, the most useful member first.
 
-    A member that waits for a node is last: it uses quota and its reserved slot, and loses nothing by yielding.
+    Members that wait for a node are last. They use quota and a reserved slot, but lose no work by yielding.
     """
     members = [member for member in lease.members if not (member.is_parked or member.gives_way)]
     return tuple(sorted(members, key=lambda member: _RETAINED.index(member.state)))
 
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
-    """Returns the quota that one member on each of these node types uses: its resources, and its GPUs also under the
-    accelerator's name.
+    """Returns the quota that is used by one member on each of the given node types.
 
-    None stands for a node that is not chosen yet.
+    GPUs count twice: as `GPU`, and under the accelerator's name. A type of None stands for a node that is not chosen
+    yet.
     """
     total: Resources = {}
     for node_type in types:
@@ -37,22 +37,22 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the retained members use, including members without a node.
+    """Returns the quota that the lease's members use. Members without a node count. Parked and yielding members do not.
 
-    `types` has the node types by node id.
+    `types` maps node ids to node types.
     """
     return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
-    """Returns the quota that a gang with its minimum number of members uses, whichever nodes it gets."""
+    """Returns the quota that a gang of minimum size uses, whichever nodes it gets."""
     return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that an endpoint's published replicas use, placed or not.
+    """Returns the quota that the endpoint's replicas use. Replicas without a node count as well.
 
-    `types` has the node types by Ray's node id.
+    `types` maps Ray's node ids to node types.
     """
     if view.endpoint.state not in SERVING_STATES:
         return {}
@@ -62,7 +62,9 @@ def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resource
 
 
 def price_per_hour(shape: Shape, types: Iterable[NodeType]) -> float:
-    """Returns the micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
+    """Returns the price in micro-dollars an hour of one member on each of the given node types. A member pays its
+    dominant share of the node's price.
+    """
     return sum(
         node_type.price_micro_usd_h * dominant_share(shape.resources, node_type.resources) for node_type in types
     )
@@ -74,7 +76,7 @@ def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[Nod
 
 
 def fleet_capacity(node_types: Iterable[NodeType]) -> Resources:
-    """Returns the resources of the largest fleet that `max_nodes` allows; GPUs are also counted under their
+    """Returns the resources of the largest fleet that `max_nodes` allows. GPUs count twice: as `GPU`, and under the
     accelerator's name.
     """
     total: Resources = {}

@@ -1,4 +1,4 @@
-"""The choice of victims: in a given order, the fewest that must be preempted so that a gang or a replica fits."""
+"""Chooses the victims of a preemption: the fewest, in a given order, whose resources let a gang or a replica fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from raytide.scheduling.node_table import Need
 
 @dataclass(slots=True, eq=False)
 class Victim:
-    """Members of a gang that can only be preempted together: one spare member, or all members of the minimum."""
+    """Members of a gang that can only be preempted together: either one spare member, or all the members that make up
+    the gang's minimum size.
+    """
 
     row: int
     members: tuple[Member, ...]
@@ -43,7 +45,9 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """One gang as victims: its spare members, last first, and its minimum."""
+    """The members of one gang as victims: its spare members, the last one first, and the members that make up its
+    minimum size.
+    """
 
     spare: tuple[Victim, ...]
     minimum: tuple[Victim, ...]
@@ -62,9 +66,9 @@ class GangVictims:
 
 
 class Simulation:
-    """The capacity and the quota as they would be if some victims were preempted.
+    """The capacity and quota as they would be if some victims were preempted.
 
-    Capacity is only counted. Quotas are changed in place, once the capacity is enough, and `close` restores them.
+    Capacity is only counted. Quotas are really changed once the capacity is enough, and `close` restores them.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Simulation:
         """The victims whose quota may be out of date."""
 
     def fits(self) -> bool:
-        """Returns True if one of the requests fits, by capacity and by quota."""
+        """Returns True if at least one of the requests fits into both capacity and quota."""
         for request in self._requests:
             if request.total >= request.request.at_least:
                 self._update_quotas()
@@ -93,12 +97,12 @@ class Simulation:
         return False
 
     def preempt(self, victim: Victim) -> bool:
-        """Preempts the victim in the simulation. Returns True if the capacity is then enough, regardless of quota."""
+        """Simulates the preemption of the victim. Returns True if the capacity is then enough. Quota is not checked."""
         self._preempted[victim] = None
         return self._change(victim, 1.0)
 
     def retain(self, victim: Victim) -> bool:
-        """Undoes `preempt` of the victim. Returns True if the capacity is still enough."""
+        """Undoes `preempt` of the victim. Returns True if the capacity is still enough without this preemption."""
         del self._preempted[victim]
         return self._change(victim, -1.0)
 
@@ -144,9 +148,10 @@ class _Request:
 
 
 def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list[Victim]:
-    """Returns the candidates to preempt so that one of the requests fits: no more than necessary, in the given order.
+    """Returns the candidates that must be preempted so that one of the requests fits, and no unnecessary ones.
 
-    Returns none if preempting all of them would not be enough, or if a request fits without preemption.
+    Candidates are considered in the given order. The result is empty if preempting all candidates would not be enough,
+    or if a request already fits.
     """
     victims = iter(candidates)
     if (first := next(victims, None)) is None:
@@ -163,7 +168,7 @@ def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list
 
 
 def gang_victims_in_order(gangs: Iterable[GangVictims]) -> Iterator[Victim]:
-    """Yields the spare members of all gangs, then the gangs' minimums."""
+    """Yields the spare members of all gangs. Then yields, for each gang, the members that make up its minimum size."""
     seen = []
     for gang in gangs:
         seen.append(gang)

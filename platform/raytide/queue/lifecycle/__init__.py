@@ -1,1 +1,1 @@
-"""The states of jobs and leases and the events that move them."""
+"""The states of jobs and leases, and the events that change them."""

@@ -1,4 +1,4 @@
-"""The GPU-seconds that a job has received, which decide its place in the queue and whether it may be preempted."""
+"""The GPU-seconds that a job has received. They decide the job's place in the queue and whether it may be preempted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ MAX_PREEMPTIONS = 100
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
-    """Ends the job's current spell (a time with a constant number of usable GPUs) and begins another if the number has
-    changed.
+    """Returns the job with its attained service up to date.
+
+    A spell is a time in which the number of usable GPUs is constant. If the number has changed, the current spell ends
+    and a new one begins.
     """
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
@@ -35,8 +37,9 @@ def attained_gpu_s(job: Job, now_s: float) -> float:
 
 
 def queued_s(job: Job, now_s: float) -> float:
-    """Returns the job's total waiting time in seconds: before admission, between its runs, and while its nodes
-    started."""
+    """Returns the seconds that the job has waited in total: before admission, between runs, and while its nodes
+    started.
+    """
     return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 

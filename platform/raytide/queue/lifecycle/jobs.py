@@ -32,7 +32,11 @@ _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 @dataclass(frozen=True, slots=True)
 class DriverKey:
-    """One attempt at running a job. A restarted controller finds the same key alive and does not start it twice."""
+    """The identity of one attempt at running a job's driver.
+
+    By this key, a restarted controller recognises an attempt that is already running. It does not start the attempt
+    twice.
+    """
 
     job_id: str
     attempt: int
@@ -40,10 +44,10 @@ class DriverKey:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """The status of a job's driver.
-
-    `died`: the process vanished (out of memory, killed, node lost) and may run again. `failed`: it reported failure.
-    `unknown`: the status could not be read, so nothing follows from it.
+    """The status of a job's driver. Besides `running` and `succeeded`, the states are:
+    - `failed`: the driver reported a failure.
+    - `died`: the process vanished (out of memory, killed, node lost). The driver may run again.
+    - `unknown`: the status could not be read. No conclusion is drawn from it.
     """
 
     key: DriverKey
@@ -58,10 +62,10 @@ class DriverStatus:
 def advance(
     job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
-    """Returns the job's next state, and its lease, which is released when the job is over.
+    """Returns the job and its lease after one step. The lease is released when the job has ended.
 
-    The status of a driver of another attempt is ignored. `silent_s` is the seconds since the driver of a gang last
-    polled its lease; None while that is unknown.
+    The driver's status is ignored if it belongs to another attempt. `silent_s` is the time in seconds since the holder
+    of a gang last polled its lease. It is None while that time is unknown.
     """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
@@ -81,7 +85,7 @@ def advance(
 
 
 def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
-    """Applies the queue's Admit to a job. The caller records the lease with it."""
+    """Returns the job after the queue's Admit. The caller stores the new lease together with the job."""
     return replace(
         job,
         state=JobState.ADMITTED,
@@ -92,14 +96,17 @@ def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -
 
 
 def requeued(job: Job, reason: str) -> Job:
-    """Applies the planner's Requeue, or the end of a preemption, to a job. The caller also releases its lease."""
+    """Returns the job as queued again, after the planner's Requeue or at the end of a preemption. The caller releases
+    the lease.
+    """
     return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
 
 
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
-    """Returns the drivers that should be alive; missing ones are started, all others are ended.
+    """Returns the drivers that should be alive. The caller starts missing drivers and ends all others.
 
-    A driver starts as soon as its job is admitted, while nodes launch, and stays alive while its job is queued again.
+    A driver starts as soon as its job is admitted, while nodes still launch. It stays alive while its job is queued
+    again.
     """
     return frozenset(
         DriverKey(job.id, job.restarts) for job in jobs if job.spec.kind is not JobKind.GANG and _has_driver(job)

@@ -1,8 +1,8 @@
 """The life of a lease, as a pure function of its nodes and its placement groups.
 
-A gang starts all or nothing: no member is usable until enough groups are ready, and if they are not ready in time, all
-of them are removed. Lost members are replaced later, one by one, while the others continue. `wanted_groups` is the only
-interface to Ray: it returns the groups that should exist now.
+A gang starts all or nothing. No member is usable until the placement groups of enough members are ready. If they are
+not ready in time, all groups of the gang are removed. Members that are lost later are replaced one by one, while the
+others continue. `wanted_groups` is the only interface to Ray: it returns the placement groups that should exist now.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEA
 def advance(
     lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, PlacementGroupInfo] | None, now_s: float
 ) -> Lease:
-    """Returns the lease's next state. `epoch` grows only when the holder has to react.
+    """Returns the lease's next state. `epoch` is increased only by changes that the lease's holder must react to.
 
-    `groups` is None while Ray does not answer: then nothing is concluded, and the time to form restarts.
+    `groups` is None while Ray does not answer. No conclusion is then drawn about groups, and the time limit for forming
+    the gang starts anew.
     """
     if lease.state is LeaseState.RELEASED:
         return lease
@@ -44,9 +45,9 @@ def advance(
 
 
 def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
-    """Applies a plan's Assigns to one lease. Members that have a node keep it.
+    """Returns the lease after the Assign actions of a plan. Members that already have a node keep it.
 
-    `nodes` has the node id by member index.
+    `nodes` maps member indices to node ids.
     """
     members = tuple(
         replace(m, state=MemberState.ASSIGNED, node_id=nodes[m.index])
@@ -58,12 +59,16 @@ def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
 
 
 def unassign(lease: Lease, index: int) -> Lease:
-    """Applies the planner's Unassign to a member that has no placement group on its node yet."""
+    """Returns the lease after the planner's Unassign: the member gives up its node. A member whose placement group is
+    already requested stays.
+    """
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
 
 
 def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
-    """Applies a decision of the queue: members yield and are parked later, or parked members look for nodes again."""
+    """Returns the lease after a decision of the queue. With Shrink and Preempt, members yield and are parked later.
+    With Grow, parked members look for nodes again.
+    """
     match action:
         case Shrink(members=members):
             return _yield_members(lease, frozenset(members), action, now_s)
@@ -75,8 +80,10 @@ def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) ->
 
 
 def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
-    """Frees leaving members, before their time is up, as soon as their holder reports that nothing runs on them.
-    Yielding members are parked; members whose node leaves look for another node.
+    """Returns the lease after its holder has reported that nothing runs on the leaving members. They are freed at once.
+
+    Yielding members are parked. Members whose node is leaving the fleet look for another node. `settled` is the version
+    of the lease that the holder's report is about.
     """
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
@@ -95,14 +102,14 @@ def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member
 
 
 def release(lease: Lease, reason: str) -> Lease:
-    """Ends the lease, so that none of its placement groups is wanted any more."""
+    """Ends the lease. None of its placement groups is wanted any more."""
     if lease.state is LeaseState.RELEASED:
         return lease
     return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)
 
 
 def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
-    """Returns the placement groups that should exist now; every other group of raytide is removed."""
+    """Returns the placement groups that should exist now. The caller removes all other groups that raytide created."""
     return {
         key: WantedGroup(key, member.ray_node_id, lease.shape.resources)
         for lease in leases

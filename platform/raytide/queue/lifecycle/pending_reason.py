@@ -1,4 +1,6 @@
-"""The reason why an admitted job has not started, and the remedy. A queued job has its reason in a Wait."""
+"""Explains why an admitted job has not started, and what would help. The reason of a queued job is in the queue's Wait
+action.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class PendingReason:
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
-    """Returns the reason of an admitted job: members without a node, nodes that are not ready, or groups that Ray is
-    making.
+    """Returns the reason why an admitted job has not started. Its members lack nodes, its nodes are not ready, or Ray
+    is still creating its placement groups.
     """
     waiting = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count
@@ -43,8 +45,8 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 
 def given_away_text(lease: Lease) -> str:
-    """Returns a text that names the jobs and endpoints to which the lease yielded members; empty if it has all its
-    members.
+    """Returns a text that names the jobs and endpoints to which the lease has yielded members. The text is empty if the
+    lease has all of its members.
     """
     to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)

@@ -1,8 +1,9 @@
-"""Checks a job's spec at submission, and fills in the fields that it leaves to raytide.
+"""Checks a job's spec at submission, and fills in the fields that the user leaves to raytide.
 
-The planner fills in the automatic fields of a training, and refuses a training that cannot fit its GPUs. Its
-corrections are learned from the trainings that the cluster has run. A deadline must be possible to meet. GPU memory is
-a resource of shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
+- The planner fills in the automatic fields of a training, corrected by the cluster's earlier trainings. A training that
+  cannot fit its GPUs is refused.
+- A deadline is refused if it cannot be met.
+- A request for GPU memory, such as "GPUs with 40 GB each", becomes a label selector of the node types that have it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ def plan_training(
     read_config: ReadConfig,
     learned: Callable[[], Corrections] = Corrections,
 ) -> tuple[JobSpec, TrainSpec]:
-    """Returns a training job and its spec with the automatic fields filled in. `learned` corrects the planner by what
-    earlier runs measured.
+    """Returns a training job and its TrainSpec with the automatic fields filled in.
 
-    Raises CapacityError for a training that cannot fit its GPUs, with the cheapest fix, and ConfigError for `auto` with
-    a model that cannot be read here. Without `auto`, a training whose model cannot be read is not checked; its driver
-    reports what is wrong.
+    `learned` returns corrections of the planner that were measured in earlier runs. Raises CapacityError, with the
+    cheapest fix, if the training cannot fit its GPUs. If the model cannot be read here, it raises ConfigError for a
+    spec with automatic fields. A spec without automatic fields is then not checked, and the driver reports any errors.
     """
     if not spec.auto and not any(shape.resources.get("GPU") for shape in job.gang.shapes):
         return job, spec
@@ -79,7 +79,7 @@ def _without_spares(shapes: Sequence[Shape], spares: int) -> list[Shape]:
 
 
 def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
-    """Returns the sizes of the model that a spec trains; None if they cannot be determined here."""
+    """Returns the sizes of the model that a spec trains. Returns None if they cannot be determined here."""
     from raytide.actors.models.architecture import model_shape
     from raytide.actors.models.families import architecture_of
 
@@ -91,7 +91,8 @@ def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
 
 
 class LearnedCorrections:
-    """Corrections of predicted step times and memory, learned from trainings that succeeded on nodes of one type.
+    """Corrections of predicted step times and memory. They are learned from successful trainings that ran on nodes of a
+    single type.
 
     The store is searched for new trainings at most once a minute.
     """
@@ -133,8 +134,9 @@ class LearnedCorrections:
 
 
 def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) -> MeasuredRun | None:
-    """Returns the measurements of a training on nodes of one type; None if they cannot be compared with a
-    prediction."""
+    """Returns the measurements of a training that ran on nodes of this type. Returns None if they cannot be compared
+    with a prediction.
+    """
     device = device_of(node_type)
     step_s, world, steps = (job.progress_number(name) for name in ("step_s", "world", "step"))
     if device is None or not step_s or not world or (steps or 0) < _LEAST_STEPS:
@@ -153,9 +155,10 @@ def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) ->
 
 
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
-    """Returns the spec with its deadline as a point in time.
+    """Returns the job's spec with its deadline as an absolute time.
 
-    Raises UsageError if there is not enough time, CapacityError if only spot nodes could hold its gang.
+    Raises UsageError if the time until the deadline is too short, and CapacityError if only spot nodes could hold the
+    gang.
     """
     if spec.deadline is None:
         return spec
@@ -188,8 +191,9 @@ def _holds(shape: Shape, node_type: NodeType) -> bool:
 
 
 def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:
-    """Returns the gang with `gpu_memory_gb` of each shape replaced by a label. Raises CapacityError if none of the node
-    types that a shape's other labels allow has GPUs with that much memory.
+    """Returns the gang with the `gpu_memory_gb` of each shape replaced by a label selector of node types.
+
+    Raises CapacityError if no node type that the shape's labels allow has GPUs with that much memory.
     """
     if all(shape.gpu_memory_gb is None for shape in gang.shapes):
         return gang

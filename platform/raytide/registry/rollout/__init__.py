@@ -1,5 +1,5 @@
-"""Rollouts as pure decisions: which revision answers a request, whether a new revision gets more traffic, and which one
-wins.
+"""Rollouts as pure decisions: which revision answers a request, when a new revision gets more traffic, and which
+revision wins.
 
-Nothing here uses the clock, randomness or the network; callers pass their measurements and apply the decisions.
+Nothing here uses the clock, randomness or the network. Callers pass in measurements and carry out the decisions.
 """

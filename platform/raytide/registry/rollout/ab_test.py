@@ -1,14 +1,16 @@
-"""An A/B test of a mean, such as a score or a time: an interval and a p-value that hold at every look.
+"""An A/B test of a mean, such as a score or a time. Its interval and p-value stay valid however often they are looked
+at.
 
-Requests of one user resemble each other, so the variance is measured between groups of users: with N_g requests and the
-sum Y_g in group g, the mean is R = sum(Y) / sum(N) and its variance G / (G - 1) * sum((Y_g - R N_g)^2) / sum(N)^2 (the
-delta method for ratio metrics; Deng, Knoblich, Lu, 2018). The test is the mixture sequential probability ratio test
-with a normal mixture of effects, N(0, tau^2) (Robbins, 1970; Johari, Pekelis, Walsh: Always Valid Inference, 2022):
-for a difference D of variance V,
+Requests of one user resemble each other, so the variance is measured between groups of users. With N_g requests and the
+sum Y_g in group g, the mean is R = sum(Y) / sum(N). Its variance is G / (G - 1) * sum((Y_g - R N_g)^2) / sum(N)^2 for G
+groups (the delta method for ratio metrics; Deng, Knoblich, Lu, 2018).
+
+The test is the mixture sequential probability ratio test with a normal mixture of effects, N(0, tau^2) (Robbins, 1970;
+Johari, Pekelis, Walsh: Always Valid Inference, 2022). For a difference D of variance V:
 
     Lambda = sqrt(V / (V + tau^2)) exp(D^2 tau^2 / (2 V (V + tau^2))),    p = min over all looks of 1 / Lambda.
 
-The test assumes the central limit theorem, hence the minimum numbers of requests and groups.
+The test relies on the central limit theorem. It therefore requires minimum numbers of requests and of groups.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class AbSpec(Config):
 
 @dataclass(slots=True)
 class Arm:
-    """The observations of one arm, summed by group of users."""
+    """The observations of one arm of the test, summed by group of users."""
 
     counts: list[int] = field(default_factory=lambda: [0] * GROUPS)
     sums: list[float] = field(default_factory=lambda: [0.0] * GROUPS)
@@ -66,7 +68,7 @@ class Arm:
 
     @property
     def variance(self) -> float:
-        """The variance of the mean."""
+        """The variance of the arm's mean."""
         mean, groups = self.mean, self.groups
         squares = math.fsum((value - mean * count) ** 2 for count, value in zip(self.counts, self.sums, strict=True))
         return groups / (groups - 1) * squares / self.requests**2
@@ -74,7 +76,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One look at a test."""
+    """The result of one look at an A/B test."""
 
     difference: float = 0.0
     """The mean of b minus the mean of a."""
@@ -91,14 +93,17 @@ class Comparison:
 
 
 def last_look(progress: Mapping[str, Any]) -> Comparison | None:
-    """Returns the last look at the A/B test of a rollout from its progress; None if there was none."""
+    """Returns the result of the last look at a rollout's A/B test, from the rollout's progress. Returns None if there
+    was no look yet.
+    """
     kept = progress.get("test")
     return None if kept is None else Comparison(**{name: kept[name] for name in kept if kept[name] is not None})
 
 
 def look(spec: AbSpec, a: Arm, b: Arm, before: Comparison | None = None) -> Comparison:
-    """Returns the comparison of the arms now; `before` is the last look of the same test. A declared winner never
-    changes.
+    """Returns the result of comparing the two arms now. `before` is the result of the previous look at the same test.
+
+    A winner, once declared, never changes.
     """
     before = before or Comparison()
     for name, arm in (("a", a), ("b", b)):

@@ -1,5 +1,5 @@
-"""A canary: the challenger gets more traffic step by step. As soon as it is worse than the champion, it gets no more
-traffic.
+"""A canary rollout: the challenger gets more traffic step by step. When the challenger proves worse than the champion,
+it is rolled back.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class RevisionCounts:
     """The number of values and of the bad ones, by metric."""
 
     def share(self, criterion: str) -> BadShare:
-        """Returns the number of observations for a criterion (one of CRITERIA, or a metric), and the number of bad ones
-        among them.
+        """Returns the number of observations for a criterion, and how many of them are bad. A criterion is one of
+        CRITERIA, or a metric.
         """
         if criterion == "errors":
             return BadShare(self.requests, self.errors)
@@ -115,10 +115,10 @@ def begin(spec: CanarySpec, now_s: float) -> tuple[CanaryState, CanaryDecision]:
 def decide(
     spec: CanarySpec, state: CanaryState, champion: RevisionCounts, challenger: RevisionCounts, now_s: float
 ) -> tuple[CanaryState, CanaryDecision]:
-    """Returns the next state and the decision, given the counts since the last call.
+    """Returns the next state and the decision. The counts cover the time since the last call.
 
-    The end of the last step completes the rollout. In a step of 100 % the champion has no requests, so the challenger
-    is compared with the upper limit of the champion's earlier share of bad observations.
+    The end of the last step completes the rollout. In a step of 100 % the champion gets no requests. The challenger is
+    then compared with the champion's earlier share of bad observations, at its upper confidence limit.
     """
     step = spec.steps[state.step]
     tests = {
@@ -142,8 +142,8 @@ def decide(
 
 
 def regressions(spec: CanarySpec, state: CanaryState) -> dict[str, float]:
-    """Returns the criteria by which the challenger is proven to be worse, with the excess of its share of bad
-    observations over the champion's.
+    """Returns the criteria by which the challenger is proven worse. Each criterion maps to the excess, which is the
+    challenger's share of bad observations minus the champion's.
     """
     limit = len(state.tests) / spec.alpha
     return {

@@ -1,7 +1,7 @@
-"""The life of a rollout: the observations of both revisions, the next decision, and the bounds on the replicas of each
-revision.
+"""The life of a rollout: what is observed of both revisions, the next decision, and how many replicas each revision may
+have.
 
-Together the revisions may have at most one replica more than the endpoint alone.
+Together the two revisions may have at most one replica more than the endpoint alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GONE = frozenset({EndpointState.DELETING, EndpointState.DELETED})
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The observations of one rollout."""
+    """All that is observed of one rollout: its endpoints, and the counts of its requests and feedback."""
 
     champion: Endpoint | None
     """The champion's endpoint; None once it is deleted."""
@@ -50,7 +50,7 @@ class RolloutView:
 
     @property
     def needed(self) -> int:
-        """The number of ready replicas that the challenger must have before it serves alone."""
+        """The number of ready replicas that the challenger needs before it may serve alone."""
         return max(1, self.challenger.spec.replicas.min) if self.challenger is not None else 1
 
 
@@ -63,9 +63,9 @@ def advance_all(
     liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, float]]]] = MappingProxyType({}),
     bad_values: Mapping[int, Mapping[int, Mapping[str, tuple[int, int]]]] = MappingProxyType({}),
 ) -> dict[int, Rollout]:
-    """Returns the rollouts by number, each advanced by one step.
+    """Returns all rollouts, by number, after one step of each.
 
-    `endpoints` has the endpoints that are not deleted, by application.
+    `endpoints` maps applications to their endpoints. Deleted endpoints are left out.
     """
     moved = {}
     for rollout in rollouts:
@@ -83,7 +83,7 @@ def advance_all(
 
 
 def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
-    """Returns the rollout after one evaluation of its revisions."""
+    """Returns the rollout after one evaluation of both revisions."""
     if not rollout.state.is_live:
         loser = view.champion if rollout.loser == rollout.champion_application else view.challenger
         is_gone = rollout.ended_at_s is None and loser is None
@@ -112,7 +112,7 @@ def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
 def losing_endpoints(
     rollouts: Iterable[Rollout], endpoints: Mapping[str, Endpoint], now_s: float
 ) -> dict[str, Endpoint]:
-    """Returns the endpoints that must drain and end now, because they lost their rollout."""
+    """Returns the endpoints that lost their rollout and must now drain and end."""
     found = {}
     for rollout in rollouts:
         loser = endpoints.get(rollout.loser)
@@ -240,8 +240,10 @@ def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[
 
 
 def proven_regressions(rollout: Rollout) -> dict[str, float]:
-    """Returns the criteria by which a canary was rolled back, with the excess of the challenger's share of bad
-    observations over the champion's; empty for any other rollout or outcome.
+    """Returns the criteria by which a canary was rolled back. Each criterion maps to the excess, which is the
+    challenger's share of bad observations minus the champion's.
+
+    The result is empty for any other rollout or outcome.
     """
     if rollout.state is not RolloutState.ROLLED_BACK or "canary" not in rollout.progress:
         return {}
@@ -254,7 +256,9 @@ def proven_regressions(rollout: Rollout) -> dict[str, float]:
 
 
 def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
-    """Returns the metric of an A/B test (None if thumbs decide), and the metrics of a canary with their limits."""
+    """Returns the metric that decides an A/B test, and the limits of a canary's metrics by name. The metric is None if
+    thumbs decide.
+    """
     try:
         spec = RolloutSpec.model_validate(rollout.plan)
     except ValueError:  # `advance` ends it
@@ -268,8 +272,10 @@ def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
 def intervals(
     counted: CountedRevision, values: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, tuple[float, float, float]]:
-    """Returns the share of bad observations by criterion, with the limits of its 95 % interval. `values` has, for each
-    metric, the number of values and of bad ones among them.
+    """Returns (share, lower limit, upper limit) by criterion. The share is that of bad observations, and the limits are
+    those of its 95 % interval.
+
+    `values` maps each metric to the number of its values and the number of bad values among them.
     """
     known: dict[str, Any] = {name: value for name, value in _total(counted).items() if name in _NAMES}
     counts = RevisionCounts(**known)
@@ -281,12 +287,11 @@ def intervals(
 def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
-    """Returns all endpoints; those of live rollouts have bounds on their replicas that follow from their share of
-    traffic.
+    """Returns all endpoints. The replica bounds of endpoints in a live rollout follow their share of traffic.
 
-    A losing application keeps its replicas until it drains. Within the bounds the number of replicas follows the load
-    as always. The champion's maximum falls as the challenger's replicas become ready, and the challenger's maximum
-    rises as the champion's replicas end.
+    Within these bounds the number of replicas follows the load as usual. The champion's maximum falls as the
+    challenger's replicas become ready. The challenger's maximum rises as the champion's replicas end. An application
+    that has lost its rollout keeps its replicas until it drains.
     """
     found = dict(endpoints)
     for rollout in rollouts:

@@ -1,5 +1,5 @@
-"""Decides whether a challenger is promoted, by a rule on the metrics of both versions and on their results with live
-traffic.
+"""Decides whether a challenger is promoted. A rule states conditions on the metrics of both versions and on the result
+of their A/B test.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def decide_promotion(
     challenger: Mapping[str, float],
     online: Comparison | None = None,
 ) -> PromotionDecision:
-    """Returns whether the challenger (arm b of `online`) replaces the champion, and why.
+    """Returns whether the challenger replaces the champion, and why. The challenger is arm b of the A/B test `online`.
 
-    `champion` is None if there is none yet: then required improvements count as reached, but limits still apply.
+    `champion` contains the champion's metrics. If it is None there is no champion yet: conditions on an improvement
+    count as met, but absolute limits still apply.
     """
     held: list[str] = []
     broken: list[str] = []

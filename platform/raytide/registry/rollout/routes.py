@@ -1,4 +1,4 @@
-"""An endpoint's route for gateways: the application that serves it, and its rollout if it has one."""
+"""The route of an endpoint, as gateways read it: the application that serves the endpoint, and its running rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytide.registry.rollout.traffic import TrafficSplit
 
 
 class RolloutRoute(Config):
-    """A running rollout."""
+    """A running rollout, as gateways need to know it."""
 
     number: int = Field(ge=1)
     challenger: str
@@ -31,7 +31,9 @@ class EndpointRoute(Config):
 
 
 def routes(serving: Mapping[str, Serving], rollouts: Iterable[Rollout]) -> dict[str, EndpointRoute]:
-    """Returns the routes by endpoint. A revision that was just promoted already serves in them."""
+    """Returns the routes by endpoint name. A challenger that was just promoted is already the serving application
+    there.
+    """
     found = dict(serving)
     running: dict[str, RolloutRoute] = {}
     for rollout in rollouts:

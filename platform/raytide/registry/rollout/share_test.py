@@ -1,11 +1,14 @@
-"""A sequential test of two shares, such as shares of failed requests, that is valid however often its result is read.
+"""A sequential test of two shares, such as shares of failed requests. It stays valid however often its result is read.
 
-The test multiplies E-variables of blocks of observations: for n_a and n_b observations with the shares theta_a <
-theta_b of the alternative, and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against
-theta_0 in both has an expectation of at most 1 if b is no worse than a (Turner, Ly, Grunwald: Generic E-variables for
-exact sequential k-sample tests that allow for optional stopping, 2021). By Ville's inequality, the probability that the
-product ever reaches 1 / alpha is at most alpha, for any traffic split, even a changing one. Observations must be
-independent.
+The test multiplies E-variables, one for each block of observations (Turner, Ly, Grunwald: Generic E-variables for exact
+sequential k-sample tests that allow for optional stopping, 2021). A block has n_a and n_b observations. The alternative
+assumes the shares theta_a < theta_b. The null hypothesis assumes the same share for both:
+
+    theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b).
+
+The E-variable is the likelihood ratio of the alternative to the null hypothesis. Its expectation is at most 1 if b is
+no worse than a. By Ville's inequality, the probability that the product ever reaches 1 / alpha is then at most alpha,
+for any traffic split, even a changing one. Observations must be independent.
 """
 
 from __future__ import annotations
@@ -39,12 +42,12 @@ class BadShare:
         return self.bad / self.total if self.total else 0.0
 
     def lower(self, alpha: float) -> float:
-        """Returns the lower limit of Wilson's one-sided interval."""
+        """Returns the lower limit of Wilson's one-sided interval of the true share."""
         return 1.0 - BadShare(self.total, self.total - self.bad).upper(alpha)
 
     def upper(self, alpha: float) -> float:
-        """Returns the upper limit of Wilson's one-sided interval. The true share exceeds it with a probability of about
-        alpha.
+        """Returns the upper limit of Wilson's one-sided interval of the true share. The true share exceeds this limit
+        with a probability of about alpha.
         """
         if not self.total:
             return 1.0
@@ -55,15 +58,15 @@ class BadShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareTest:
-    """The evidence so far that b's share of bad observations is higher than a's."""
+    """A sequential test of whether b's share of bad observations is higher than a's, with the evidence so far."""
 
     a: BadShare = BadShare()
     b: BadShare = BadShare()
     log_e: tuple[float, ...] = (0.0,) * len(ODDS_RATIOS)
 
     def updated(self, a: BadShare, b: BadShare) -> ShareTest:
-        """Returns the test with a block of new observations. A block without observations of a or of b carries no
-        evidence.
+        """Returns the test after a block of new observations of a and b. A block carries no evidence if it lacks
+        observations of a or of b.
         """
         theta_a = _within((self.a.bad + _PRIOR_BAD) / (self.a.total + _PRIOR_TOTAL))
         logs = (
@@ -73,7 +76,9 @@ class ShareTest:
         return ShareTest(self.a.plus(a), self.b.plus(b), tuple(logs))
 
     def against(self, limit: float, b: BadShare) -> ShareTest:
-        """Returns the test with new observations of b alone, compared with a share that is known to be good enough."""
+        """Returns the test after new observations of b alone. They are compared with `limit`, a share that is known to
+        be good enough.
+        """
         limit = _within(limit)
         logs = (
             log + _likelihood_ratio(b, _shifted(limit, odds), limit)
@@ -83,8 +88,9 @@ class ShareTest:
 
     @property
     def e_value(self) -> float:
-        """The evidence that b is worse. If b is not worse, this exceeds 1 / alpha with a probability of at most
-        alpha."""
+        """The evidence that b is worse than a. If b is not worse, the evidence exceeds 1 / alpha with a probability of
+        at most alpha.
+        """
         highest = max(self.log_e)
         if highest > 700.0:
             return math.inf
@@ -92,7 +98,7 @@ class ShareTest:
 
     @property
     def excess(self) -> float:
-        """The share of bad observations of b minus that of a."""
+        """b's share of bad observations minus a's share."""
         return self.b.mean - self.a.mean
 
 

@@ -1,4 +1,4 @@
-"""The spec of a rollout that a user requests."""
+"""The spec with which a user requests a rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytide.registry.rollout.canary import CanarySpec
 
 
 class ShadowSpec(Config):
-    """A shadow rollout: the challenger gets copies of requests, and users never get its answers."""
+    """A shadow rollout: the challenger gets copies of requests. Users never get the challenger's answers."""
 
     percent: float = Field(default=10.0, gt=0, le=100)
     """The share of the champion's requests that are copied."""
@@ -41,7 +41,7 @@ class AbTestSpec(Config):
 
 
 class RolloutSpec(Config):
-    """`raytide serve --canary`, `--shadow` or `--ab`: exactly one of the three."""
+    """The options of `raytide serve --canary`, `--shadow` or `--ab`. Exactly one of the three kinds is given."""
 
     canary: CanarySpec | None = None
     shadow: ShadowSpec | None = None
@@ -61,7 +61,7 @@ class RolloutSpec(Config):
 
 
 class NewRollout(Config):
-    """A request for a rollout: the challenger's spec, the growth of its traffic, and the reason."""
+    """A request for a rollout: the challenger's spec, the kind of rollout with its options, and the reason."""
 
     spec: dict[str, Any]
     rollout: RolloutSpec

@@ -1,5 +1,5 @@
-"""The choice of a request's revision by a stable hash of the user. As the challenger's share grows, users move only to
-the challenger.
+"""Chooses the revision for a request by a stable hash of the user. As the challenger's share grows, users move only
+from the champion to the challenger.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ GROUPS = 100
 
 
 class TrafficSplit(Config):
-    """The split between an endpoint's champion and its challenger, as gateways know it."""
+    """The split of an endpoint's traffic between champion and challenger. Gateways receive it with the endpoint's
+    route.
+    """
 
     endpoint: str
     champion: int = Field(ge=1)
@@ -35,18 +37,18 @@ class TrafficSplit(Config):
         return self
 
     def revision_of(self, unit: str) -> int:
-        """Returns the revision that answers this unit: a user, or an API key.
+        """Returns the revision that answers the requests of this unit, which is a user or an API key.
 
-        A unit that the challenger answers stays with it while `percent` rises.
+        A unit that the challenger answers stays with the challenger while `percent` rises.
         """
         return self.challenger if self._slot(unit) < self.percent * SLOTS / 100 else self.champion
 
     def is_shadowed(self, request_id: str) -> bool:
-        """Returns whether a request that the champion answers is also sent to the challenger."""
+        """Returns whether the challenger gets a copy of this request, which the champion answers."""
         return slot_of(request_id, f"{self._salt}/shadow") < self.shadow_percent * SLOTS / 100
 
     def group_of(self, unit: str) -> int:
-        """Returns the group in which a unit's observations are summed."""
+        """Returns the group of users to which a unit belongs. Observations are summed by group."""
         return self._slot(unit) % GROUPS
 
     def _slot(self, unit: str) -> int:
@@ -61,7 +63,9 @@ class TrafficSplit(Config):
 
 
 def slot_of(unit: str, salt: str) -> int:
-    """Returns the slot of a unit. Slots are uniform over units, equal in every process, and independent between
-    salts."""
+    """Returns the slot into which a unit is hashed.
+
+    Slots are uniform over units, the same in every process, and independent for different salts.
+    """
     digest = blake2b(unit.encode(errors="surrogatepass"), digest_size=8, key=salt.encode()[-64:]).digest()
     return int.from_bytes(digest, "big") % SLOTS

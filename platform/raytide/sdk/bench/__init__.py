@@ -1,5 +1,5 @@
-"""Loads an endpoint and measures time to first token, inter-token latency, throughput and goodput, as `raytide bench`
-does.
+"""Sends a load to an endpoint and measures it: time to first token, inter-token latency, throughput and goodput.
+`raytide bench` uses this package.
 """
 
 from raytide.sdk.bench.load.generator import BenchProgress, LoadGenerator

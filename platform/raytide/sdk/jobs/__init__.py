@@ -1,1 +1,1 @@
-"""Handles of jobs, training runs, scripts and tasks."""
+"""Handles of jobs, training runs, workflows, scripts and tasks."""

@@ -1,4 +1,4 @@
-"""A workflow in the SDK: submit it, watch its stages, and resume it."""
+"""Workflows in the SDK: submit a workflow, watch its stages, and resume it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RESTARTS = 100
 
 
 class FlowRun(Run):
-    """A submitted workflow: the job of its driver, and its stages as the driver reported them last."""
+    """A submitted workflow: its driver's job, and its stages as the driver last reported them."""
 
     @property
     def flow(self) -> FlowSpec:
@@ -40,7 +40,7 @@ class FlowRun(Run):
 
     @property
     def run(self) -> str:
-        """The id of the run, under which its state is stored; a resumed run keeps it."""
+        """The id of the run, under which its state is stored. A resumed run keeps its id."""
         return _environment(self.view)[_RUN]
 
     @property
@@ -48,11 +48,11 @@ class FlowRun(Run):
         return self.flow.out
 
     def stages(self) -> list[StageView]:
-        """Returns the stages in the workflow's order, with their states as of the last `refresh`."""
+        """Returns the stages in the workflow's order, with their states at the last `refresh`."""
         return views_of(self.flow, self.progress, time.time())
 
     def stage(self, name: str) -> StageView:
-        """Returns the stage of this name. Raises NotFoundError if there is none."""
+        """Returns the stage with this name. Raises NotFoundError if there is none."""
         found = next((view for view in self.stages() if view.name == name), None)
         if found is None:
             names = ", ".join(self.flow.stages)
@@ -60,11 +60,11 @@ class FlowRun(Run):
         return found
 
     def graph(self) -> FlowGraph:
-        """Returns the graph of the stages. Notebooks show it, and `str` returns it as SVG."""
+        """Returns the graph of the stages. Notebooks display it, and `str` converts it to SVG."""
         return FlowGraph(tuple(self.stages()))
 
     def resume(self) -> FlowRun:
-        """Submits the run again: failed and skipped stages run again, finished ones do not."""
+        """Submits the run again. Failed and skipped stages run again, and finished stages do not."""
         if not self.refresh().view.job.is_final:
             raise ConflictError(f"{self.id} is {self.state}: it needs no resume.", hint="`raytide flow show` shows it.")
         return FlowRun(self._client, self._client.retry(self.id))
@@ -95,9 +95,10 @@ def submit_flow(
     params: Mapping[str, Value] | None = None,
     working_dir: str | Path | None = None,
 ) -> FlowRun:
-    """Checks a workflow, submits its driver as a job and returns it. Raises ConfigError if the workflow is invalid.
+    """Checks a workflow and submits its driver as a job. Returns the submitted run. Raises ConfigError if the workflow
+    is invalid.
 
-    The working directory, by default the file's own folder, is uploaded if there are script stages.
+    If there are script stages, the working directory is uploaded. By default it is the folder of the workflow's file.
     """
     flow = _parsed(source, params or {})
     check(flow)

@@ -1,4 +1,4 @@
-"""A submitted job in the SDK: wait for it, watch it, ask why it waits. `train_run.py` extends it for training."""
+"""A submitted job in the SDK: wait for it, watch it, or ask why it waits. `train_run.py` extends it for trainings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """A job in its last known state; `refresh`, `wait`, `watch` and `updates` renew it."""
+    """A submitted job with its last known state. `refresh`, `wait`, `watch` and `updates` renew the state."""
 
     def __init__(self, client: ApiClient, view: JobView) -> None:
         self._client = client
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def out(self) -> str:
-        """The directory or URL to which the job writes: its spec's `out`; empty for scripts and gangs."""
+        """The directory or URL to which the job writes, from the `out` of its spec. Empty for scripts and gangs."""
         return str(self.view.job.spec.config.get("out", ""))
 
     def refresh(self) -> Self:
@@ -56,8 +56,9 @@ class Run:
         return self
 
     def updates(self, timeout_s: float = 86_400.0) -> Iterator[JobView]:
-        """Yields the job's view whenever it has changed, until the job ends. Raises WaitTimeoutError after
-        `timeout_s`."""
+        """Yields the job's JobView whenever it has changed, until the job ends. Raises WaitTimeoutError after
+        `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         seen: JobView | None = None
         while True:
@@ -75,9 +76,9 @@ class Run:
             time.sleep(_POLL_S)
 
     def watch(self, timeout_s: float = 86_400.0) -> Self:
-        """Shows the job live in a notebook or on a terminal until it ends, and returns it even if it failed.
+        """Shows the job live in a notebook or on a terminal until it ends. Returns the job, even if it failed.
 
-        Without a notebook or a terminal it only waits. Raises WaitTimeoutError after `timeout_s`.
+        Elsewhere it only waits. Raises WaitTimeoutError after `timeout_s` seconds.
         """
         with LiveView() as live:
             for _ in self.updates(timeout_s=timeout_s):
@@ -85,10 +86,9 @@ class Run:
         return self
 
     def wait(self, timeout_s: float = 86_400.0) -> Self:
-        """Blocks until the job ends and returns it. Raises RaytideError if it failed, WaitTimeoutError if it takes
-        longer than `timeout_s`.
+        """Blocks until the job ends and returns the job. A notebook or a terminal shows its progress meanwhile.
 
-        A notebook or a terminal shows its progress meanwhile.
+        Raises RaytideError if the job failed, and WaitTimeoutError after `timeout_s` seconds.
         """
         with LiveView(is_shown=not self.view.job.is_final) as live:
             for _ in self.updates(timeout_s=timeout_s):
@@ -100,7 +100,9 @@ class Run:
         return self
 
     def glance(self, *, is_whole: bool = False) -> Glance:
-        """Returns what `wait` shows of the job now: its state and progress; with `is_whole`, also its curves."""
+        """Returns the job's state and progress for a live view. With `is_whole` it includes the curves of a
+        training.
+        """
         view, progress = self.view, self.progress
         total = float(view.job.spec.config.get("steps", 0)) if view.job.spec.kind is JobKind.TRAIN else 0.0  # type: ignore[arg-type]
         done = float(progress.get("step", 0))
@@ -122,8 +124,10 @@ class Run:
     def logs(self, *, follow: Literal[True], tail: int | None = None) -> Iterator[str]: ...
 
     def logs(self, *, follow: bool = False, tail: int | None = None) -> str | Iterator[str]:
-        """Returns the job's output, or its last `tail` lines; with `follow`, yields it as it is printed, until the job
-        ends."""
+        """Returns the job's output. With `tail` it returns only the last `tail` lines.
+
+        With `follow` it yields the output as it is printed, until the job ends.
+        """
         return self._follow(tail) if follow else "".join(part.text for part in self.log_parts(tail=tail))
 
     def _follow(self, tail: int | None) -> Iterator[str]:
@@ -138,7 +142,9 @@ class Run:
                 time.sleep(_POLL_S)
 
     def log_parts(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
-        """Yields the job's output from the position `after` on, in parts, because a log may be larger than memory."""
+        """Yields the job's output in parts, from the position `after` on. It comes in parts because a log may be larger
+        than memory.
+        """
         part = LogPart("", after, has_more=True)
         while part.has_more:
             ask = partial(self._client.log_part, self.id, after=part.after, tail=tail)
@@ -155,7 +161,9 @@ class Run:
         return ShownText(explain(self.refresh().view))
 
     def waits_for(self) -> WhyView:
-        """Returns the first unmet constraint, what would meet it, and when the job would start."""
+        """Returns the first unmet constraint of the waiting job, what would meet the constraint, and when the job would
+        start.
+        """
         return self._client.why(self.id)
 
     def json(self) -> dict[str, Any]:
@@ -186,13 +194,15 @@ def listing(runs: Iterable[Run]) -> ShownList[Run]:
 
 
 def short(value: float | int | str) -> str:
-    """Returns a value of a job's progress in few characters."""
+    """Formats a value of a job's progress in few characters."""
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
-    """Returns the result of `ask`, which is repeated while the API restarts. Raises ClusterError if the API stays away;
-    with `goes_on`, its hint says that the job keeps running."""
+    """Returns the result of `ask`. While the API does not answer, `ask` is repeated for up to a minute.
+
+    Then it raises ClusterError. With `goes_on`, the error's hint says that the job keeps running.
+    """
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
@@ -205,8 +215,9 @@ def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
 
 
 def explain(view: JobView) -> str:
-    """Returns one line of text: the job's state and its reason, what it waits for, what would help, its deadline, and
-    the cost of moving data to its nodes."""
+    """Returns one line of text about a job: its state and the reason, what it waits for, what would help, its deadline,
+    and the cost of moving data to its nodes.
+    """
     job, waiting = view.job, view.waiting
     parts = [f"{job.id} is {job.state}"]
     if view.position is not None:

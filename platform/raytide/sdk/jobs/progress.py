@@ -1,4 +1,4 @@
-"""Progress of a job from inside it."""
+"""Reports a job's progress from inside the job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from raytide.core.errors import UsageError
 
 
 def report(**values: float | int | str) -> None:
-    """Reports numbers of the job that this process runs in: `rt.report(step=3, loss=2.1)`.
+    """Reports numbers of the job in which this process runs: `rt.report(step=3, loss=2.1)`.
 
-    `raytide ps` shows them, sweeps of workflows compare them, and they are the metrics of script stages. Call it on one
-    rank, about once a second. Raises UsageError outside of a job.
+    `raytide ps` shows the numbers, sweeps of workflows compare them, and they are the metrics of script stages. Call it
+    on one rank, about once a second. Raises UsageError outside of a job.
     """
     job = environment("JOB")
     if job is None:

@@ -1,4 +1,4 @@
-"""Builds the command of a script, and parses the command line's texts for shapes, ranges and pairs."""
+"""Builds the command of a script job. Parses shapes, ranges and pairs from command-line arguments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 
 
 def command_of(script: str, args: Sequence[str], working_dir: Path) -> tuple[str, ...]:
-    """Returns the command that the members run in the working directory. Raises UsageError if they cannot run it.
+    """Returns the command that each gang member runs in the working directory.
 
-    A `.py` file runs in Python; any other file is executed. A name that is not a file is a command, such as `python`.
+    A `.py` file is run by Python. Any other file is executed. A name that is not a file is a command, such as `python`.
+    Raises UsageError if the command cannot be run.
     """
     path = next((each for each in (Path(script), working_dir / script) if each.is_file()), None)
     if path is None:
@@ -45,8 +46,9 @@ def _below(path: str, folder: str) -> str | None:
 
 
 def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
-    """Returns the spec with its resources and labels replaced by those in `words`, keywords for resources. Raises
-    UsageError for invalid ones.
+    """Returns the spec with the resources and labels that the keywords in `words` set, such as `gpus`.
+
+    Raises UsageError for invalid keywords.
     """
     if not words:
         return spec
@@ -64,9 +66,10 @@ def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
 
 
 def parse_shape(text: str) -> Shape:
-    """Returns the shape that a text describes; `1:2x...` is an elastic one. Raises UsageError for other texts.
+    """Returns the shape that a text describes.
 
-    `2xGPU:8,CPU:16@ray.io/accelerator-type=H100` means two nodes with these resources each and this label.
+    `2xGPU:8,CPU:16@ray.io/accelerator-type=H100` means two nodes, each with these resources and this label. `1:2x...`
+    is elastic, with one or two nodes. Raises UsageError for any other text.
     """
     found = _SHAPE.fullmatch(text.strip())
     pairs = [_pair(part, ":", text) for part in found[3].split(",")] if found else []
@@ -83,7 +86,9 @@ def parse_shape(text: str) -> Shape:
 
 
 def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
-    """Returns the mapping that `KEY=VALUE` texts give. Raises UsageError, which names `option`, for other texts."""
+    """Parses texts of the form `KEY=VALUE` into a mapping. Raises UsageError, which names `option`, for any other
+    text.
+    """
     found = dict(text.partition("=")[::2] for text in texts)
     if odd := next((text for text in texts if not text.partition("=")[0] or "=" not in text), None):
         raise UsageError(f"{option} {odd} is not KEY=VALUE.")
@@ -91,8 +96,8 @@ def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
 
 
 def parse_range(text: str, option: str) -> tuple[int, int]:
-    """Returns the minimum and the maximum that a text such as `2` or `1:4` gives. Raises UsageError, which names
-    `option`, for other texts.
+    """Returns the minimum and the maximum of a range such as `2` or `1:4`. Raises UsageError, which names `option`, for
+    any other text.
     """
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):

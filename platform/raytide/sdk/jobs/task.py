@@ -1,4 +1,4 @@
-"""Functions whose calls are jobs of the queue: each runs on a leased node, and again when that node is lost."""
+"""Functions whose calls are jobs in the queue. A call runs on a leased node, and runs again if that node is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ alive."""
 
 
 class Task(Generic[P, T]):
-    """A function on leased nodes: a call blocks, `remote` and `map` return futures."""
+    """A function whose calls run on leased nodes. A plain call blocks. `remote` and `map` return futures."""
 
     def __init__(
         self,
@@ -65,15 +65,17 @@ class Task(Generic[P, T]):
         return self._threads.submit(self, *args, **kwargs)
 
     def map(self, items: Iterable[object]) -> list[Future[T]]:
-        """Submits a call with each item as its only argument, and returns the futures in the order of the items."""
+        """Submits one call for each item, with the item as its only argument. Returns the futures in the order of the
+        items.
+        """
         return [self.remote(item) for item in items]  # type: ignore[call-arg, arg-type]  # P has one parameter then
 
 
 def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` on the gang's only member and returns its result or raises its exception.
+    """Runs `work` on the only member of the gang. Returns its result or raises its exception.
 
-    Raises ClusterError if its process or node was lost more than `retries` times. Each incarnation of the member runs
-    it once.
+    If the member's process or node is lost, `work` runs again on the replacement. Raises ClusterError if that happens
+    more than `retries` times.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError

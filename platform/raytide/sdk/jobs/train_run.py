@@ -1,4 +1,4 @@
-"""A training run in the SDK: metrics and their picture, also while it runs, a profile on request, and the result."""
+"""A training run in the SDK: its metrics and curves (also while it runs), profiles on request, and its result."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ _WATCHED = ("loss", "tokens_per_s")
 
 
 class TrainRun(Run):
-    """A training job. Its metrics come from its files if this machine has them, else from the API."""
+    """A submitted training. Its metrics are read from the run's files if this machine can read them, else from the
+    API.
+    """
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns one mapping for each step so far; steps that were repeated after a failure appear once.
+        """Returns one mapping for each step so far. A step that was repeated after a failure appears once.
 
-        If only the API can read the run's files, at most 2,000 of a long run's steps are returned.
+        If the run's files are not on this machine, a long run has at most 2,000 steps in the result.
         """
         return self.history().steps
 
@@ -47,17 +49,20 @@ class TrainRun(Run):
         return pa.Table.from_pylist(self.metrics())
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the run's events, in order: those of the gang, such as lost members, and those of single batches."""
+        """Returns the run's events in order: events of the gang, such as lost members, and events of single batches."""
         return self.history().events
 
     def plot(self) -> Picture:
-        """Returns the run's curves. A notebook displays them; `save` writes a .svg, .png or .html file."""
+        """Returns a picture of the run's curves. A notebook displays it. Its `save` writes a .svg, .png or .html
+        file.
+        """
         return self._picture(self.history())
 
     def profile(self, steps: int = 3) -> None:
-        """Requests a profile of the next steps: traces and tables appear in `out`/profile.
+        """Requests a profile of the next `steps` steps. Traces and tables appear in the folder `profile` of the spec's
+        `out`.
 
-        The run is not restarted. This machine must be able to write to the spec's `out`.
+        The run is not restarted. This machine must be able to write to `out`.
         """
         from raytide.actors.trainer.run_log import profiler as profile
 
@@ -72,7 +77,7 @@ class TrainRun(Run):
         return history.result(self.out)
 
     def history(self) -> RunHistory:
-        """Returns the steps and events so far; none before the first step."""
+        """Returns the steps and events so far. Both are empty before the first step."""
         if "step" not in self.refresh().progress:
             return RunHistory([], [])
         if Path(self.out).is_dir():
@@ -98,7 +103,7 @@ class TrainRun(Run):
 
 
 def from_curves(curves: RunCurves) -> RunHistory:
-    """Returns the API's columns as a run history, with one mapping for each step, as in a run's files."""
+    """Converts the API's columns to a run history with one mapping for each step, as in a run's files."""
     steps = []
     for place, step in enumerate(curves.steps):
         line: dict[str, Any] = {"step": step, "at_s": curves.at_s[place], "times": {}}

@@ -18,7 +18,7 @@ _REFERENCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,9}))?")
 
 
 class DatasetRegistry:
-    """The registered datasets of a cluster. A reference is `NAME:VERSION`, or `NAME` for the newest version.
+    """The registered datasets of a cluster. A dataset reference is `NAME:VERSION`, or `NAME` for the newest version.
 
     A finished build registers its dataset. Registering the same dataset again returns the existing version.
     """
@@ -27,7 +27,7 @@ class DatasetRegistry:
         self._client = client
 
     def all(self, *, limit: int = 100, offset: int = 0) -> list[RegisteredDataset]:
-        """Returns datasets by name, each with its newest version."""
+        """Returns the registered datasets in order of name, each with its newest version."""
         answer = self._client.call("GET", "/v1/datasets", None, {"limit": limit, "offset": offset})
         found = from_json(list[RegisteredDataset], answer)
         return ShownList(found, "datasets", ("dataset", "team", "versions", "documents", "tokens"), _row)
@@ -39,18 +39,19 @@ class DatasetRegistry:
         return from_json(DatasetVersion, self._client.call("GET", path))
 
     def versions(self, name: str, *, limit: int = 100, offset: int = 0) -> list[DatasetVersion]:
-        """Returns versions of a dataset, newest first."""
+        """Returns versions of a dataset, the newest first."""
         query = {"limit": limit, "offset": offset}
         return from_json(list[DatasetVersion], self._client.call("GET", f"/v1/datasets/{name}/versions", None, query))
 
     def uses(self, version: DatasetVersion) -> DatasetUse:
-        """Returns the training jobs that read a version, and the registered models that were trained on it."""
+        """Returns the training jobs that read a dataset version, and the registered models that were trained on it."""
         path = f"/v1/datasets/{version.spec.name}/versions/{version.version}/uses"
         return from_json(DatasetUse, self._client.call("GET", path))
 
     def register(self, location: str | Path, name: str) -> DatasetVersion:
-        """Reads all files of a dataset that was built elsewhere, and registers it. Raises DataError if a file differs
-        from the manifest."""
+        """Registers a dataset that was not built by a job of this cluster. Reads all of its files, and raises DataError
+        if one differs from the manifest.
+        """
         where = str(location)
         if (path := local_path(where)) is not None:
             where = str(Path(path).resolve())
@@ -59,11 +60,13 @@ class DatasetRegistry:
         return from_json(DatasetVersion, self._client.call("POST", "/v1/datasets", body))
 
     def diff(self, before: str, after: str) -> tuple[FieldChange, ...]:
-        """Returns the fields in which two versions differ, including the fields of their builds' specs."""
+        """Returns the fields in which two versions differ, including the fields of the specs that built them."""
         return differences(self.get(before), self.get(after))
 
     def manifest(self, reference: str) -> TokenManifest:
-        """Returns a version's manifest. Raises ConflictError if its location now contains another dataset."""
+        """Returns the manifest of a version. Raises ConflictError if the version's location now contains another
+        dataset.
+        """
         version = self.get(reference)
         if sha256_of(version.spec.location) != version.spec.sha256:
             raise ConflictError(

@@ -29,13 +29,13 @@ _JOB = re.compile("job-[0-9]+")
 
 
 class ModelRegistry:
-    """The registered models of a cluster. A reference is `NAME:VERSION` or `NAME@ALIAS`."""
+    """The registered models of a cluster. A model reference is `NAME:VERSION` or `NAME@ALIAS`."""
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
 
     def all(self, *, limit: int = 100, offset: int = 0) -> list[RegisteredModel]:
-        """Returns models by name, each with its newest version and its aliases."""
+        """Returns the registered models in order of name, each with its newest version and its aliases."""
         found = self._client.models(limit=limit, offset=offset)
         return ShownList(found, "registered models", ("model", "team", "versions", "newest", "aliases"), _model_row)
 
@@ -53,9 +53,10 @@ class ModelRegistry:
         note: str = "",
         team: str = "",
     ) -> ModelVersion:
-        """Adds a version: a model directory, or the model that a training job (`job-7`) exported.
+        """Registers a new version of a model. `source` is a model directory, or a training job (`job-7`) that exported
+        a model.
 
-        `job` names the job that made a directory. The files are read here, for their digest.
+        `job` names the job that produced a model directory. The files are read on this machine to compute their digest.
         """
         location = str(source)
         if not job and _JOB.fullmatch(location):
@@ -84,11 +85,11 @@ class ModelRegistry:
         if_version: int | None = None,
         rule: PromotionRule | None = None,
     ) -> AliasChange:
-        """Points an alias at this version; with `if_version`, only if the alias points at that version now (0: at
-        none).
+        """Points an alias at this version.
 
-        Raises ConflictError if the alias points elsewhere, or if this version, compared with the one that the alias
-        points at, does not satisfy `rule`.
+        `if_version` is the version at which the alias must point now, or 0 if the alias must not exist. `rule` compares
+        the new version with the version at which the alias points now. Raises ConflictError if either condition does
+        not hold.
         """
         version = self.get(reference)
         change = AliasSpec(version=version.version, why=why, if_version=if_version, rule=rule)
@@ -100,7 +101,9 @@ class ModelRegistry:
     def history(
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
-        """Returns changes of aliases, newest first; with `until_s`, those up to that time."""
+        """Returns changes of the model's aliases, the newest first. `until_s` limits them to changes up to that
+        time.
+        """
         found = self._client.model_history(name, alias=alias, until_s=until_s, limit=limit)
         return ShownList(found, f"aliases of {name}", ("alias", "before", "after", "user", "why"), _change_row)
 
@@ -109,8 +112,9 @@ class ModelRegistry:
         return differences(self.get(before), self.get(after))
 
     def verify(self, reference: str) -> ContentDigest:
-        """Reads the files of a version again and returns their digest. Raises DataError if they are not those that were
-        registered."""
+        """Reads the files of a version again and returns their digest. Raises DataError if the files have changed since
+        they were registered.
+        """
         version = self.get(reference)
         found = digest_of_directory(version.spec.location)
         if found.sha256 != version.spec.sha256:
@@ -140,8 +144,9 @@ def _change_row(change: AliasChange) -> tuple[object, ...]:
 
 
 def named_model(model: str, name: str = "") -> dict[str, object]:
-    """Returns the fields `name` and `model` of a ServeSpec. The name is by default that of the directory or registered
-    model."""
+    """Returns the fields `name` and `model` of a ServeSpec. By default the name is that of the model directory or of
+    the registered model.
+    """
     if model.startswith(SCHEME):
         return {"name": name or ModelReference.parse(model).name, "model": model}
     return {"name": name or Path(model).name.removesuffix(".gguf").lower(), "model": model}

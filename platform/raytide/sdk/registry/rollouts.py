@@ -1,4 +1,4 @@
-"""The rollouts of endpoints in the SDK: the options of `serve` for them, and their state."""
+"""Rollouts of endpoints in the SDK: builds the spec of a rollout from the options of `serve`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def rollout_of(
     shadow: float | None = None,
     ab: float | Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Returns a RolloutSpec as JSON; None if no kind of rollout is given. Raises UsageError if several are.
+    """Returns the fields of a RolloutSpec. Returns None if no kind of rollout is given. Raises UsageError if several
+    are.
 
-    `canary` is True for the default steps, or a CanarySpec, or its fields, which may include the rollout's
-    `ready_within_s`. `shadow` is a percentage; `ab` is a percentage or has the fields of an AbTestSpec.
+    `canary` is True for the default steps, a CanarySpec, or a mapping with its fields and the rollout's
+    `ready_within_s`. `shadow` is a percentage. `ab` is a percentage or a mapping with the fields of an AbTestSpec.
     """
     asked: dict[str, Any] = {}
     common: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Handles of endpoints, and the jobs that answer batches of requests."""
+"""Handles of endpoints, and jobs that answer batches of requests."""

@@ -1,4 +1,4 @@
-"""Batches as jobs: the spec of the model that answers the rows, and the command of the job."""
+"""Batch jobs: the spec of the model that answers the rows, and the command of the job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ job stopped.
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:
-    """Returns the spec with which a batch job runs `model`: a directory that the nodes can read, a registered model
-    (`registry:NAME@ALIAS`), or an endpoint's name, which stands for its model and engine options.
+    """Returns the spec of the model that a batch job runs. `model` is one of these:
+    - a directory that the nodes can read
+    - a registered model (`registry:NAME@ALIAS`)
+    - the name of an endpoint, whose model and engine options are used
     """
     options = dict(engine)
     if model.startswith(SCHEME):
@@ -42,7 +44,7 @@ def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gan
 
 
 def batch_command(source: str | Path, out: str | Path, spec: ServeSpec) -> tuple[str, ...]:
-    """Returns the command of the job, with absolute paths."""
+    """Returns the command of a batch job, with absolute paths."""
     for each in (str(source), str(out)):
         if not is_local(each):
             raise DataError(f"{each} is not a path.", hint="Name files on storage that all nodes read.")

@@ -1,4 +1,4 @@
-"""Measures the latency of an endpoint at its client, and reports it to the API for the cluster's metrics."""
+"""Measures an endpoint's latency at the client, and reports it to the API for the cluster's metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _BEGAN, _DONE = "raytide.began_s", b"data: [DONE]\n\n"
 
 
 class LatencyReporter:
-    """The observations of one client since its last report. A failed report is dropped, so that requests never wait."""
+    """The latencies that one client has measured since its last report. A report that fails is dropped, so that
+    requests never wait for it.
+    """
 
     def __init__(self, send: Callable[[dict[str, Any]], object]) -> None:
         self._send, self._lock = send, threading.Lock()
@@ -51,7 +53,7 @@ class LatencyReporter:
             threading.Thread(target=self.flush, name="client latency", daemon=True).start()
 
     def flush(self) -> None:
-        """Reports the observations since the last report, if there are any."""
+        """Reports the latencies measured since the last report, if there are any."""
         with self._lock:
             counts, sums = self._counts, self._sums
             self._reset()

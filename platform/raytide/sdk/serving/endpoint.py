@@ -1,4 +1,4 @@
-"""A served model in the SDK: wait for it, and talk to it with the official client."""
+"""A served model in the SDK: wait for it, and call it with the official OpenAI client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOG = logger(__name__)
 
 
 class EndpointHandle:
-    """An endpoint in its last known state; `refresh`, `wait`, `watch` and `updates` renew it."""
+    """An endpoint with its last known state. `refresh`, `wait`, `watch` and `updates` renew the state."""
 
     def __init__(self, client: ApiClient, status: EndpointStatus) -> None:
         self._client = client
@@ -52,7 +52,7 @@ class EndpointHandle:
 
     @property
     def base_url(self) -> str:
-        """The `base_url` for OpenAI clients."""
+        """The `base_url` for OpenAI clients of this endpoint."""
         return self.status.base_url
 
     def refresh(self) -> EndpointHandle:
@@ -60,9 +60,10 @@ class EndpointHandle:
         return self
 
     def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
-        """Blocks until this many replicas answer and returns the endpoint. Raises EngineError or WaitTimeoutError.
+        """Blocks until this many replicas answer, and returns the endpoint. A notebook or a terminal shows its progress
+        meanwhile.
 
-        A notebook or a terminal shows its progress meanwhile.
+        Raises EngineError if the endpoint fails, and WaitTimeoutError after `timeout_s` seconds.
         """
         with LiveView(is_shown=self.status.ready_replicas < replicas) as live:
             for _ in self.updates(replicas=replicas, timeout_s=timeout_s):
@@ -91,7 +92,7 @@ class EndpointHandle:
         return replace(now, curves=curves, picture=lambda: str(over_time(curves, title, every_s=_WATCH_S)))
 
     def glance(self, replicas: int = 1) -> Glance:
-        """Returns what `wait` shows of the endpoint now."""
+        """Returns the endpoint's state for a live view that waits until `replicas` replicas are ready."""
         status = self.status
         facts = {
             "state": str(status.endpoint.state),
@@ -108,7 +109,10 @@ class EndpointHandle:
         return Glance(f"endpoint {self.name}", float(status.ready_replicas), float(replicas), facts)
 
     def updates(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
-        """Yields the endpoint's status at each poll, until this many replicas answer."""
+        """Yields the endpoint's status at each poll, until this many replicas answer.
+
+        Raises EngineError if the endpoint fails, and WaitTimeoutError after `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         while self.refresh().status.ready_replicas < replicas and self.status.endpoint.spec.backend is None:
             if self.status.endpoint.state is EndpointState.FAILED:
@@ -125,7 +129,7 @@ class EndpointHandle:
     def openai(self, **options: Any) -> OpenAI:
         """Returns the official OpenAI client with this endpoint's address.
 
-        The latencies that it sees are reported to the cluster's metrics, unless the options have an `http_client`.
+        The client's latencies are reported to the cluster's metrics, unless `options` contain an `http_client`.
         """
         from openai import OpenAI
 
@@ -137,11 +141,14 @@ class EndpointHandle:
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
 
     def logs(self, *, follow: bool = False, tail: int | None = None, grep: str = "") -> Iterator[str]:
-        """Yields the lines that its replicas print, including ended ones. Each line begins with the replica's name.
+        """Yields the lines that the endpoint's replicas have printed, including replicas that have ended. Each line
+        begins with the replica's name.
 
-        `tail` is the number of last lines of each replica's output. `grep` is a regular expression that a line must
-        contain. `follow` goes on until an interrupt. If a node does not answer, its output is requested again; if it
-        still does not, or is gone, a warning on stderr says so. Raises UsageError for a malformed expression.
+        - `tail` limits the output of each replica to its last lines.
+        - `grep` is a regular expression that a line must contain. Raises UsageError if it is malformed.
+        - `follow` goes on until an interrupt.
+
+        The output of a node that does not answer is requested again. If it stays missing, a warning on stderr says so.
         """
         try:
             wanted = re.compile(grep)
@@ -169,7 +176,8 @@ class EndpointHandle:
             time.sleep(_WATCH_S)
 
     def report(self, **signals: float) -> None:
-        """Reports values of `replicas.scale_on`, such as `report(queue=120)`; each counts for five minutes.
+        """Reports values of the signals in `replicas.scale_on`, such as `report(queue=120)`. A value counts for five
+        minutes.
 
         Raises NotFoundError for a signal that the endpoint does not scale on.
         """
@@ -178,10 +186,11 @@ class EndpointHandle:
     def feedback(
         self, request_id: str, score: Score | None = None, comment: str = "", *, api_key: str = "none", **metrics: float
     ) -> int:
-        """Judges an answer, named by its id, with "up" or "down" or by your own metrics: `feedback(id, accepted=1.0)`.
-        Returns the revision that gave the answer. A later judgement replaces an earlier one of the same metric.
+        """Judges an answer by its response id, with "up" or "down" or with your own metrics: `feedback(id,
+        accepted=1.0)`. Returns the revision that gave the answer.
 
-        Raises NotFoundError for a request that does not belong to the key's team.
+        A later judgement replaces an earlier one of the same metric. Raises NotFoundError for a request that does not
+        belong to the team of the API key.
         """
         given: list[dict[str, object]] = [{"metric": name, "value": value} for name, value in metrics.items()]
         if score is not None or comment or not metrics:
@@ -205,9 +214,9 @@ class EndpointHandle:
         """Sends a load to the endpoint and returns the report: time to first token, inter-token latency, throughput and
         goodput.
 
-        The options are the fields of `raytide.sdk.bench.BenchSpec`: `concurrency=16`, or `rate=4.0, poisson=True`, with
-        `requests`, `prompt_tokens`, `output_tokens`, `slo="ttft=300ms"` and others. The SLO is the endpoint's own if
-        none is given. An interrupt ends the load; the report then covers the requests until then.
+        The options are the fields of `raytide.sdk.bench.BenchSpec`, such as `concurrency=16`, or `rate=4.0,
+        poisson=True`, or `slo="ttft=300ms"`. The default SLO is the endpoint's own. A keyboard interrupt ends the load
+        early, and the report then covers the requests sent so far.
         """
         from raytide.sdk.bench import BenchSpec, LoadGenerator
 
@@ -216,37 +225,39 @@ class EndpointHandle:
         return LoadGenerator(BenchSpec.parse(fields, where="bench"), api_key=api_key).run(on_progress)
 
     def rollout(self) -> RolloutStatus | None:
-        """Returns the endpoint's last rollout; None if it never had one."""
+        """Returns the endpoint's last rollout. Returns None if it never had one."""
         found = self._client.rollouts(self.name, limit=1)
         return found[0] if found else None
 
     def promote(self, why: str = "") -> RolloutStatus:
-        """Promotes the challenger of the running rollout: it serves alone once it has enough replicas."""
+        """Promotes the challenger of the running rollout. The challenger serves alone once it has enough replicas."""
         return self._client.end_rollout(self.name, "promote", why)
 
     def stop_rollout(self, why: str = "") -> RolloutStatus:
-        """Ends the running rollout: the champion serves alone again."""
+        """Ends the running rollout. The champion then serves alone."""
         return self._client.end_rollout(self.name, "stop", why)
 
     def load_adapter(self, name: str, location: str, *, timeout_s: float = 600.0) -> EndpointHandle:
-        """Loads an adapter on all replicas, addressed as the model `ENDPOINT:NAME`, and blocks until they have it.
+        """Loads a LoRA adapter on all replicas, and blocks until they have it. Requests address it as the model
+        `ENDPOINT:NAME`.
 
-        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load it.
+        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load the adapter.
         """
         self.status = self._client.change_adapters(self.name, AdapterChange(load={name: location}))
         return self.wait_for_adapters(timeout_s=timeout_s)
 
     def unload_adapter(self, name: str) -> EndpointHandle:
-        """Unloads an adapter. Running requests that use it still finish."""
+        """Unloads a LoRA adapter. Requests that already use it still finish."""
         self.status = self._client.change_adapters(self.name, AdapterChange(unload=(name,)))
         return self
 
     def swap_weights(self, location: str, *, timeout_s: float = 1800.0) -> EndpointHandle:
-        """Serves other weights of the same architecture, and blocks until all replicas do, one after the other.
+        """Replaces the endpoint's weights by others of the same architecture, one replica after the other. Blocks until
+        all replicas have the new weights.
 
-        No request fails meanwhile; running requests continue with the new weights. `location` is a directory, a URL or
-        a registered model, or "" for the weights with which the endpoint was created. If a replica refuses the new
-        weights, the endpoint returns to its previous ones and ConflictError is raised.
+        No request fails meanwhile, and running requests continue with the new weights. `location` is a directory, a URL
+        or a registered model, or "" for the weights with which the endpoint was created. If a replica refuses the new
+        weights, the endpoint returns to its previous weights and ConflictError is raised.
         """
         before = self.refresh().status.endpoint.spec.weights
         self.status = self._client.change_weights(self.name, WeightsChange(location=location))
@@ -263,14 +274,17 @@ class EndpointHandle:
             time.sleep(_POLL_S)
 
     def adapters(self) -> dict[str, list[str]]:
-        """Returns, by adapter name, the adapter's state on each replica that answers: "" if it is loaded, `loading`, or
-        the error.
+        """Returns, for each adapter name, a list with the adapter's state on each replica that answers.
+
+        The state is "" if the adapter is loaded, `loading`, or an error message.
         """
         names = sorted(self.status.endpoint.spec.adapters)
         return {name: [each.adapters.get(name, LOADING) for each in self.status.live] for name in names}
 
     def wait_for_adapters(self, *, timeout_s: float = 600.0) -> EndpointHandle:
-        """Blocks until every replica that answers has all adapters. Raises DataError with the first error."""
+        """Blocks until every replica that answers has loaded all adapters. If a replica fails to load one, it raises
+        DataError.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.refresh().adapters()
@@ -306,7 +320,7 @@ class EndpointHandle:
 
 
 def endpoint_row(handle: EndpointHandle) -> tuple[object, ...]:
-    """Returns an endpoint's row in a table of endpoints."""
+    """Returns the row of an endpoint for a table of endpoints."""
     status = handle.status
     replicas = f"{status.ready_replicas} of {status.endpoint.target_replicas}"
     cost = format_usd(status.cost_micro_usd)

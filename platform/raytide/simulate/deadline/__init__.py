@@ -1,1 +1,1 @@
-"""Deadline policies on recorded spot markets, with baselines and the optimum."""
+"""Simulates deadline policies on recorded spot markets, with baselines and the optimum."""

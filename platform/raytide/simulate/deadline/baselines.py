@@ -1,7 +1,10 @@
 """Published deadline policies as baselines: greedy, and Uniform Progress (NSDI'24).
 
-Uniform Progress keeps the completed work in proportion to the elapsed time. Its three variants differ in when they
-release an on-demand node: A when the job is ahead, B when it is ahead and spot is up, C as soon as spot is up.
+Uniform Progress keeps the completed work in proportion to the elapsed time. Its three variants differ in the condition
+for releasing an on-demand node:
+- A: the job is ahead of schedule.
+- B: the job is ahead of schedule and a spot zone is up.
+- C: a spot zone is up.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs,
 
 
 def greedy(terms: Terms) -> TickPolicy:
-    """Returns a policy that uses spot when it is up and waits otherwise, until it must switch to on demand to meet the
-    deadline.
+    """Returns a policy that uses spot nodes when a zone is up, and waits otherwise. It switches to on-demand when the
+    deadline requires it.
     """
 
     def choose(view: TickView) -> int:
@@ -27,7 +30,9 @@ def greedy(terms: Terms) -> TickPolicy:
 
 
 def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], TickPolicy]:
-    """Returns the Uniform Progress policy. `leaves(is_ahead, has_spot)` decides when to release an on-demand node."""
+    """Returns the Uniform Progress policy. `leaves(is_ahead, has_spot)` returns whether to release an on-demand
+    node.
+    """
 
     def policy(terms: Terms) -> TickPolicy:
         pace = terms.work / terms.deadline
@@ -54,7 +59,7 @@ uniform_progress_c = uniform_progress(lambda is_ahead, has_spot: has_spot)
 
 
 def replayed(policy: Callable[[Terms], TickPolicy]) -> Runs:
-    """Returns a function that runs a policy, which sees nothing of the market before the job's start."""
+    """Returns a function that runs a policy for a job. The policy sees nothing of the market before the job's start."""
 
     def runs(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
         return lambda start: replay(terms, up[:, start : start + terms.deadline], policy(terms))

@@ -1,7 +1,7 @@
-"""One job with a deadline on a recorded spot market, in whole ticks of the trace.
+"""Simulates one job with a deadline on a recorded spot market, in whole ticks of the trace.
 
-A start takes `restart` ticks without work, all billed. A zone that is up at a tick can be held for the whole tick; a
-held zone that goes down is lost at the tick's start, without loss of work.
+A start takes `restart` ticks, which are billed but do no work. A zone that is up at a tick can be held for the whole
+tick. If a held zone goes down, the node is lost at the start of the tick. No completed work is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Up = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The job (in ticks of `tick_s` seconds) and the prices of its node."""
+    """The work, the restart time and the deadline of a job, in ticks of `tick_s` seconds, and the prices of its
+    node.
+    """
 
     work: int
     restart: int
@@ -37,28 +39,28 @@ class Terms:
 
     @classmethod
     def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
-        """Returns the terms of a job of `hours` hours of work.
+        """Returns the terms of a job with `hours` hours of work.
 
-        The deadline is `hours` * (1 + `slack`) hours and one restart after the start.
+        The deadline is `hours` * (1 + `slack`) hours plus one restart after the job's start.
         """
         work = max(1, round(hours * 3600 / tick_s))
         restart = max(1, round(restart_h * 3600 / tick_s))
         return cls(work, restart, int(work * (1 + slack) + 1e-9) + restart, tick_s)
 
     def usd(self, held: int) -> float:
-        """Returns the price of one tick."""
+        """Returns the price of one tick for the allocation `held`."""
         price_usd_h = 0.0 if held == NONE else self.ondemand_usd_h if held == ON_DEMAND else self.spot_usd_h
         return price_usd_h * self.tick_s / 3600
 
     @property
     def ondemand_usd(self) -> float:
-        """The cost of the whole job on demand."""
+        """The cost of running the whole job on demand."""
         return self.usd(ON_DEMAND) * (self.work + self.restart)
 
 
 @dataclass(frozen=True, slots=True)
 class TickView:
-    """The input of a policy at a tick. `held` is NONE when the held zone was just lost."""
+    """The view that a policy has at one tick. `held` is NONE if the held zone was just lost."""
 
     tick: int
     """The number of ticks since the job's start."""
@@ -88,7 +90,10 @@ that tick may be known.
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
-    """Runs the job on the availability `up` until it is done; after the deadline it runs on demand."""
+    """Runs a job under a policy until the work is done. `up` is the availability of spot.
+
+    After the deadline the job runs on demand.
+    """
     held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
     while work:
         if tick >= terms.deadline:
@@ -112,8 +117,9 @@ def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
 
 
 def starts(ticks: int, terms: Terms, count: int) -> list[int]:
-    """Returns the start ticks of `count` runs, spread evenly over the trace; each run's deadline is within the
-    trace."""
+    """Returns the start ticks of `count` runs, spread evenly over the trace. The deadline of every run is within the
+    trace.
+    """
     room = ticks - terms.deadline
     if room < 0:
         raise DataError(
@@ -150,10 +156,10 @@ def run(
     restart_h: float,
     count: int,
 ) -> DeadlineReport:
-    """Replays `count` jobs under a policy on the traces, with starts spread evenly over the traces.
+    """Simulates `count` jobs under a policy, with starts spread evenly over the traces.
 
-    Returns the mean and the largest cost relative to on-demand, and the number of missed deadlines. `slack` is relative
-    to `hours`.
+    Returns the mean and the largest cost relative to the on-demand cost, and the number of missed deadlines. `slack` is
+    relative to `hours`.
     """
     is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
     if not is_sane:

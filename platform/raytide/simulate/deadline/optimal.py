@@ -1,7 +1,7 @@
-"""The lowest cost of finishing in time if the whole trace is known: a lower bound for every policy.
+"""The lowest cost of finishing in time for a buyer who knows the whole trace: a lower bound for every policy.
 
-It is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A start is
-considered only if its zone stays up throughout; otherwise holding nothing is better.
+It is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A node is
+started only if its zone stays up until the start is complete, because holding nothing is better otherwise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
 def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns a function that runs the optimal policy. It never misses the deadline, because on demand alone finishes
-    in time.
+    """Returns a function that runs the optimal policy. This policy never misses the deadline, because a job that runs
+    only on demand finishes in time.
     """
     return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 
 
 def cheapest_usd(terms: Terms, up: Up) -> float:
-    """Returns the least possible cost: V(tick, held, work left) = min(continue, start another, hold nothing)."""
+    """Returns the least possible cost, by the recursion V(tick, held, work left) = min(continue, start another, hold
+    nothing).
+    """
     holds = (ON_DEMAND, *range(len(up)))
     ticks = up.shape[1]
     free = np.full(terms.work + 1, np.inf)

@@ -1,4 +1,4 @@
-"""The deadline policies by name."""
+"""All deadline policies of the simulation, by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""raytide's deadline policy on a recorded market: the production decision, with the information
-available at each tick.
+"""raytide's deadline policy on a recorded spot market. The production code decides, and sees the market only up to the
+current tick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Terms
 
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns a function that runs the policy with a model that has observed the market since the trace began."""
+    """Returns a function that runs raytide's deadline policy for a job. The policy's market model has observed the
+    market since the start of the trace.
+    """
     ticks, markets, ages_s = _watch(up, terms.tick_s)
 
     def from_start(start: int) -> RunOutcome:

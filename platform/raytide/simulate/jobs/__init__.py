@@ -1,1 +1,1 @@
-"""Queue policies on recorded jobs, with baselines."""
+"""Simulates queue policies on recorded jobs, with baselines."""

@@ -1,4 +1,4 @@
-"""Baseline queue policies: FIFO, EASY, DRF, LAS, and SRPT, which knows durations."""
+"""Baseline queue policies: FIFO, EASY, DRF, LAS and SRPT. EASY and SRPT know the durations of jobs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
 def fifo(queue: JobQueue) -> Ints:
-    """Returns the jobs to run in order of submission; no job overtakes the first waiting one."""
+    """Returns the jobs to run in order of submission. No job overtakes the first job that must wait."""
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
 
 
 def easy(queue: JobQueue) -> Ints:
-    """Returns the jobs to run. A job is backfilled if it ends before the first waiting job can start, or leaves that
-    job enough GPUs. Durations are known exactly.
+    """Returns the jobs to run under EASY backfilling, with exactly known durations.
+
+    A job is backfilled if it ends before the first waiting job can start, or if it leaves that job enough GPUs.
     """
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
@@ -56,8 +57,8 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """Returns the jobs to run: repeatedly the next job of the team with the fewest GPUs; within a team, first come,
-    first served.
+    """Returns the jobs to run. The next job is always one of the team that holds the fewest GPUs. Within a team, first
+    come, first served.
     """
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
@@ -81,8 +82,8 @@ def drf(queue: JobQueue) -> Ints:
 
 
 def las(queue: JobQueue) -> Ints:
-    """Returns the jobs to run by attained service, in three bands, the least first; within a band, first come, first
-    served (NSDI'19).
+    """Returns the jobs to run, least attained service first (NSDI'19). There are three bands of attained service.
+    Within a band, jobs run first come, first served.
     """
     band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
     return _filled(queue, queue.active[np.argsort(band, kind="stable")])
@@ -107,7 +108,7 @@ def _filled(queue: JobQueue, order: Ints) -> Ints:
 
 
 def next_band_s(queue: JobQueue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:
-    """Returns the next time at which a running job leaves its band of attained service."""
+    """Returns the next time in seconds at which a running job's attained service passes the limit of a band."""
     running = queue.running
     found = np.inf
     for limit in limits_gpu_s:

@@ -1,7 +1,7 @@
-"""An event simulation of recorded jobs on a number of GPUs under a queue policy.
+"""An event simulation of recorded jobs on a number of GPUs, under a queue policy.
 
-GPUs are counted, not placed. A job holds all its GPUs or none; a preempted job keeps its work and, when it restarts,
-holds its GPUs for `RESTART_S` before it continues.
+GPUs are counted, not placed on nodes. A job holds all of its GPUs or none. A preempted job keeps its completed work.
+When it restarts, it holds its GPUs for `RESTART_S` before it continues.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class JobQueue:
-    """The input of a policy: one array per column, with all jobs of the trace; `active` jobs are submitted and not
-    done.
+    """The view that a queue policy has of the jobs: one array per column, with all jobs of the trace. `active` are the
+    jobs that were submitted and are not done.
     """
 
     now_s: float
@@ -90,7 +90,7 @@ class ReplayResult:
 
 
 def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> ReplayResult:
-    """Simulates until the last job is done, and returns the result."""
+    """Simulates a trace under a policy until the last job is done, and returns the result."""
     state = _State.of(trace, gpus)
     while state.arrived < len(trace) or len(state.queue.active):
         state.advance(policy, days * DAY_S)
@@ -110,8 +110,10 @@ def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> Replay
 
 
 def lower_bound_s(trace: JobTrace, gpus: int) -> float:
-    """Returns a lower bound of the mean job completion time in seconds: no job is faster than when it runs alone, and
-    no cluster is faster than one machine of the same total speed (SRPT).
+    """Returns a lower bound of the mean job completion time in seconds.
+
+    It is the larger mean of two ideal cases. In the first, every job runs alone. In the second, one machine with the
+    cluster's total speed runs all jobs by shortest remaining processing time (SRPT).
     """
     work_s = trace.duration_s * trace.gpus / gpus
     heap: list[float] = []

@@ -1,4 +1,4 @@
-"""Runs recorded jobs under a queue policy by name, on a window and a cluster size."""
+"""Simulates recorded jobs under a queue policy, for a window of days and a cluster size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setting:
 
 
 def simulate(path: Path, setting: Setting) -> dict[str, object]:
-    """Runs the simulation and returns its settings and outcome as a JSON object."""
+    """Runs the simulation. Returns its settings and outcome as a JSON object."""
     _check(setting)
     trace = job_trace.window(job_trace.read(path), _first_day(setting.window), setting.days)
     mixed = job_trace.with_multi_gpu_share(trace, setting.multi_gpu_share, setting.seed)

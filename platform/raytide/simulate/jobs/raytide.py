@@ -1,4 +1,4 @@
-"""raytide's queue in the simulator: the production scheduling cycle over a capacity that counts GPUs."""
+"""raytide's queue in the simulator: the production scheduling cycle with a capacity that only counts GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pick(queue: JobQueue) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class GpuCapacity:
-    """A `Capacity` for the scheduling cycle that counts GPUs."""
+    """A `Capacity` for the scheduling cycle that counts GPUs and knows no nodes."""
 
     gpus: Floats
     holds: Bools
@@ -53,7 +53,9 @@ class GpuCapacity:
         return floor
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the first waiting row whose GPUs are free, or are held by preemptible rows of lower priority."""
+        """Returns the index in `waiting` of the first row whose GPUs are free, or are held by preemptible rows that
+        come later in the order. Returns None if there is no such row.
+        """
         able = self.need[waiting] <= self.free
         return int(able.argmax()) if able.any() else None
 

@@ -1,4 +1,4 @@
-"""Recorded training jobs: submission time, duration, GPUs and team."""
+"""Recorded training jobs with submission time, duration, number of GPUs and team."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("submit_s", "duration_s", "num_gpus", "vc")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobTrace:
-    """Jobs in order of submission, one array per column."""
+    """Recorded jobs in order of submission, one array per column."""
 
     submit_s: NDArray[np.float64]
     duration_s: NDArray[np.float64]
@@ -42,7 +42,7 @@ class JobTrace:
 
 
 def read(path: Path) -> JobTrace:
-    """Returns the jobs of a CSV file, with durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
+    """Reads the jobs of a CSV file. Durations are clipped to 30 s .. 7 days, and sizes to 1 .. 64 GPUs."""
     table = columns.read(path, COLUMNS[:3], COLUMNS[3:])
     submit_s, duration_s, gpus = (table.numbers[name] for name in COLUMNS[:3])
     if (submit_s < 0).any() or (submit_s > _LATEST_S).any():
@@ -60,7 +60,10 @@ def read(path: Path) -> JobTrace:
 
 
 def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
-    """Returns the jobs of these days, shifted to time 0; without `first_day`, of the days with most GPU-hours."""
+    """Returns the jobs that were submitted in `days` days from `first_day`, with times that start at 0.
+
+    By default these are the days with the most GPU-hours.
+    """
     day = (trace.submit_s // DAY_S).astype(np.int64)
     if first_day is None:
         by_day = np.bincount(day, weights=trace.duration_s * trace.gpus)
@@ -76,8 +79,9 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Returns the trace with random multi-GPU sizes for one-GPU jobs, until about this share of jobs has several
-    GPUs."""
+    """Returns the trace with randomly chosen one-GPU jobs enlarged, so that about `share` of all jobs have several
+    GPUs.
+    """
     several = trace.gpus > 1
     now = several.mean()
     if share <= now or not several.any():
@@ -90,5 +94,7 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 
 
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
-    """Returns the number of GPUs, in whole nodes of 8, at which the jobs' GPU-hours are `load` times the cluster's."""
+    """Returns the cluster size in GPUs, in whole nodes of 8, at which the jobs' GPU-hours are `load` times the
+    cluster's.
+    """
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))

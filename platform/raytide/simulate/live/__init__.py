@@ -1,1 +1,1 @@
-"""A forward simulation of a live cluster."""
+"""Simulates how a live cluster will continue."""

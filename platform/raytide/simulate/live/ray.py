@@ -1,4 +1,6 @@
-"""A fake Ray that counts resources: it knows the node of each piece of a live cluster's work, and which work waits."""
+"""A fake Ray that counts resources. It knows on which node each replica and task of a live cluster runs, and which of
+them wait.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class _Work:
 class LiveRay:
     """Simulates Ray for a forecast that starts from a live cluster.
 
-    `move` applies changes and places waiting work. Leases get their placement groups at once.
+    `move` applies changes and places waiting replicas and tasks. Leases get their placement groups at once.
     """
 
     def __init__(self, seen: Snapshot) -> None:
@@ -50,7 +52,7 @@ class LiveRay:
     def move(
         self, nodes: Iterable[Node], leases: Iterable[Lease], endpoints: Iterable[Endpoint], draining: Collection[str]
     ) -> None:
-        """Applies the present nodes, leases and endpoints; nothing new starts on draining nodes."""
+        """Applies the given nodes, leases and endpoints. Nothing new starts on draining nodes."""
         self._nodes, self._leases = {node.id: node for node in nodes}, tuple(leases)
         for work in self._work:
             work.node_id = work.node_id if work.node_id in self._nodes else ""
@@ -94,7 +96,7 @@ class LiveRay:
         return not any(self._used(node).values())
 
     def groups(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Returns the wanted placement groups whose node exists; each is ready at once."""
+        """Returns the wanted placement groups on nodes that exist. All of them are ready."""
         known = {
             GroupKey(lease.id, member.index, member.incarnation): member.placement_group_id
             for lease in self._leases
@@ -113,8 +115,9 @@ class LiveRay:
         return (*waiting, *(demand for demand in self._seen.demand if demand.is_standing))
 
     def loads(self, now_s: float) -> dict[str, EndpointLoad]:
-        """Returns the last load of each endpoint, spread over its present replicas. Reports keep the age that they had
-        in the snapshot, so a fresh report stays fresh.
+        """Returns the last known load of each endpoint, spread over the replicas that exist now.
+
+        Reports keep the age that they had in the snapshot, so a fresh report stays fresh.
         """
         return {
             view.endpoint.name: self._load(view.endpoint.name, view.load, now_s - self._seen.at_s)

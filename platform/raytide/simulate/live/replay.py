@@ -1,4 +1,6 @@
-"""Forecasts a live cluster without new work: its launches, the starts of waiting jobs, and its cost."""
+"""Forecasts a live cluster to which no new work is submitted: node launches, the starts of waiting jobs, and the
+cost.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Outlook:
 def look_ahead(
     seen: Snapshot, *, hours: float = 1.0, launch_s: float | None = None, job_hours: float | None = None
 ) -> Outlook:
-    """Runs the production decision forward from this snapshot on a virtual clock; returns the plans, starts and costs.
+    """Runs the production decisions forward from this snapshot on a virtual clock. Returns the plans, job starts and
+    costs.
 
     New nodes join after `launch_s` seconds (default: the median of the cluster's own nodes). Jobs end `job_hours` after
     their start (default: never).
@@ -88,7 +91,10 @@ def look_ahead(
 
 
 def usual_launch_s(seen: Snapshot) -> float:
-    """Returns the median number of seconds from the decision to launch one of the cluster's nodes until it joined."""
+    """Returns the median time in seconds from the decision to launch a node until the node joined the cluster.
+
+    If no node has joined yet, returns a fixed default.
+    """
     took_s = [
         view.node.ready_at_s - view.node.requested_at_s for view in seen.nodes if view.node.ready_at_s is not None
     ]

@@ -1,7 +1,7 @@
 """A live cluster that continues on a virtual clock: its records, a fake provider, and a fake Ray.
 
-The controller's own functions advance the records and decide. Load, tasks and prices stay constant, every pool has
-nodes to sell, and no node is lost.
+The controller's own functions advance the records and make the decisions. Load, tasks and prices stay constant. Every
+pool has nodes to sell, and no node is lost.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Serving policies on recorded requests and spot availability, with baselines and a lower bound."""
+"""Simulates serving policies on recorded requests and recorded spot availability, with baselines and a lower bound."""

@@ -1,4 +1,6 @@
-"""Baselines: a fixed fleet, Ray Serve's target with only on-demand or only spot nodes, and SkyServe's SpotHedge."""
+"""Baseline serving policies: a fixed fleet, Ray Serve's target with only on-demand or only spot nodes, and SkyServe's
+SpotHedge.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ DOWNSCALE_DELAY_S = 600.0
 
 @dataclass(slots=True)
 class ServeTarget:
-    """Ray Serve's rule: it wants one replica for every `TARGET_ONGOING` requests in flight, rounded up.
+    """Ray Serve's scaling rule: one replica for every `TARGET_ONGOING` requests in flight, rounded up.
 
-    The target rises once more replicas have been wanted for 30 s. It falls once fewer have been wanted for 600 s, to
+    The target rises after more replicas have been wanted for 30 s. It falls after fewer have been wanted for 600 s, to
     the highest number wanted in these 600 s.
     """
 
@@ -71,7 +73,9 @@ class ServeOnDemand:
 
 @dataclass(slots=True)
 class SpotNaive:
-    """Buys only spot, from the zones in turn. A zone that refuses is skipped for the rest of the tick."""
+    """A policy that buys only spot nodes, from one zone after the other. A zone that refuses is skipped until the next
+    tick.
+    """
 
     target: ServeTarget
     turn: int = 0
@@ -94,8 +98,8 @@ class SpotNaive:
 
 @dataclass(slots=True)
 class SpotHedge:
-    """SkyServe's policy (EuroSys'25): spot nodes spread over zones without a recent failure, with `extra` nodes beyond
-    the target, and an on-demand node in place of each spot node that is not ready.
+    """SkyServe's policy (EuroSys'25). It spreads spot nodes over the zones without a recent failure, and buys `extra`
+    nodes beyond the target. An on-demand node stands in for each spot node that is not ready.
     """
 
     target: ServeTarget
@@ -145,7 +149,9 @@ def match_ondemand(fleet: SimulatedFleet, target: int) -> None:
 
 
 def release(fleet: SimulatedFleet, replicas: Iterable[SimulatedReplica], count: int) -> None:
-    """Ends `count` replicas: unready ones first, then the least busy; of equals, the youngest."""
+    """Ends `count` replicas. Unready replicas go first, then the least busy ones. Among equals, the youngest goes
+    first.
+    """
     order = sorted(replicas, key=lambda r: (fleet.is_ready(r), fleet.busy(r), -r.number))
     for replica in order[: max(0, count)]:
         fleet.release(replica)

@@ -1,5 +1,5 @@
-"""A lower bound of the cost: that of a buyer who knows the future, by a linear programme over fractional nodes with
-billed starts.
+"""A lower bound of the serving cost: the cost of a buyer who knows the future. It is a linear programme over fractional
+nodes with billed starts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ SLOT_S = 300.0
 def lower_bound_usd(
     setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: Mapping[CapacityType, float]
 ) -> float:
-    """Returns the least cost of an omniscient buyer that covers the work of each slot. Nodes are o (on demand) and s_z
-    (spot), their starts u and v_z; all are >= 0.
+    """Returns the least cost of a buyer who knows the future and covers the work of each time slot.
 
-    min sum dt (c_o o + c_s sum s_z) + cold (c_o u + c_s sum v_z)
-    with o + sum s_z >= need; s_z <= capacity_z; u_t >= o_t - o_(t-1); v_zt >= s_zt - s_z(t-1)
+    In a slot of length dt there are o on-demand nodes and s_z spot nodes in zone z. Their starts are u and v_z. All are
+    >= 0. c_o and c_s are the prices, and cold is the duration of a start. The linear programme is:
+
+        min sum dt (c_o o + c_s sum s_z) + cold (c_o u + c_s sum v_z)
+        with o + sum s_z >= need; s_z <= capacity_z; u_t >= o_t - o_(t-1); v_zt >= s_zt - s_z(t-1)
     """
     from scipy.optimize import linprog
     from scipy.sparse import csr_array, diags, hstack, identity, kron, vstack

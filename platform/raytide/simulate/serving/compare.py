@@ -1,4 +1,4 @@
-"""Runs one policy on recorded days in virtual time, and returns its cost and SLO attainment."""
+"""Runs one serving policy on recorded days in virtual time. Returns its cost and SLO attainment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FleetPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FleetSample:
-    """The fleet at one tick."""
+    """The number of nodes by market, and of ready replicas, at one tick."""
 
     at_s: float
     ondemand: int
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The inputs of one setup, the same for every policy."""
+    """The inputs of a simulation, which are the same for every policy."""
 
     setup: ServingSetup
     work: Workload
@@ -97,8 +97,8 @@ class Scenario:
         return best
 
     def setup_of(self, name: str) -> ServingSetup:
-        """Returns the setup for a policy, with the order in which requests wait and the treatment of requests on lost
-        nodes.
+        """Returns the setup for a policy. It includes the order in which requests wait, and whether the requests of a
+        lost node resume.
         """
         setup, is_raytide = self.setup, name == "raytide"
         queue = setup.queue or ("deadline" if is_raytide else "first-come")
@@ -133,7 +133,7 @@ class Scenario:
 
 
 def policy(name: str, stage: Scenario) -> FleetPolicy:
-    """Returns a policy by name; `static` is not available, because its size must be searched."""
+    """Returns a policy by name. `static` is not available here, because its size must be searched for."""
     target = ServeTarget(stage.setup.max_replicas)
     named: dict[str, Callable[[], FleetPolicy]] = {
         "serve-ondemand": lambda: ServeOnDemand(target),
@@ -147,8 +147,10 @@ def policy(name: str, stage: Scenario) -> FleetPolicy:
 
 
 def simulate(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
-    """Runs the policy to the end, and returns the fleet at each tick. Time advances from event to event: capacity
-    changes, notices, replicas that become ready, ticks.
+    """Runs the policy to the end, and returns the state of the fleet at each tick.
+
+    Time advances from event to event. Events are capacity changes, reclaim notices, replicas that become ready, and
+    ticks.
     """
     setup, zones = fleet.setup, fleet.zones
     changes = deque(zones.times_s[1:])

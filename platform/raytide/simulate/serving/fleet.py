@@ -1,7 +1,8 @@
-"""The simulated fleet: replicas that prefill one request after another and decode in slots, spot zones and the bill.
+"""The simulated fleet: its replicas, the spot zones and the bill. A replica prefills one request after another, and
+decodes requests in slots.
 
-Unfinished requests of a lost replica start again on other replicas; the time to their first token counts from the first
-arrival.
+Unfinished requests of a lost replica start again on other replicas. The time to first token then still counts from the
+original arrival.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SimulatedFleet:
 
     @property
     def first_token_s(self) -> list[float]:
-        """The time of each request's first token in seconds; infinite if it has none."""
+        """The time of each request's first token in seconds. It is infinite if there is none."""
         return self.router.first_token_s
 
     @property
@@ -42,7 +43,9 @@ class SimulatedFleet:
         return self.router.arrived
 
     def of(self, market: CapacityType) -> list[SimulatedReplica]:
-        """Returns the replicas of a market that are not being released, including launching ones."""
+        """Returns the replicas of a market that are not being released. Replicas that are still launching are
+        included.
+        """
         is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]
 
@@ -50,14 +53,15 @@ class SimulatedFleet:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
     def busy(self, replica: SimulatedReplica) -> int:
-        """Returns the number of the replica's requests: those in flight or waiting, and finished ones that came after a
-        still unfinished one.
+        """Returns the number of requests on the replica, in flight or waiting.
+
+        A finished request counts until all requests before it have finished.
         """
         return len(replica.jobs)
 
     @property
     def ongoing(self) -> int:
-        """The number of requests in flight and waiting."""
+        """The number of requests that are in flight or waiting."""
         return self._ongoing[-1]
 
     def mean_ongoing(self) -> float:
@@ -68,14 +72,14 @@ class SimulatedFleet:
         return self._launch(None)
 
     def launch_spot(self, zone: int) -> SimulatedReplica | None:
-        """Launches a replica in the zone; None if the zone is full."""
+        """Launches a replica in the zone and returns it. Returns None if the zone is full."""
         soon = self.zones.at(self.now_s + self.setup.notice_s)[zone]
         room = min(self.zones.at(self.now_s)[zone], soon)
         there = sum(replica.zone == zone for replica in self.alive)
         return self._launch(zone) if there < room else None
 
     def release(self, replica: SimulatedReplica) -> None:
-        """Ends the replica: now if it has no requests or is not ready, else after its last request."""
+        """Ends the replica after its last request. A replica without requests ends at once."""
         last_s = max((self.router.done_s[job] for job in replica.jobs), default=self.now_s)
         replica.ended_s = min(replica.ended_s, max(self.now_s, last_s))
         self.router.cordon(replica)
@@ -94,14 +98,14 @@ class SimulatedFleet:
         self.router.admit(replica, self.now_s)
 
     def reclaim(self) -> None:
-        """Reclaims nodes of zones that have more than their capacity, chosen at random."""
+        """Reclaims randomly chosen spot nodes in each zone that has more nodes than its capacity allows."""
         for zone, room in enumerate(self.zones.at(self.now_s)):
             for replica in self._excess(zone, room, [r for r in self.alive if r.zone == zone]):
                 self._on_lost(replica)
 
     def warn(self, deadline_s: float) -> None:
-        """Warns nodes that will be reclaimed at `deadline_s`: they take no new requests, and hand over the requests
-        that they cannot finish.
+        """Warns the spot nodes that will be reclaimed at `deadline_s`. They take no new requests, and hand over the
+        requests that they cannot finish by then.
         """
         for zone, room in enumerate(self.zones.at(deadline_s)):
             staying = [r for r in self.alive if r.zone == zone and r.ended_s > deadline_s]
@@ -115,7 +119,7 @@ class SimulatedFleet:
                 self.router.send_again(handed, self.now_s)
 
     def update_counts(self) -> None:
-        """Removes finished requests from the replicas, and counts the requests in progress in each second."""
+        """Removes finished requests from the replicas. Records the number of requests in progress at each second."""
         for replica in self.alive:
             jobs = replica.jobs
             while jobs and self.router.done_s[jobs[0]] <= self.now_s:
@@ -127,7 +131,7 @@ class SimulatedFleet:
             self._ongoing.append(ongoing)
 
     def node_hours(self) -> dict[CapacityType, float]:
-        """Returns the billed node hours so far; a node is billed from launch to end."""
+        """Returns the node hours billed so far, by market. A node is billed from its launch to its end."""
         hours = dict.fromkeys(CapacityType, 0.0)
         for replica in self.launched:
             market = CapacityType.ON_DEMAND if replica.zone is None else CapacityType.SPOT

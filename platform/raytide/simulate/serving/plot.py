@@ -1,4 +1,4 @@
-"""A page with two figures: cost and SLO attainment of each policy, and one policy's nodes over time."""
+"""Writes an HTML page with two figures: cost and SLO attainment of each policy, and one policy's nodes over time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _STYLE = (
 
 
 def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
-    """Writes the page. It also runs the other policies, and raytide with several targets, so it takes many times as
-    long as one run.
+    """Writes the HTML page. It takes many times as long as one run, because it also runs the other policies, and
+    raytide with several SLO targets.
     """
     others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
@@ -62,7 +62,9 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
 def tradeoff(
     axes: Axes, curve: Sequence[Point], others: Mapping[str, Point], chosen: Mapping[str, Point], title: str = ""
 ) -> None:
-    """Draws each policy's cost against its share of requests in time, and raytide's curve over several targets."""
+    """Draws the cost of each policy against its share of requests in time. Draws raytide as a curve over several SLO
+    targets.
+    """
     label(axes, title, x="$", y="requests in time, %")
     if curve:
         axes.plot(*zip(*sorted(curve), strict=True), color=GREEN, label="raytide, by target")

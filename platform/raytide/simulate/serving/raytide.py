@@ -1,4 +1,4 @@
-"""raytide's serving policy in the simulator: the production plan, with the inputs that a live controller has."""
+"""raytide's serving policy in the simulator: the production plan, with the same inputs as in a live controller."""
 
 from __future__ import annotations
 

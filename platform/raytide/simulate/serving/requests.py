@@ -1,4 +1,4 @@
-"""The requests of a simulation: recorded gaps between arrivals and token counts, repeated at a rate that follows an
+"""The requests of a simulation. Recorded token counts and gaps between arrivals are repeated, at a rate that follows an
 envelope.
 """
 
@@ -26,8 +26,9 @@ _STEP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival. A replica prefills one request after another; a request holds a slot from its
-    prefill to its last token.
+    """The requests of a simulation in order of arrival.
+
+    A replica prefills one request after another. A request occupies a slot from its prefill to its last token.
     """
 
     arrival_s: Floats
@@ -41,12 +42,12 @@ class Workload:
         return len(self.arrival_s)
 
     def work_s(self, slots: int) -> Floats:
-        """Returns the replica-seconds that each request needs under any schedule."""
+        """Returns the least number of replica-seconds that each request needs, whatever the schedule."""
         return np.maximum(self.prefill_s, (self.prefill_s + self.decode_s) / slots)
 
 
 def workload(setup: ServingSetup) -> Workload:
-    """Returns the requests; the seed determines where in the recording they start."""
+    """Returns the requests of a simulation. The seed determines where in the recording they start."""
     at_s, prompt, output = _recording(setup.requests)
     gaps = np.diff(at_s, prepend=0.0)
     gaps[0] = gaps[1:].mean()

@@ -1,8 +1,9 @@
-"""Routers of a simulation: they hold waiting requests, and choose the time and the replica at which each starts.
+"""The routers of a simulation. A router holds waiting requests, and chooses the replica and the time at which each
+request starts.
 
 The first-come router sends a request on arrival to the replica that can start it first, as in the published baselines.
-With the deadline router, as in raytide's replicas, a request waits until a replica can start it, and requests that can
-still be in time go first (deadline_queue.py).
+With the deadline router, a request waits until a replica can start it. Requests that can still meet their deadline go
+first, as in raytide's replicas (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEVER_S = float("inf")
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """One replica on its own node. `zone` is the column of its spot zone; None for an on-demand node."""
+    """One replica on a node of its own. `zone` is the index of its spot zone, or None for an on-demand node."""
 
     number: int
     zone: int | None
@@ -41,8 +42,9 @@ class SimulatedReplica:
 
 
 class FirstComeRouter:
-    """Routes requests in the order of their arrival and records their times by number. The times of unanswered requests
-    are infinite.
+    """Routes requests in order of arrival. Records the times of each request, indexed by the request's number.
+
+    The times of an unanswered request are infinite.
     """
 
     def __init__(self, setup: ServingSetup, work: Workload) -> None:
@@ -69,7 +71,7 @@ class FirstComeRouter:
         self._send(jobs, 0.0)
 
     def admit(self, replica: SimulatedReplica, now_s: float) -> None:
-        """Adds a ready replica."""
+        """Adds a replica that has become ready."""
         self._routed.append(replica)
         self._starts.append(now_s)
         waiting, self._waiting = self._waiting, []
@@ -83,8 +85,8 @@ class FirstComeRouter:
             del self._routed[at], self._starts[at]
 
     def send_again(self, jobs: Iterable[int], now_s: float) -> None:
-        """Sends the unfinished requests of a lost replica to other replicas, which continue from the tokens so far, or
-        start again.
+        """Sends the unfinished requests of a lost replica to other replicas. These continue after the tokens that were
+        already generated, or start again.
         """
         last = len(self.departures) - 1
         for job in jobs:

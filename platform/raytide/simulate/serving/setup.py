@@ -1,4 +1,4 @@
-"""The inputs of a serving simulation; every field is an option of `raytide simulate serving`."""
+"""The settings of a serving simulation. Every field is an option of `raytide simulate serving`."""
 
 from __future__ import annotations
 

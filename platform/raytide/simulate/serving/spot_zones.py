@@ -1,4 +1,4 @@
-"""The spot capacity of a simulation: the number of nodes that each zone can hold, as a step function of time."""
+"""The spot capacity of a simulation: how many nodes each zone can hold, as a step function of time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from raytide.simulate.spot import read, select, stacked
 
 @dataclass(frozen=True, slots=True)
 class SpotZones:
-    """The capacity of spot zones. Row i of `capacity` is valid from `times_s[i]`; it has one column per zone."""
+    """The capacity of spot zones over time. Row i of `capacity` is valid from `times_s[i]`, and has one column per
+    zone.
+    """
 
     names: tuple[str, ...]
     times_s: tuple[float, ...]
@@ -23,15 +25,16 @@ class SpotZones:
         return self.capacity[max(0, bisect_right(self.times_s, time_s) - 1)]
 
     def most_in(self, start_s: float, end_s: float) -> tuple[int, ...]:
-        """Returns the largest capacity of each zone in [start, end)."""
+        """Returns the largest capacity of each zone between `start_s` and `end_s` (exclusive)."""
         first = max(0, bisect_right(self.times_s, start_s) - 1)
         rows = [row for row, at in zip(self.capacity[first:], self.times_s[first:], strict=True) if at < end_s]
         return tuple(max(column) for column in zip(*rows, strict=True))
 
 
 def spot_zones(setup: ServingSetup) -> SpotZones:
-    """Returns the capacity in a window of the traces. The seed chooses the window, which is the same for all zones;
-    short traces repeat.
+    """Returns the spot capacity in a window of the recorded traces. Short traces repeat.
+
+    The seed chooses the window, which is the same for all zones.
     """
     traces = select(
         read(setup.spot), setup.collection, gpu=setup.gpu, gpus_per_node=setup.gpus_per_node, kind=setup.kind

@@ -1,8 +1,8 @@
-"""Back-off of spot zones in the serving simulation, after refusals and reclaims.
+"""The back-off of spot zones in the serving simulation, after refusals and reclaims.
 
-The back-off doubles with each further refusal (launch_backoff.py) up to a short maximum: a request costs nothing, but
-each minute in which the policy does not know that a zone is available costs the on-demand price. After the back-off one
-node is requested from the zone, and more once that node was launched.
+The back-off doubles with each refusal (launch_backoff.py), up to a short maximum. The maximum is short because a
+request for a node costs nothing, but each minute in which the policy misses an available zone costs the on-demand
+price. After the back-off, one node is requested from the zone. More are requested once that node was launched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ZoneBackoff:
     """Zones whose last launch or node failed."""
 
     def max_launches(self, zone: str, now_s: float) -> int | None:
-        """Returns the number of nodes to request now; None for no limit."""
+        """Returns the number of nodes that may be requested from the zone now. None means any number."""
         known = self._zones.get(zone)
         if known is None:
             return None

@@ -1,1 +1,1 @@
-"""The bytes that a rank needs, by term."""
+"""The bytes of memory that a training rank needs, by purpose."""

@@ -1,8 +1,9 @@
-"""The bytes of activations that one layer keeps for its backward pass, counted tensor by tensor.
+"""The bytes of activations that one layer keeps for the backward pass, counted tensor by tensor.
 
-The counts are of the tensors that autograd saves in `actors/trainer/model/transformer.py`; a test compares them with
-those really saved. Symbols: h width, q = heads * head_dim, k = kv_heads * head_dim, a heads, f feed-forward width. All
-are divided by the tensor axis t, the sequence also by the context axis.
+The counted tensors are those that autograd saves in `actors/trainer/model/transformer.py`. A test compares the counts
+with real runs. Symbols: `h` is the width, `q` = heads * head_dim, `k` = kv_heads * head_dim, `a` is the number of
+heads, and `f` is the feed-forward width. All of them are divided by the size `t` of the tensor axis. The sequence is
+divided by the size of the context axis as well.
 """
 
 from __future__ import annotations
@@ -31,42 +32,48 @@ class Slice:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that attention and feed-forward compute: those of all tensor ranks together."""
+        """The number of tokens that attention and feed-forward compute on this rank. It includes the tokens of all
+        tensor ranks.
+        """
         return self.sequences * self.seq_len // self.context
 
     @property
     def own_tokens(self) -> float:
-        """The number of this rank's tokens in the residual stream, which is divided among the tensor ranks."""
+        """The number of this rank's tokens in the residual stream. The residual stream is divided among the tensor
+        ranks.
+        """
         return self.tokens / self.tensor
 
 
 def layer_bytes(model: ModelShape, part: Slice, *, sparse: bool = False) -> float:
-    """Returns the bytes that one layer saves without checkpointing."""
+    """Returns the bytes of activations that one layer saves without checkpointing."""
     norms = (4 if model.post_norms else 2) * stream_norm_bytes(model, part) * part.own_tokens
     inputs = 2 * part.bytes_each * model.width * part.tokens
     return norms + inputs + attention_bytes(model, part) + (sparse_bytes if sparse else ffn_bytes)(model, part)
 
 
 def norm_bytes(size: int, part: Slice) -> float:
-    """Returns the bytes per token of a norm's saved input and statistics.
+    """Returns the bytes per token that a norm saves: its input and its statistics.
 
-    On a CPU the input and its normalized form are saved, both in fp32: as copies if computation is in 16 bits.
+    On a CPU, the normalized input is saved as well, and both are in fp32.
     """
     return (2 * FLOAT * size if part.on_cpu else part.bytes_each * size) + FLOAT
 
 
 def stream_norm_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes per token of a norm of the residual stream. LayerNorm keeps its input and two statistics."""
+    """Returns the bytes per token that a norm of the residual stream saves. LayerNorm saves its input and two
+    statistics.
+    """
     if model.layer_norms:
         return part.bytes_each * model.width + 2 * FLOAT
     return norm_bytes(model.width, part)
 
 
 def attention_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of q, k, v, the output and the log-sum-exp.
+    """Returns the bytes of q, k, v, the output and the log-sum-exp of attention.
 
-    With a context axis these include the keys and values of whole sequences, the joined output, and the masks of pieces
-    that do not begin at the first key.
+    With a context axis they include three more parts: the keys and values of whole sequences, the joined output, and
+    the masks of pieces that do not begin at the first key.
     """
     q = model.attention_width / part.tensor
     kv_heads = model.kv_heads / part.tensor if model.kv_heads % part.tensor == 0 else 1
@@ -84,15 +91,17 @@ def attention_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def ffn_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of the gate, its activation, the up projection, and their product; without a gate, of the up
-    projection and its activation.
+    """Returns the bytes that a dense feed-forward saves. With a gate these are four tensors: `gate`, `silu(gate)`,
+    `up`, and their product. Without a gate there are two: `up` and its activation.
     """
     return (4 if model.gated else 2) * part.tokens * part.bytes_each * model.ffn / part.tensor
 
 
 def sparse_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of the router's probabilities, and for each expert of a token: the input, four tensors of the
-    expert's width, the output, and the indices that gather them.
+    """Returns the bytes that a layer with experts saves.
+
+    These are the router's probabilities and, for each expert of each token, the input, four tensors of the expert's
+    width, the output, and the gather indices.
     """
     routed = part.tokens * model.experts_per_token
     values = part.bytes_each * (4 * model.expert_ffn / part.tensor + 2 * model.width)
@@ -100,8 +109,11 @@ def sparse_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def checkpoint_bytes(model: ModelShape, part: Slice, memory: MemorySpec, *, sparse: bool = False) -> float:
-    """Returns the bytes that a layer keeps with activation checkpointing: its input, and with `selective` also the
-    results of matrix products and of attention.
+    """Returns the bytes that one layer keeps under the chosen activation checkpointing:
+
+    - `none`: everything that `layer_bytes` counts.
+    - `full`: the layer's input.
+    - `selective`: the layer's input, and the results of matrix products and of attention.
     """
     if memory.checkpointing == "none":
         return layer_bytes(model, part, sparse=sparse)
@@ -117,18 +129,18 @@ def checkpoint_bytes(model: ModelShape, part: Slice, memory: MemorySpec, *, spar
 
 
 def first_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes of the token ids, and of the cosines and sines of one rotary embedding."""
+    """Returns the bytes of the token ids and of one rotary embedding's cosines and sines."""
     tables = 0 if model.positions else 2 * part.bytes_each * part.seq_len * model.head_dim
     return _IDS * part.tokens + tables
 
 
 def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, float]:
-    """Returns (kept, extra): the bytes that the last norm and the loss keep until the backward pass, and the most bytes
-    that they need in addition while they run.
+    """Returns (kept, extra) for the last norm and the loss. `kept` is the bytes that stay until the backward pass.
+    `extra` is the most bytes that are needed in addition while they run.
 
-    Without chunks the log-probabilities of all tokens are kept in fp32. In addition the forward pass needs the logits
-    in the compute dtype and in fp32, and the backward pass needs their gradient. With chunks the gradients of the last
-    hidden states and of the head are kept instead.
+    Without chunks, the log-probabilities of all tokens are kept in fp32. In addition, the forward pass needs the logits
+    in the compute dtype and in fp32, and the backward pass needs the gradient of the logits. With chunks, the gradients
+    of the last hidden states and of the head are kept instead.
     """
     tokens = part.tokens
     norm = stream_norm_bytes(model, part) * part.own_tokens + _IDS * tokens

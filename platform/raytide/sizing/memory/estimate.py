@@ -1,8 +1,9 @@
-"""The memory of one rank of raytide's trainer, by term, and its peak.
+"""Estimates the memory of one rank of raytide's trainer, by purpose, and its peak.
 
-The peak is the larger need of two moments. At the end of the last forward pass before memory use falls, activations and
-logits exist, but gradients only of earlier micro-batches. At the end of the backward pass, gradients are complete and
-activations are freed. The sum of all terms would be too large.
+The peak is the larger need of two moments, so the sum of all terms would be too large:
+- At the end of the forward pass with the most micro-batches in flight, activations and logits exist, but gradients only
+  of earlier micro-batches.
+- At the end of the backward pass, all gradients exist, and the activations are freed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PREFETCHED = 2
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The properties of a device that decide its memory use."""
+    """The properties of a device that determine its memory use."""
 
     bytes: float
     on_cpu: bool = False
@@ -43,7 +44,9 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The bytes of one rank by purpose. Not all of them are needed at once: see `peak`."""
+    """The bytes that one rank needs, by purpose. They are not all needed at the same time: `peak` is the most needed at
+    once.
+    """
 
     weights: int
     gradients: int
@@ -73,7 +76,7 @@ class MemoryEstimate:
 
     @cached_property
     def forward_end(self) -> Mapping[str, float]:
-        """The terms, in bytes, at the end of the last layer's forward pass."""
+        """The bytes in use at the end of the last layer's forward pass, by purpose."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -85,7 +88,7 @@ class MemoryEstimate:
 
     @cached_property
     def backward_end(self) -> Mapping[str, float]:
-        """The terms, in bytes, when the gradient of the first layer is computed."""
+        """The bytes in use when the backward pass computes the gradient of the first layer, by purpose."""
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
@@ -97,7 +100,7 @@ class MemoryEstimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """The terms, in bytes, at the moment with the highest use, including fragmentation and context; their sum is
+        """The bytes in use at the moment of highest use, by purpose, including fragmentation and context. Their sum is
         `peak`.
         """
         most = max(self.forward_end, self.backward_end, key=lambda each: sum(each.values()))
@@ -106,7 +109,7 @@ class MemoryEstimate:
 
     @cached_property
     def peak(self) -> float:
-        """The bytes of memory that the device must have."""
+        """The bytes of memory that the device needs."""
         return sum(self.terms.values())
 
     @property
@@ -117,7 +120,7 @@ class MemoryEstimate:
 def estimate_rank(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int = 0
 ) -> MemoryEstimate:
-    """Returns the memory of the first data and tensor rank of a pipeline rank."""
+    """Returns the memory of one rank: the first data and tensor rank within the given pipeline rank."""
     model, sizes, layout, memory = workload.model, strategy.sizes, strategy.layout, strategy.memory
     states = rank_states(workload, strategy, pipeline_rank)
     count, sequences = strategy.microbatches(workload)
@@ -168,7 +171,7 @@ def estimate_rank(
 def estimate(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int | None = None
 ) -> MemoryEstimate:
-    """Returns the memory of the given pipeline rank; by default, of the one that needs the most."""
+    """Returns the memory of the given pipeline rank. By default it is the pipeline rank that needs the most."""
     if pipeline_rank is not None:
         return estimate_rank(workload, strategy, hardware, pipeline_rank)
     ranks = busiest_pipeline_ranks(strategy.layout)
@@ -176,10 +179,12 @@ def estimate(
 
 
 def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
-    """Returns the number of micro-batches whose activations a stage holds at once.
+    """Returns the number of micro-batches whose activations a pipeline stage holds at once, by schedule:
 
-    1F1B: one for each stage from this one to the last (Narayanan et al. 2021); interleaved: p (1 + (p-1) / (p v));
-    V-shaped schedules: p on every rank; GPipe and looped BFS: all.
+    - 1F1B: one for each stage from this one to the last (Narayanan et al. 2021).
+    - Interleaved: p (1 + (p-1) / (p v)), for p ranks with v stages each.
+    - V-shaped: p on every rank.
+    - GPipe and looped BFS: all micro-batches of the step.
     """
     layout, ranks = strategy.layout, strategy.layout.pipeline
     if ranks == 1:

@@ -1,7 +1,7 @@
-"""The bytes of weights, gradients and optimizer state of one rank, exactly as raytide's trainer allocates them.
+"""The bytes of one rank's weights, gradients and optimizer state, exactly as raytide's trainer allocates them.
 
-Tensor parallelism divides a weight along one dimension; then the shard and context axes divide it along its first
-dimension, as in FSDP2. Rank 0 has the largest chunk, so its bytes are returned.
+Tensor parallelism divides a weight along one of its dimensions. The shard and context axes then divide the weight along
+its first dimension, as in FSDP2. The bytes are those of rank 0, which has the largest part.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _FFN = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes of one rank that are allocated for the whole run, and the numbers of elements with which it
-    computes."""
+    """The bytes that one rank allocates for the whole run, and the numbers of weight elements with which it
+    computes.
+    """
 
     weights: int
     gradients: int
@@ -46,7 +47,7 @@ class StateBytes:
 
 
 def rank_states(workload: TrainWorkload, strategy: Strategy, pipeline_rank: int = 0) -> StateBytes:
-    """Returns the states of the first data and tensor rank of a pipeline rank."""
+    """Returns the states of one rank: the first data and tensor rank within the given pipeline rank."""
     model, sizes, layout = workload.model, strategy.sizes, strategy.layout
     ranks, found, largest, outside = sizes.shard * sizes.context, _NOTHING, 0, 0
     for stage in layout.stages_of(pipeline_rank):
@@ -109,7 +110,9 @@ def _unit_bytes(workload: TrainWorkload, kind: str | tuple[bool, bool], tensor: 
 
 
 def local_shape(weight: WeightTensor, model: ModelShape, tensor: int, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of the first rank's part, divided over `tensor` and then over `ranks` ranks."""
+    """Returns the shape of the first rank's part of a weight, which is divided among `tensor` tensor ranks and then
+    among `ranks` ranks.
+    """
     shape = list(weight.shape)
     if weight.division is not None and _is_divided(weight, model, tensor):
         shape[weight.division] = -(-shape[weight.division] // tensor)
@@ -118,7 +121,7 @@ def local_shape(weight: WeightTensor, model: ModelShape, tensor: int, ranks: int
 
 
 def optimizer_bytes(name: OptimName, weight: WeightTensor, model: ModelShape, tensor: int, ranks: int) -> int:
-    """Returns the bytes of the optimizer's state for the first rank's part of a weight."""
+    """Returns the bytes of the optimizer state for the first rank's part of a weight."""
     local = local_shape(weight, model, tensor, ranks)
     elements = math.prod(local)
     if name == "muon" and weight.is_hidden and len(local) >= 2:
@@ -134,8 +137,9 @@ def optimizer_bytes(name: OptimName, weight: WeightTensor, model: ModelShape, te
 
 
 def with_adapters(weights: Iterator[WeightTensor], lora: LoraSpec | None, model: ModelShape) -> Iterator[WeightTensor]:
-    """Yields the weights. With LoRA they are frozen, and each adapted weight is followed by its two adapters (Hu et al.
-    2021).
+    """Yields the weights, and with LoRA also the adapters.
+
+    With LoRA the weights are frozen. The two adapters of an adapted weight follow it (Hu et al. 2021).
     """
     if lora is None:
         yield from weights
@@ -152,7 +156,7 @@ def with_adapters(weights: Iterator[WeightTensor], lora: LoraSpec | None, model:
 
 
 def busiest_pipeline_ranks(layout: Parallelism) -> Sequence[int]:
-    """Returns the first, the middle and the last pipeline rank, without repeats: one of them needs the most memory."""
+    """Returns the first, the middle and the last pipeline rank, without repeats. One of them needs the most memory."""
     return sorted({0, layout.pipeline // 2, layout.pipeline - 1})
 
 

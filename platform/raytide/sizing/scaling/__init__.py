@@ -1,1 +1,1 @@
-"""Finds the model size and the number of tokens that give the lowest loss for a budget."""
+"""Finds the model size and the number of training tokens that give the lowest loss for a budget."""

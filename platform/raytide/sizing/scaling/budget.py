@@ -1,4 +1,4 @@
-"""The model to train for a budget, by each scaling law."""
+"""The best model to train for a budget, according to several scaling laws."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ASSUMED_MFU = 0.35
 
 @dataclass(frozen=True, slots=True)
 class ModelAdvice:
-    """A model size and a number of tokens, with the law from which they follow. `loss` is None if the law predicts
-    none.
+    """A model size and a number of training tokens, with the scaling law that recommends them. `loss` is None if the
+    law predicts no loss.
     """
 
     by: str
@@ -36,10 +36,10 @@ class ModelAdvice:
 
 
 def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
-    """Returns the optimum of each law for `flops`, the default law first.
+    """Returns the optimum of each scaling law for `flops`, the default law first.
 
-    With `served_tokens`, it adds the model of the same loss whose training and serving are cheapest together; with
-    `unique_tokens`, the best model if only that many unique tokens exist.
+    If `served_tokens` tokens will be served, the result includes the cheapest model to train and serve with the same
+    loss. If only `unique_tokens` unique training tokens exist, the result includes the best model under this limit.
     """
     optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
     found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]
@@ -58,10 +58,10 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 
 
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
-    """Returns the model FLOPs that the money buys, at 35 % utilization, on the node type that gives the most.
+    """Returns the model FLOPs that the money buys at 35 % utilization, on the node type that gives the most.
 
     With `hours`, a node type counts with at most the FLOPs of all of its nodes in that time. Raises CapacityError if no
-    node type has a price and known GPUs.
+    node type has both a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

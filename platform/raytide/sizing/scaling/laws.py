@@ -1,9 +1,11 @@
-"""Scaling laws of the loss, and the model size and number of tokens that minimise the loss for a number of FLOPs.
+"""Scaling laws of the loss. They give the model size and the number of tokens with the lowest loss for a number of
+FLOPs.
 
 The law is Hoffmann et al. 2022 (arXiv 2203.15556), equation 2: L(N, D) = E + A / N^alpha + B / D^beta, with C = 6 N D.
-Over-training for inference is Sardana et al. 2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model
-trained on more tokens reaches the same loss and is cheaper to serve. Training on repeated data is Muennighoff et al.
-2023, "Scaling Data-Constrained Language Models" (arXiv 2305.16264).
+N is the number of parameters, D the number of tokens, and C the FLOPs. Over-training for inference is Sardana et al.
+2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model trained on more tokens reaches the same loss and
+is cheaper to serve. Training on repeated data is Muennighoff et al. 2023, "Scaling Data-Constrained Language Models"
+(arXiv 2305.16264).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ BALANCE = math.exp((LOG_A - LOG_B) / (2 * EXPONENT))
 
 @dataclass(frozen=True, slots=True)
 class ScalingLaw:
-    """The constants of one fit. Losses are in nats a token."""
+    """The constants of one fit of the scaling law. Losses are in nats a token."""
 
     name: str
     irreducible: float
@@ -46,18 +48,18 @@ class ScalingLaw:
 
     @property
     def size_exponent(self) -> float:
-        """The power of C with which the optimal number of parameters grows: beta / (alpha + beta)."""
+        """The exponent with which the optimal number of parameters grows with C: beta / (alpha + beta)."""
         return self.data_exponent / (self.parameter_exponent + self.data_exponent)
 
     @property
     def balance(self) -> float:
-        """The constant G of Hoffmann's equation 4: (alpha A / (beta B))^(1 / (alpha + beta))."""
+        """The constant G in Hoffmann's equation 4: (alpha A / (beta B))^(1 / (alpha + beta))."""
         numerator = self.parameter_exponent * self.parameter_factor
         power = 1.0 / (self.parameter_exponent + self.data_exponent)
         return float((numerator / (self.data_exponent * self.data_factor)) ** power)
 
     def optimum(self, flops: float) -> Allocation:
-        """Returns the allocation of `flops` with the lowest loss, in closed form."""
+        """Returns the model size and the number of tokens with the lowest loss for `flops`, in closed form."""
         parameters = self.balance * (flops / FLOPS_PER_PARAMETER) ** self.size_exponent
         return self.allocation(parameters, flops / FLOPS_PER_PARAMETER / parameters)
 
@@ -65,7 +67,9 @@ class ScalingLaw:
         return Allocation(parameters, tokens, self.loss(parameters, tokens))
 
     def tokens_for(self, parameters: float, loss: float) -> float:
-        """Returns the number of tokens after which a model of this size reaches the loss; infinity if it never does."""
+        """Returns the number of tokens after which a model of this size reaches the loss. Returns infinity if it never
+        does.
+        """
         rest = loss - self.irreducible - self.parameter_factor / parameters**self.parameter_exponent
         return float((self.data_factor / rest) ** (1.0 / self.data_exponent)) if rest > 0 else math.inf
 
@@ -104,9 +108,9 @@ APPROACH_1 = (
 
 
 def approach_1(flops: float) -> tuple[float, float]:
-    """Returns the parameters and tokens of approach 1, interpolated in logarithms between the rows of its table.
+    """Returns the parameters and tokens for `flops` according to Hoffmann's approach 1.
 
-    Outside of the table it extrapolates from the nearest two rows.
+    They are interpolated logarithmically between the rows of Hoffmann's table, and extrapolated outside of it.
     """
     rows = APPROACH_1
     upper = next((at for at, row in enumerate(rows) if row[2] >= flops), len(rows) - 1)
@@ -117,17 +121,19 @@ def approach_1(flops: float) -> tuple[float, float]:
 
 
 def approach_2(flops: float) -> tuple[float, float]:
-    """Returns the parameters and tokens of approach 2 (isoFLOP profiles).
+    """Returns the parameters and tokens for `flops` according to Hoffmann's approach 2 (isoFLOP profiles).
 
-    N grows as C^0.49 and D as C^0.51, through Chinchilla's own budget, 67e9 parameters at 5.76e23 FLOPs.
+    N grows as C^0.49 and D as C^0.51. The curve passes through Chinchilla's own budget: 67e9 parameters at 5.76e23
+    FLOPs.
     """
     parameters = 67e9 * (flops / 5.76e23) ** 0.49
     return parameters, flops / FLOPS_PER_PARAMETER / parameters
 
 
 def golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Returns the position of the minimum of a function with a single minimum between `low` and `high`, to within
-    1e-9."""
+    """Returns the position of the minimum of `cost` between `low` and `high`, to within 1e-9. The function must have a
+    single minimum there.
+    """
     ratio = (math.sqrt(5.0) - 1.0) / 2.0
     while high - low > _PRECISION:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -136,10 +142,10 @@ def golden_section(cost: Callable[[float], float], low: float, high: float) -> f
 
 
 def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the model with this loss whose training and serving need the fewest FLOPs together.
+    """Returns the model with this loss whose training and serving together need the fewest FLOPs.
 
-    Raises ValueError if the law never reaches the loss. The cost, 6 N D + 2 N D_inf, is convex in log N, so a
-    golden-section search finds its minimum.
+    These FLOPs are 6 N D + 2 N D_inf, where D_inf is `served_tokens`. They are convex in log N, so a golden-section
+    search finds the minimum. Raises ValueError if the law never reaches the loss.
     """
     if loss <= law.irreducible:
         raise ValueError(f"a loss of {loss} is not above the irreducible {law.irreducible} of {law.name}")
@@ -155,15 +161,15 @@ def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIR
 
 
 def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the model whose training and serving are cheapest together, among those with the loss of the
-    compute-optimal one for `flops`.
-    """
+    """Returns the cheapest model to train and serve that reaches the loss of the compute-optimal model for `flops`."""
     return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedPlan:
-    """A model size and a number of tokens, of which only some are unique."""
+    """A model size and a number of training tokens. Only `unique_tokens` of the tokens are unique, and the rest are
+    repeats.
+    """
 
     parameters: float
     tokens: float
@@ -176,8 +182,10 @@ class RepeatedPlan:
 
 
 def effective(total: float, unique: float, decay: float) -> float:
-    """Returns the number of unique units with the value of `total` units: U + U R* (1 - e^(-R / R*)), with R = total /
-    U - 1 repetitions.
+    """Returns the number of unique units that are worth as much as `total` units with repeats.
+
+    It is U + U R* (1 - e^(-R / R*)), where U is `unique`, R* is `decay`, and R = total / U - 1 is the number of
+    repetitions.
     """
     used = min(unique, total)
     repetitions = max(0.0, total / used - 1.0)
@@ -185,7 +193,9 @@ def effective(total: float, unique: float, decay: float) -> float:
 
 
 def optimal_parameters(tokens: float) -> float:
-    """Returns the optimal number of parameters for `tokens` unique tokens, N = G^2 D, because alpha equals beta."""
+    """Returns the optimal number of parameters N for D unique tokens: N = G^2 D. The formula is this simple because
+    alpha equals beta.
+    """
     return BALANCE * BALANCE * tokens
 
 
@@ -199,10 +209,10 @@ def repeated_loss(parameters: float, tokens: float, unique_tokens: float) -> flo
 
 
 def repeated_optimum(flops: float, unique_tokens: float) -> RepeatedPlan:
-    """Returns the best allocation of `flops` when only `unique_tokens` exist, by a golden-section search over
-    model sizes.
+    """Returns the best use of `flops` if only `unique_tokens` training tokens exist. It is found by a golden-section
+    search over model sizes.
 
-    Sizes run from a hundredth to a hundred times the optimum of unlimited data.
+    The search covers sizes from a hundredth to a hundred times the optimum for unlimited data.
     """
     middle = math.log(BALANCE * math.sqrt(flops / FLOPS_PER_PARAMETER))
 

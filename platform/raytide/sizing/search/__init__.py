@@ -1,3 +1,3 @@
-"""The search for training plans: possible layouts, the plans that use them, and the changes with which a
-job would fit.
+"""The search for training plans: the possible layouts, the plans that use them, and the changes that would make a job
+fit.
 """

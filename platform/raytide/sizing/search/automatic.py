@@ -1,4 +1,4 @@
-"""`layout: auto` and `gang: auto`: the planner fills in these fields of a spec when its job is submitted."""
+"""Fills in `layout: auto` and `gang: auto` of a training's spec when the job is submitted."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _MOST_SHAPES = 4
 def fill_in(
     spec: TrainSpec, model: ModelShape, node_types: Sequence[NodeType], corrections: Corrections | None = None
 ) -> TrainSpec:
-    """Returns the spec with its automatic fields filled in from the best plan, ranked by cost. Raises CapacityError,
-    with the cheapest fix, if no plan fits.
+    """Returns the spec with its automatic fields filled in from the best plan. The best plan for an automatic gang is
+    the cheapest one. The best plan for a given gang is the fastest one.
 
-    An automatic gang lists the node types on which the layout of the best plan fits, cheapest first. It is elastic down
-    to the fewest nodes that still fit, unless the layout copies the model.
+    An automatic gang lists the node types on which the plan's layout fits, the cheapest first. It is elastic down to
+    the fewest nodes that still fit, unless the layout replicates the model. Raises CapacityError, with the cheapest
+    fix, if no plan fits.
     """
     if not spec.auto:
         return spec

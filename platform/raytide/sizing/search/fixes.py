@@ -1,5 +1,6 @@
-"""Checks that a training fits the GPUs that its gang requests, and finds the cheapest change with which it would
-fit."""
+"""Checks that a training fits the GPUs that its gang requests. If it does not, finds the cheapest change that would
+make it fit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _MOST_CHANGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a spec. It may cost time, memory of the node, or nothing."""
+    """One change of a spec that saves GPU memory. It may cost time, or memory of the node, or nothing."""
 
     text: str
     apply: Callable[[TrainWorkload, Strategy], tuple[TrainWorkload, Strategy]]
@@ -35,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """Changes with which a job fits, and their cost."""
+    """A combination of changes that makes a job fit, with its cost."""
 
     text: str
     cost: float
@@ -47,7 +48,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A job that cannot run on a node type."""
+    """The reason why a job cannot run on a node type, with the possible fixes."""
 
     node_type: NodeType
     ranks: int
@@ -67,10 +68,9 @@ class Misfit:
 
 
 def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], node_types: Sequence[NodeType]) -> None:
-    """Raises CapacityError, with the cheapest fix, if the training fits on none of the node types on which its gang's
-    shapes may run.
+    """Raises CapacityError, with the cheapest fix, if the training fits on no node type that its gang's shapes allow.
 
-    Node types whose memory is unknown, including CPUs, count as large enough.
+    A node type whose GPU memory is unknown counts as large enough, and so does one without GPUs.
     """
     workload = TrainWorkload.from_spec(spec, model)
     misfits: list[Misfit] = []
@@ -97,8 +97,8 @@ def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], 
 
 
 def smallest(spec: TrainSpec, world: int) -> Strategy:
-    """Returns the spec's strategy with micro-batches of one sequence, the smallest to which the trainer can shrink
-    them.
+    """Returns the spec's strategy with micro-batches of one sequence. The trainer can shrink micro-batches to this
+    size.
 
     Raises ConfigError if the layout needs more than `world` ranks.
     """
@@ -113,7 +113,7 @@ def misfit(
     devices_per_node: int,
     others: Sequence[NodeType] = (),
 ) -> Misfit | None:
-    """Returns why the strategy cannot fit on the devices; None if it could."""
+    """Returns the reason why the strategy cannot fit on the devices. Returns None if it could fit."""
     needed = estimate(workload, strategy, _favourable(device))
     if needed.peak <= device.memory_gb * GB:
         return None

@@ -1,5 +1,4 @@
-"""Ranked plans of a training over node types: layout, memory options, time, dollars and energy. The candidates are the
-strategies worth considering for a workload on a number of devices."""
+"""Ranks plans of a training over node types. A plan has a layout, memory options, and its time, dollars and energy."""
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 
 
 def layouts(workload: TrainWorkload, world: int, devices_per_node: int) -> Iterator[tuple[Sizes, Parallelism]]:
-    """Yields the meshes of exactly `world` ranks that the trainer accepts for the model.
+    """Yields the meshes of exactly `world` ranks that the trainer accepts for this model.
 
-    The tensor axis stays within a node. A model that is sharded over several nodes may also be copied to each of them.
+    The tensor axis stays within a node. A model that is sharded over several nodes may also be replicated.
     """
     contexts = _powers(_MOST_CONTEXT) if workload.seq_len >= _LONG_SEQUENCE else [1]
     for tensor, pipeline, context in product(_powers(devices_per_node), _powers(_MOST_PIPELINE), contexts):
@@ -62,7 +61,9 @@ def layouts(workload: TrainWorkload, world: int, devices_per_node: int) -> Itera
 
 
 def is_possible(workload: TrainWorkload, tensor: int, pipeline: int, context: int) -> bool:
-    """Returns whether the trainer accepts these sizes of axes (the rules of actors/trainer/parallel/validate.py)."""
+    """Returns whether the trainer accepts these sizes of mesh axes, by the rules of
+    actors/trainer/parallel/validate.py.
+    """
     model = workload.model
     pieces = tensor if context == 1 else math.lcm(2 * context, context * tensor)
     if workload.seq_len % pieces or model.layers < pipeline:
@@ -77,7 +78,7 @@ def is_possible(workload: TrainWorkload, tensor: int, pipeline: int, context: in
 
 
 def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpec) -> Iterator[MemorySpec]:
-    """Yields the memory options for a layout: each kind of checkpointing, with whole logits and with chunked logits."""
+    """Yields the memory options to try for a layout: each kind of checkpointing, with whole and with chunked logits."""
     chunks = [base.loss_chunk]
     if not base.loss_chunk and layout.tensor == 1 and workload.model.vocab >= _LARGE_VOCABULARY:
         chunks.append(_LOSS_CHUNK)
@@ -88,7 +89,7 @@ def memory_options(workload: TrainWorkload, layout: Parallelism, base: MemorySpe
 
 
 def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
-    """Returns the sizes of micro-batches to try, in sequences, largest first; none exceeds a data rank's share of a
+    """Returns the micro-batch sizes to try, in sequences, the largest first. No size exceeds a data rank's share of a
     step.
     """
     rows = math.ceil(workload.global_batch / sizes.data)
@@ -96,8 +97,7 @@ def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
 
 
 def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
-    """Returns the pairs (nodes, devices) to try: parts of one node, then one, two, four... whole nodes, and all
-    nodes."""
+    """Returns the pairs (nodes, devices) to try: parts of one node, then 1, 2, 4... whole nodes, and all nodes."""
     parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
     counts = sorted({*_powers(most_nodes), most_nodes} - {0})
     return parts + [(nodes, nodes * devices_per_node) for nodes in counts]
@@ -116,7 +116,7 @@ def _zeros(pipeline: int, ranks: int) -> tuple[Literal[1, 2, 3], ...]:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One way to run a workload, with its memory, time and cost."""
+    """One way to run a training, with its memory, time and cost."""
 
     node_type: NodeType
     nodes: int
@@ -135,7 +135,7 @@ class TrainingPlan:
 
     @property
     def node_share(self) -> float:
-        """The part of each node that the plan uses."""
+        """The share of each node that the plan uses."""
         whole = self.node_type.resources.get("GPU") or self.devices
         return self.devices / whole
 
@@ -149,21 +149,22 @@ class TrainingPlan:
 
     @property
     def kwh(self) -> float:
-        """The energy of the whole run in kWh: of the devices at their board power, and of their share of the CPU
-        cores."""
+        """The energy of the whole run in kWh. It consists of the devices at their board power and of the plan's share
+        of the CPU cores.
+        """
         cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
         watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)
         return watts * self.hours / 1000.0
 
     @property
     def memory_share(self) -> float:
-        """The part of a device's memory that the plan needs; 0 if the device's memory is unknown."""
+        """The share of a device's memory that the plan needs. It is 0 if the device's memory is unknown."""
         capacity = self.device.memory_gb * GB
         return self.memory.peak / capacity if capacity else 0.0
 
     @property
     def binding(self) -> str:
-        """The constraint that keeps the plan from being faster."""
+        """The constraint that limits the plan's speed."""
         if self.memory_share > _TIGHT:
             return f"memory ({self.memory.largest_term})"
         waste = self.step.largest_waste
@@ -181,7 +182,7 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def json(self) -> dict[str, object]:
-        """Returns the plan as plain values, with units in the names."""
+        """Returns the plan as plain values, with units in the field names."""
         return {
             "node_type": self.node_type.name,
             "nodes": self.nodes,
@@ -206,7 +207,9 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """The plans that fit, best first, and the nearest miss on each node type on which none fits."""
+    """The result of a search: the plans that fit, the best first. For each node type on which none fits, it also has
+    the plan that comes nearest.
+    """
 
     plans: tuple[TrainingPlan, ...]
     misses: tuple[TrainingPlan, ...]
@@ -217,7 +220,7 @@ class PlanSearch:
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """The limits of a search."""
+    """The options of a search for plans: its objective, limits and corrections."""
 
     objective: Objective = "cost"
     most_nodes: int = 64
@@ -232,9 +235,9 @@ class SearchOptions:
 def search_plans(
     workload: TrainWorkload, node_types: Sequence[NodeType], options: SearchOptions | None = None
 ) -> PlanSearch:
-    """Returns the best plan of each node type and number of devices, ranked by the objective.
+    """Returns the best plan for each node type and number of devices, ranked by the objective.
 
-    CPUs are considered only where no node type has known GPUs; each of their nodes is one rank.
+    CPUs are considered only if no node type has known GPUs. Each CPU node is one rank.
     """
     options = options or SearchOptions()
     fitting: list[TrainingPlan] = []
@@ -277,8 +280,8 @@ def plans_on(
     devices: int,
     options: SearchOptions,
 ) -> Iterable[TrainingPlan]:
-    """Yields, for each layout and kind of checkpointing, the plan with the largest micro-batch that fits; if none fits,
-    the plan with the smallest micro-batch.
+    """Yields one plan for each layout and each choice of memory options: the plan with the largest micro-batch that
+    fits. If none fits, it is the plan with the smallest micro-batch.
     """
     hardware = hardware_of(device)
     for sizes, layout in layouts(workload, nodes * devices, devices):
@@ -296,7 +299,7 @@ def plans_on(
 
 
 def hardware_of(device: Accelerator) -> Hardware:
-    """Returns the properties of the device that the memory estimate uses."""
+    """Returns the properties of the device that the memory estimate needs."""
     if device.is_cpu:
         return Hardware.cpu(device.memory_gb * GB)
     return Hardware(device.memory_gb * GB, activation_scale=device.memory_scale)

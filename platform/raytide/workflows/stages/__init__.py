@@ -1,1 +1,1 @@
-"""The kinds of stages, with the spec, the submission and the results of each kind."""
+"""The kinds of stages of a workflow. Each kind has a spec, a way of submission, and results."""

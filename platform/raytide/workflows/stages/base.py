@@ -1,4 +1,6 @@
-"""The interface between the executor and the runner of stages: `runner` uses the API; tests have their own runner."""
+"""The interface between the executor and the runner of stages. The implementation in `runner` uses the API. Tests use
+their own implementation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from raytide.workflows.sweep.halving import Curve
 
 @dataclass(frozen=True, slots=True)
 class StageTask:
-    """One attempt of a stage, or of a trial of its sweep, without references."""
+    """One attempt at a stage, or at a trial of the stage's sweep. The references in its spec are already replaced by
+    values.
+    """
 
     name: str
     """The name of its job, from the names of flow and stage and the trial's number."""
@@ -29,7 +33,7 @@ class StageTask:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The state of a submitted attempt."""
+    """The state of a submitted attempt at a stage or trial."""
 
     status: Literal["running", "done", "failed", "refused"]
     """The state. `refused`: a rule of the stage does not hold, so it and all stages that need it are skipped."""
@@ -43,15 +47,17 @@ class StageReport:
 
 
 class StageRunner(Protocol):
-    """Submits attempts and reads their states. Every method may raise ClusterError, and is then called again."""
+    """Submits attempts at stages and reads the states of the attempts. Every method may raise ClusterError. The
+    executor then calls the method again later.
+    """
 
     def submit(self, task: StageTask) -> str:
-        """Submits an attempt and returns its id, such as that of its job. Another call with the same key returns the
-        same id, whatever happened in between.
+        """Submits an attempt and returns its id, such as the id of its job. Calls with the same key always return the
+        same id.
         """
 
     def look(self, task: StageTask, handle: str, metric: str = "") -> StageReport:
-        """Returns the state of an attempt; with `metric`, also the curve of that metric."""
+        """Returns the state of an attempt. If `metric` is given, it includes the curve of this metric."""
 
     def stop(self, task: StageTask, handle: str) -> None:
-        """Requests that an attempt ends; has no effect on an attempt that has ended."""
+        """Asks an attempt to end. Has no effect on an attempt that has ended."""

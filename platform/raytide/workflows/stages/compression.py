@@ -1,6 +1,6 @@
 """The process of a compress stage: `python -m raytide.workflows.stages.compression RECIPE`, on a leased node.
 
-A job that is stopped and started again continues where it stopped. The metrics come from the model card: `bytes`,
+After a restart the process continues where it stopped. The stage's metrics come from the model card: `bytes`,
 `parent_bytes`, the metrics of the suite, and the measured speed.
 """
 

@@ -1,4 +1,4 @@
-"""The specs that exist only as stages, and the check of a whole flow before it runs."""
+"""The specs of kinds that exist only as stages, and the check of a whole flow before it runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from raytide.workflows.sweep.spec import Value
 
 
 class ScriptStageSpec(Config):
-    """A command on every member of a gang, in a copy of the flow's working directory, as `raytide run` starts it.
+    """A command that runs on every member of a gang, in a copy of the flow's working directory. It is started in the
+    same way as by `raytide run`.
 
-    RAYTIDE_STAGE_OUT is the folder for the command's results. The stage's metrics are the numbers in a `metrics.json`
-    that the command writes there, and the numbers that its job reports.
+    RAYTIDE_STAGE_OUT is the folder for the command's results. The stage's metrics are the numbers that the job reports,
+    and the numbers in a file `metrics.json` that the command writes to this folder.
     """
 
     command: tuple[str, ...] = Field(min_length=1)
@@ -49,7 +50,7 @@ class ScriptStageSpec(Config):
         return [_text(each) for each in value] if isinstance(value, list | tuple) else value
 
     def script(self, out: str, package: str) -> ScriptSpec:
-        """Returns the spec of the job."""
+        """Returns the spec of the script job that runs the command."""
         given = (f"--{name}={value}" for name, value in self.params.items())
         fields = {
             "command": (*self.command, *given),
@@ -61,11 +62,11 @@ class ScriptStageSpec(Config):
 
 
 class EvalSpec(Config):
-    """The evaluation of a model: its loss on a held-out dataset, its answers to prompts, a suite that compares it with
-    its parent, or several of these.
+    """The evaluation of a model. It measures the loss on a held-out dataset, the answers to prompts, or a suite that
+    compares the model with its parent, or several of these.
 
-    The metrics are `loss` (nats a token), `perplexity` and `tokens` of a dataset; `accuracy` and `prompts` of prompts;
-    and the metrics of the suite, such as `kl`. If the suite's gate is not passed, the stage fails.
+    The metrics of a dataset are `loss` (nats a token), `perplexity` and `tokens`. Those of prompts are `accuracy` and
+    `prompts`. A suite has its own metrics, such as `kl`. If the suite's gate is not passed, the stage fails.
     """
 
     model: bounds.Location = ""
@@ -103,7 +104,7 @@ class EvalSpec(Config):
 
 
 class RegisterSpec(Config):
-    """The registration of a model directory as a version of a registered model, with its evaluations."""
+    """The registration of a model directory as a new version of a registered model, with the results of evaluations."""
 
     name: ModelName
     model: bounds.Location = Field(min_length=1)
@@ -145,9 +146,9 @@ def compress_recipe(spec: dict[str, object], name: str, out: str) -> CompressRec
 
 
 def check(flow: FlowSpec) -> None:
-    """Checks everything that can be checked before a flow runs. Raises ConfigError, which names the stage.
+    """Checks everything about a flow that can be checked before it runs. Raises ConfigError, which names the stage.
 
-    References are replaced by examples for the check: a path for an output, 1.0 for a metric.
+    For the check, references are replaced by example values: a path for an output, 1.0 for a metric.
     """
 
     def example(reference: Reference) -> object:

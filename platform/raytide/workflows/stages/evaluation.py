@@ -1,6 +1,6 @@
 """The process of an eval stage: `python -m raytide.workflows.stages.evaluation SPEC`, on a leased node.
 
-It writes the metrics to RAYTIDE_STAGE_OUT/metrics.json atomically.
+It writes the metrics atomically to RAYTIDE_STAGE_OUT/metrics.json.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _TIMEOUT_S = 120.0
 
 
 def held_out_loss(spec: EvalSpec) -> dict[str, float]:
-    """Returns the mean cross entropy in nats a token of the model on the dataset, and its perplexity, exp(loss).
+    """Returns the metrics `loss`, `perplexity` and `tokens` of the model on the dataset. The loss is the mean cross
+    entropy in nats a token, and the perplexity is exp(loss). `tokens` is the number of predicted tokens.
 
-    Sequences of `seq_len` + 1 tokens follow one another without overlap; documents are not separated, as in training.
+    Sequences of `seq_len` + 1 tokens follow one another without overlap. Documents are not separated, as in training.
     """
     import numpy as np
     import torch
@@ -63,8 +64,10 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
 
 
 def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str, float]:
-    """Returns the metrics `accuracy`, the share of prompts with an expected answer, and `prompts`, their number.
-    `ask(prompt)` returns an answer; by default the endpoint answers greedily.
+    """Returns two metrics: `accuracy`, the share of prompts with an expected answer, and `prompts`, the number of
+    prompts.
+
+    `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily.
     """
     cases = read_cases(spec.prompts)
     ask = ask or _endpoint(spec)
@@ -73,7 +76,9 @@ def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str
 
 
 def suite_metrics(spec: EvalSpec) -> dict[str, float]:
-    """Returns the metrics of the suite. Raises DataError if its gate is not passed."""
+    """Evaluates the model with the spec's suite and returns the metrics. Raises DataError if the suite's gate is not
+    passed.
+    """
     from raytide.actors.quality.evaluate import evaluate
     from raytide.actors.quality.suite import broken_limits
 
@@ -85,7 +90,7 @@ def suite_metrics(spec: EvalSpec) -> dict[str, float]:
 
 
 def read_cases(url: str) -> list[Mapping[str, Any]]:
-    """Returns the prompts of a JSONL file with the expected texts. Raises DataError, which names the line, for a
+    """Returns the prompts of a JSONL file, each with the expected answer. Raises DataError, which names the line, for a
     malformed line.
     """
     cases: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Register and serve stages, which send requests to the API and have no jobs. A repeated request changes nothing."""
+"""Register and serve stages. They send requests to the API and have no jobs. Repeating a request changes nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SET_BY_THE_API = {"model", "version", "team", "labels"}
 
 
 def register(client: ApiClient, task: StageTask) -> str:
-    """Registers a version and returns its id, such as `chat:3`. Registering the same model and metrics again returns
-    the same version.
+    """Registers a model version and returns its id, such as `chat:3`. Registering the same model and metrics again
+    returns the same version.
     """
     spec = RegisterSpec.parse(task.spec, where=task.name)
     version = ModelRegistry(client).register(
@@ -32,10 +32,11 @@ def registered(handle: str) -> StageReport:
 
 
 def serve(client: ApiClient, task: StageTask) -> str:
-    """Deploys the spec to the endpoint, unless it has that spec already, and returns the endpoint's name.
+    """Deploys the spec to the endpoint and returns the endpoint's name. Does nothing if the endpoint already has this
+    spec.
 
-    If the stage's rule does not hold for the new version compared with the served one, nothing is changed, and the
-    reason is returned instead of the name.
+    The stage's rule compares the new version with the served version. If the rule does not hold, nothing is changed,
+    and the result is a text with the reason.
     """
     spec = ServeSpec.parse({**task.spec, **({"team": task.team} if task.team else {})}, where=task.name)
     try:
@@ -54,8 +55,9 @@ def serve(client: ApiClient, task: StageTask) -> str:
 
 
 def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
-    """Returns the state of a serve stage. It is done once a replica with the stage's spec answers, or if none is
-    needed: the endpoint is scaled to zero, or a hosted API answers for it.
+    """Returns the state of a serve stage. The stage is done once a replica with the stage's spec answers.
+
+    It is also done if no replica is needed, because the endpoint is scaled to zero or a hosted API answers for it.
     """
     if handle.startswith(_REFUSED):
         return StageReport("refused", handle.removeprefix(_REFUSED))

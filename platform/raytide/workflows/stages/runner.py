@@ -1,4 +1,4 @@
-"""Runs stages through the API: data, train, eval and script stages are jobs of the queue like any other."""
+"""Runs stages through the API. Data, train, compress, eval and script stages are ordinary jobs in the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _OF_THE_RUNNER = frozenset({"attempts", "failures", "world", "exit_code", "resta
 
 
 class ApiRunner:
-    """Submits stages with the rights of the flow's own job. `package` is the digest of the flow's working directory."""
+    """Submits stages with the rights of the flow's own job.
+
+    `package` is the digest of the flow's packed working directory.
+    """
 
     def __init__(self, client: ApiClient, package: str = "") -> None:
         self._client, self._package = client, package
@@ -68,7 +71,9 @@ class ApiRunner:
 
 
 def job_spec(task: StageTask, package: str) -> JobSpec:
-    """Returns the job of a data, train, eval or script stage. Raises ConfigError for an invalid spec."""
+    """Returns the spec of the job that runs a data, train, compress, eval or script stage. Raises ConfigError for an
+    invalid stage.
+    """
     spec, options = dict(task.spec), task.options
     gang = options.gang or GangSpec.parse({"cpus": 1}, where=task.name)
     if options.kind == "data":
@@ -104,7 +109,9 @@ def job_spec(task: StageTask, package: str) -> JobSpec:
 
 
 def report_of(task: StageTask, view: JobView, curve: Curve = ()) -> StageReport:
-    """Returns the state of a stage from the state of its job, and the stage's metrics once it is done."""
+    """Returns the state of a stage, derived from the state of its job. Once the stage is done, it includes outputs and
+    metrics.
+    """
     job = view.job
     if not job.is_final:
         return StageReport("running", curve=curve)
@@ -128,7 +135,9 @@ def outputs_of(task: StageTask, job: Job) -> dict[str, str]:
 
 
 def metrics_of(task: StageTask, job: Job) -> dict[str, float]:
-    """Returns the numbers that a job reported, and those in its metrics.json, which take precedence."""
+    """Returns the metrics of a stage: the numbers that the job reported and those in its metrics.json. The latter take
+    precedence.
+    """
     reported: dict[str, object] = {name: value for name, value in job.progress.items() if name not in _OF_THE_RUNNER}
     return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("compress", "eval", "script") else {})}
 

@@ -1,1 +1,1 @@
-"""Sweeps: variants of one stage, of which those with bad results end early."""
+"""Sweeps run variants of one stage. Variants with bad results end early."""

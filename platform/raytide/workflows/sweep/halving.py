@@ -1,4 +1,4 @@
-"""Asynchronous successive halving (ASHA), as a pure function of the values that trials have reached."""
+"""Asynchronous successive halving (ASHA) as a pure function of the metric values that trials have reached."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WINDOW = 0.1
 
 
 def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
-    """Returns the value at each rung that the curve has passed.
+    """Returns the metric's value at each rung (a step at which trials are compared) that the curve has passed.
 
-    The value is the mean over the last tenth of the steps up to the rung, because the loss of one batch is noisy.
+    The value is the mean over the last tenth of the steps before the rung, because the loss of a single batch is noisy.
     """
     found: dict[int, float | None] = {}
     last = curve[-1][0] if curve else 0
@@ -32,8 +32,8 @@ def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
 def smoothed(curve: Curve, step: int) -> float | None:
     """Returns the mean of the values in the last tenth of the steps up to `step`.
 
-    If there are none, it returns the last value before them, else the first value. Returns None if a value is not
-    finite, or if there is no value.
+    If there are no values in this range, it returns the last value before it, or else the first value of the curve.
+    Returns None if the curve is empty or a value is not finite.
     """
     before = [(at, value) for at, value in curve if at <= step]
     near = [value for at, value in before if at > step - max(1, round(_WINDOW * step))]
@@ -44,11 +44,11 @@ def smoothed(curve: Curve, step: int) -> float | None:
 def goes_on(
     value: float | None, others: Iterable[float | None], spec: HalvingSpec, mode: Literal["min", "max"]
 ) -> bool:
-    """Returns whether a trial with this value at a rung is among the best `1 / factor` of the trials that reached the
-    rung.
+    """Returns whether a trial with this value at a rung may continue. It may if the value is among the best `1 /
+    factor` of the trials that have reached the rung.
 
-    `others` are the values of all other trials at that rung. At least one trial continues. A value that is not finite
-    is the worst.
+    `others` are the values of all other trials at the rung. At least one trial continues. A value that is not finite
+    counts as the worst.
     """
     known = [_rank(each, mode) for each in others]
     own = _rank(value, mode)
@@ -59,10 +59,10 @@ def goes_on(
 
 
 def rung_of_end(own: Rungs, others: Iterable[Rungs], spec: HalvingSpec, mode: Literal["min", "max"]) -> int | None:
-    """Returns the rung at which a trial ends; None if it continues.
+    """Returns the rung at which a trial ends. Returns None if the trial continues.
 
-    A trial is compared at the highest rung that it has reached with all trials that have reached this rung by now. A
-    trial that continued because it was alone is thus compared again when others arrive.
+    At its highest rung, a trial is compared with all trials that have reached this rung by now. A trial that continued
+    because it was the only one is thus compared again when others arrive.
     """
     if not own:
         return None

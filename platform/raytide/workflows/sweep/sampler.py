@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PastTrial:
-    """A trial that has ended, as the sampler sees it."""
+    """A trial that has ended, in the form in which the sampler learns from it."""
 
     params: Mapping[str, Value]
     value: float
@@ -29,10 +29,10 @@ class PastTrial:
 
 
 def suggest(sweep: SweepSpec, number: int, past: Sequence[PastTrial]) -> dict[str, Value]:
-    """Returns the parameters of trial `number` (from 0). The same arguments give the same parameters.
+    """Returns the parameters of the trial `number` (from 0). The same arguments always give the same parameters.
 
-    A trial that ended early counts like a pruned trial of Optuna: by the last rung that it reached, then by its value
-    there.
+    A trial that was ended early counts as a pruned trial of Optuna. Such trials are ranked by the last rung that they
+    reached, and then by their value there.
     """
     if sweep.sampler == "grid":
         return _of_grid(sweep, number)

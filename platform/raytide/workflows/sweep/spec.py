@@ -1,4 +1,4 @@
-"""The `sweep` of a stage: the values to try, the number of trials, and the rule by which trials end early."""
+"""The `sweep` of a stage: the values to try, the number of trials, and the rule that ends trials early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ParameterPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,7
 
 
 class ValueRange(Config):
-    """The values of one parameter: a list of choices, or a range of numbers."""
+    """The possible values of one parameter: a list of choices, or a range of numbers."""
 
     choices: tuple[Value, ...] | None = Field(default=None, min_length=1, max_length=1000)
     low: int | float | None = None
@@ -39,7 +39,7 @@ class ValueRange(Config):
 
     @property
     def example(self) -> Value:
-        """One of the values, used to check a spec before any trial runs."""
+        """One of the possible values. It is used to check a spec before any trial runs."""
         if self.choices is not None:
             return self.choices[0]
         assert self.low is not None
@@ -47,7 +47,8 @@ class ValueRange(Config):
 
 
 class HalvingSpec(Config):
-    """Asynchronous successive halving: at each rung only the best `1 / factor` of the trials that reached it go on.
+    """Asynchronous successive halving. At each rung, only the best `1 / factor` of the trials that reached the rung
+    continue.
 
     Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2, in the variant that ends
     trials instead of pausing them.
@@ -61,7 +62,7 @@ class HalvingSpec(Config):
 
 
 class SweepSpec(Config):
-    """Variants of a stage, each of which runs as a separate job. The stage's results are those of the best trial."""
+    """Variants of a stage, which run as separate jobs. The results of the stage are those of the best variant."""
 
     space: dict[ParameterPath, ValueRange] = Field(min_length=1, max_length=bounds.MOST_LABELS)
     """The values by the path of the field in the stage's `spec`: `optim.lr`."""
@@ -84,7 +85,9 @@ class SweepSpec(Config):
         return self
 
     def rungs(self, steps: int) -> tuple[int, ...]:
-        """Returns the steps at which trials are compared. All are below `steps`, the length of a whole trial."""
+        """Returns the rungs, which are the steps at which trials are compared. All are below `steps`, the length of a
+        whole trial.
+        """
         found: list[int] = []
         step = steps if self.asha is None else self.asha.first
         while step < steps:

@@ -1,1 +1,1 @@
-"""The choice of a request's replica, based on where the request's prefix is cached and on the work queued before it."""
+"""Chooses a replica for each request, by the prefixes in the replicas' caches and by the work that is queued there."""

@@ -1,4 +1,6 @@
-"""The assumed content of a replica's prefix cache, from the requests that this gateway sent there."""
+"""An index of the blocks that a replica's prefix cache is assumed to contain. The gateway infers the content from the
+requests that it sent to the replica.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,19 @@ _WIDTH = array("i").itemsize * BLOCK_TOKENS
 
 
 def root_key(*parts: str | None) -> bytes:
-    """Returns the key from which the keys of a prompt's blocks start.
+    """Returns the hash with which the chain of a prompt's block keys starts.
 
-    It covers the adapter and the salt, because the KV cache depends on them as well as on the tokens.
+    The hash covers the adapter and the cache salt, because the KV cache depends on them as well as on the tokens.
     """
     return blake2b(repr(parts).encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
 
 def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Returns a key for each full block of a prompt. A key covers the block's tokens and all tokens before them.
+    """Returns a key for each full block of a prompt. The key of a block covers the tokens from the start of the prompt
+    to the end of the block.
 
-    `known` has the keys of the first blocks, if they were computed before. Blocks with numbers that cannot be tokens
-    have no keys.
+    `known` contains the keys of the first blocks if they were computed before. Blocks with numbers that cannot be token
+    ids get no keys.
     """
     count, keys = min(len(tokens) // BLOCK_TOKENS, MAX_BLOCKS), list(known)
     try:
@@ -46,7 +49,7 @@ def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ())
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
-    """Returns the keys of a prefix in the form in which replicas pass them to other gateways."""
+    """Returns the keys of a prefix as one byte string. Replicas pass this string on to the other gateways."""
     return b"".join(keys)
 
 
@@ -55,10 +58,11 @@ def split_keys(prefix: bytes) -> list[bytes]:
 
 
 class PrefixIndex:
-    """The cached blocks of one replica, the least recently used first.
+    """The blocks that one replica is assumed to have cached, in order of last use.
 
-    As in the engine's own cache, a block is always used at least as recently as the blocks that continue it; so the
-    cached blocks of a prompt always form a prefix. Times are numbers from `clock`, which several indexes share.
+    Using a block also uses all blocks before it in the prompt, as in the engine's own cache. A block is therefore never
+    evicted before the blocks that follow it, and the cached blocks of a prompt always form a prefix. Times are counts
+    of `clock`, which the indexes of several replicas share.
     """
 
     def __init__(self, capacity_blocks: int, clock: Iterator[int]) -> None:
@@ -70,20 +74,21 @@ class PrefixIndex:
         return len(self._last_uses)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Returns how many of a prompt's first blocks are cached."""
+        """Returns the number of leading blocks of a prompt that are cached."""
         return bisect_left(keys, True, key=lambda key: key not in self._last_uses)
 
     def last_uses(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the times of the last use of these cached blocks."""
+        """Returns the time of last use of each of these blocks. All of them must be cached."""
         return [self._last_uses[key] for key in keys]
 
     def oldest_use(self) -> int | None:
-        """Returns the time of last use of the block that will be evicted next; None while the index has free
-        capacity."""
+        """Returns the last use of the block that will be evicted next. Returns None while the index has free
+        capacity.
+        """
         return next(iter(self._last_uses.values())) if 0 < self._capacity <= len(self._last_uses) else None
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """Records a prompt's blocks as cached and used now; returns the time of this use."""
+        """Records the blocks of a prompt as cached and as used now. Returns the time of this use."""
         now = next(self._clock)
         for key in reversed(keys):
             self._last_uses[key] = now
@@ -93,14 +98,15 @@ class PrefixIndex:
         return now
 
     def undo(self, keys: Sequence[bytes], use: int) -> None:
-        """Drops the blocks that were last used at the time `use`; blocks that were used again later stay."""
+        """Drops those of the blocks `keys` whose last use was at the time `use`. Blocks that were used later stay."""
         for key in keys:
             if self._last_uses.get(key) == use:
                 del self._last_uses[key]
 
     def evict_until(self, use: int) -> None:
-        """Drops all blocks that were last used at `use` or earlier, because a block of that time was found missing in
-        the replica's cache.
+        """Drops all blocks that were last used at the time `use` or earlier.
+
+        It is called when the replica's cache turns out to lack a block that was last used at `use`.
         """
         while self._last_uses and next(iter(self._last_uses.values())) <= use:
             self._last_uses.popitem(last=False)

@@ -1,9 +1,11 @@
-"""Chooses the replica whose first token is expected first, as a pure function of the statistics that replicas pushed.
+"""Chooses the replica that is expected to produce the first token soonest, as a pure function of the replicas'
+statistics.
 
-Costs are in prefill tokens: those that the request must still compute, and those queued before it. A gateway knows its
-own requests exactly. It learns of other gateways' requests from the replicas, which push statistics and the keys of
-prefixes that others have sent. Until these arrive, all gateways still send a new prefix to the same replica, because
-replicas of about equal cost are ordered by rendezvous hashing (Thaler and Ravishankar 1998).
+The cost of a replica is a number of prefill tokens: those that the request must still compute there, plus those queued
+before it. A gateway knows its own requests exactly. It learns of other gateways' requests from the replicas, which push
+their statistics and the keys of prefixes that other gateways sent. Replicas of about equal cost are ordered by
+rendezvous hashing (Thaler and Ravishankar 1998). All gateways therefore send a new prefix to the same replica, even
+before these reports arrive.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ MAX_SESSIONS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """A replica that takes requests, as it last reported. `cache_tokens` is the capacity of its prefix cache, in blocks
-    of `block_tokens`.
+    """The last reported state of a replica that takes requests.
+
+    `cache_tokens` is the capacity of the replica's prefix cache in tokens. `block_tokens` is the block size of that
+    cache.
     """
 
     name: str
@@ -95,7 +99,10 @@ class _Assigned:
 
 
 class Route:
-    """One request on one replica. Call `first_token` and, in any case, `end`; further calls change nothing."""
+    """The assignment of one request to one replica.
+
+    Call `first_token` when the first token arrives, and `end` in every case. Repeated calls have no effect.
+    """
 
     __slots__ = (
         "_assigned",
@@ -144,7 +151,9 @@ class Route:
                 assigned.pending_tokens -= self.new_tokens
 
     def set_overdue(self) -> None:
-        """Counts the request as late, and so as served after others, if it has no first token yet."""
+        """Marks the request as overdue, unless it already has its first token. Replicas serve overdue requests after
+        all others.
+        """
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
             self._is_overdue = True
             assigned.overdue += 1
@@ -153,8 +162,8 @@ class Route:
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Ends the request.
 
-        `cached_tokens` is the number of tokens that the replica found in its cache; it corrects the index. `tokens` are
-        the tokens of prompt and answer, which count as cached from now on.
+        `cached_tokens` is the number of prompt tokens that the replica found in its cache. It corrects the prefix
+        index. `tokens` are the tokens of the prompt and the answer. They count as cached from now on.
         """
         assigned = self._assigned
         if assigned is None:
@@ -179,9 +188,9 @@ class Route:
 
 
 class Router:
-    """Routes the requests of one endpoint through one gateway process.
+    """Routes the requests that one gateway process receives for one endpoint.
 
-    `slo_ttft_s` is the promised time to a first token, infinite without a promise.
+    `slo_ttft_s` is the promised time to first token in seconds. It is infinite if the endpoint promises none.
     """
 
     def __init__(self) -> None:
@@ -200,8 +209,10 @@ class Router:
         session: str = "",
         now_s: float = 0.0,
     ) -> Route:
-        """Chooses one of `replicas`, which must not be empty, and returns the request's route. From now on the request
-        counts towards the load of that replica.
+        """Chooses one of `replicas` for a request and returns the route. The request now counts towards that replica's
+        load.
+
+        `replicas` must not be empty.
         """
         root = root_key(lora, cache_salt)
         keys = prefix_keys(prompt, root)
@@ -217,17 +228,22 @@ class Router:
         return route
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
-        """Records that a prefix (see `join_keys`) is cached on a replica to which another gateway sent it."""
+        """Records that a replica has cached a prefix, because another gateway sent the prefix to it.
+
+        `prefix` is a result of `join_keys`.
+        """
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.index.use(split_keys(prefix))
 
     def add_report(self, replica: str, pending_tokens: int) -> None:
-        """Records a replica's report: the uncached prompt tokens of its requests that have no first token yet."""
+        """Records a replica's report. `pending_tokens` is the number of uncached prompt tokens of all requests on the
+        replica that have no first token yet.
+        """
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.others_tokens = max(0, pending_tokens - assigned.pending_tokens)
 
     def forget(self, replica: str) -> None:
-        """Drops the index and the load of a replica whose cache is lost."""
+        """Drops the prefix index and the load of a replica that has lost its cache."""
         self._assigned.pop(replica, None)
 
     def _cheapest(

@@ -1,1 +1,1 @@
-"""A load on an endpoint: its requests, the generator that sends them, and the report on the answers."""
+"""A load on an endpoint: the requests, the generator that sends them, and the report on the responses."""

@@ -1,7 +1,7 @@
-"""Sends a load and measures it. The generator's event loop has a thread of its own, so that it also works in notebooks.
+"""Sends a load and measures it. The generator's event loop runs in a thread of its own, so that it works in notebooks.
 
-It also measures itself: its share of a core, and how late it was. If it was late, the report measures the generator
-rather than the endpoint.
+The generator also measures itself: the share of a core that it used, and how late it sent requests. If it was too late,
+the report measures the generator rather than the endpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BenchProgress:
 
 
 class LoadGenerator:
-    """Sends the requests of a spec once. `records` has one record for each request sent so far."""
+    """Sends the requests of a spec once. `records` contains a record of each request that was sent."""
 
     def __init__(self, spec: BenchSpec, *, api_key: str = "") -> None:
         self._spec = spec
@@ -67,10 +67,10 @@ class LoadGenerator:
         self._failure: BaseException | None = None
 
     def run(self, on_progress: Callable[[BenchProgress], None] | None = None) -> BenchReport:
-        """Sends all requests and returns the report. An interrupt ends the load; the report then covers the requests
-        until then.
+        """Sends all requests and returns the report. A keyboard interrupt ends the load early, and the report then
+        covers the requests sent so far.
 
-        Raises EngineError if no request of the warm-up was answered, DataError for a file that cannot be used.
+        Raises EngineError if no warm-up request was answered, and DataError if a file of the spec cannot be used.
         """
         thread = threading.Thread(target=self._main, name="raytide-bench", daemon=True)
         thread.start()

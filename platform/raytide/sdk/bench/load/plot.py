@@ -1,4 +1,4 @@
-"""Draws a report: its distributions with the SLO, and the load over time."""
+"""Draws the report of a load: its distributions with the SLO, and the load over time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LEAST_BIN_S = 0.1
 
 
 def picture(report: BenchReport) -> Picture:
-    """Returns a picture of four panels: time to first token, inter-token latency, tokens per second with the number of
-    open requests, and the single requests.
+    """Returns a picture of the report in four panels: time to first token, inter-token latency, throughput with the
+    number of open requests, and the individual requests.
     """
 
     def draw(figure: Figure) -> None:

@@ -1,4 +1,6 @@
-"""The result of a load: distributions with their counts, throughput, goodput, errors, and the generator's own part."""
+"""The result of a load: distributions with their counts, throughput, goodput, errors, and how far the generator itself
+limited the load.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of `n` times in seconds. A percentile with too few values is None: p99 needs 100 values, p50
-    needs one.
+    """The distribution of `n` times in seconds. A percentile is None if there are too few values: p50 needs 1 value,
+    p99 needs 100.
     """
 
     n: int
@@ -45,7 +47,7 @@ class Distribution:
 
     @property
     def tail(self) -> float | None:
-        """The highest percentile that is known, in seconds; None without values."""
+        """The highest known percentile, in seconds. None if there are no values."""
         return next((each for each in (self.p99, self.p95, self.p90, self.p50) if each is not None), None)
 
     @classmethod
@@ -61,7 +63,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """The load of the generator itself: how busy and how late it was. If it was too busy or too late, the report
+    """The load of the generator itself: its CPU use and its lateness. If it was too busy or too late, the report
     measures the generator rather than the endpoint.
     """
 
@@ -80,7 +82,9 @@ class GeneratorLoad:
         return cls(share, Distribution.of_values(loop_late_s), Distribution.of_values(sent_late_s))
 
     def bottleneck(self, median_ttft_s: float | None) -> str:
-        """Returns the reason why the generator, not the server, limited the measured load; empty if it did not."""
+        """Returns the reason why the generator limited the measured load. The reason is empty if the server was the
+        limit.
+        """
         late_s = max(each.tail or 0.0 for each in (self.loop_late, self.sent_late))
         if self.cpu_share > BUSY_SHARE:
             return f"it used {self.cpu_share:.0%} of its core"
@@ -91,7 +95,9 @@ class GeneratorLoad:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """The result of one load. A notebook displays it, `table` prints it, `json` and `plot` are for files."""
+    """The result of one load. A notebook displays it, `table` formats it for a terminal, and `json` and `plot` are for
+    files.
+    """
 
     spec: BenchSpec
     duration_s: float
@@ -140,7 +146,9 @@ class BenchReport:
         return {"spec": self.spec.model_dump(mode="json"), **plain}
 
     def write_records(self, path: Path) -> None:
-        """Writes one JSON line for each request. The file is a trace: `--trace` sends the same load again."""
+        """Writes one JSON line for each request. The file is also a trace, so `--trace` can send the same load
+        again.
+        """
         with full_disk_is_an_error(str(path)):
             path.write_text("".join(f"{json.dumps(_line(record))}\n" for record in self.records), encoding="utf-8")
 
@@ -163,7 +171,7 @@ class BenchReport:
 def report_of(
     spec: BenchSpec, records: Sequence[BenchRecord], elapsed_s: float, load: GeneratorLoad, *, is_interrupted: bool
 ) -> BenchReport:
-    """Returns the report of these requests."""
+    """Returns the report on the requests in `records`."""
     answered = [record for record in records if record.is_answered]
     good = sum(is_good(record, spec.slo) for record in answered)
     prompt, output = sum(each.prompt_tokens for each in answered), sum(each.output_tokens for each in records)
@@ -200,8 +208,8 @@ def report_of(
 
 
 def is_good(record: BenchRecord, slo: Slo) -> bool:
-    """Returns whether an answered request met all objectives of the SLO. An objective on a time that the request lacks
-    counts as met.
+    """Returns whether an answered request met all objectives of the SLO. An objective counts as met if the request has
+    no value for it.
     """
     pairs: Sequence[tuple[float | None, float | None]] = (
         (record.ttft_s, slo.ttft_s),
@@ -217,8 +225,10 @@ def most_in_flight(records: Iterable[BenchRecord]) -> int:
 
 
 def in_flight(records: Iterable[BenchRecord]) -> list[tuple[float, int]]:
-    """Returns the time in seconds of each change of the number of open requests, and the number after it. Unfinished
-    requests stay open."""
+    """Returns a list of (time in seconds, number of open requests), one entry for each change of that number.
+
+    Requests that did not finish stay open.
+    """
     changes = [(record.sent_s, 1) for record in records]
     changes += [(record.sent_s + record.e2e_s, -1) for record in records if record.e2e_s is not None]
     found, open_requests = [], 0

@@ -1,4 +1,4 @@
-"""The requests of a load, as a function of its spec alone: prompts, lengths and times of arrival."""
+"""The requests of a load: prompts, lengths and arrival times. They depend on the spec alone."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class BenchRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's length in tokens; 0 for a text, whose tokens only the server counts."""
+        """The length of the prompt in tokens. It is 0 for a text prompt, whose tokens only the server can count."""
         return 0 if isinstance(self.prompt, str) else len(self.prompt)
 
     def body(self, spec: BenchSpec) -> dict[str, Any]:
-        """Returns the JSON body. A chat's prompt is one message of the user."""
+        """Returns the JSON body of the request. In a chat, the prompt is a single user message."""
         fields: dict[str, Any] = {"model": spec.model, "stream": True, "stream_options": {"include_usage": True}}
         if spec.api == "chat":
             text = self.prompt if isinstance(self.prompt, str) else in_words(self.prompt)
@@ -60,14 +60,14 @@ class BenchRequest:
 
 
 def requests_of(spec: BenchSpec) -> Iterator[BenchRequest]:
-    """Yields the requests in the order of their arrival. Raises DataError for a file that cannot be read."""
+    """Yields the requests of a load in the order of arrival. Raises DataError for a file that cannot be read."""
     made = _traced(spec) if spec.trace is not None else _prompted(spec) if spec.prompts is not None else _random(spec)
     return islice(made, spec.most_requests)
 
 
 def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
-    """Yields the requests of the warm-up. They are as long as the first measured requests, but have other prompts, so
-    that no cache contains a measured prompt.
+    """Yields the warm-up requests. They are as long as the first measured requests. Their prompts differ, so that the
+    server's cache contains no measured prompt.
     """
     for number, measured in enumerate(islice(requests_of(spec), spec.warmup)):
         is_text = isinstance(measured.prompt, str)
@@ -77,7 +77,7 @@ def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def in_words(tokens: Sequence[int]) -> str:
-    """Returns a text with one word for each token, which a server tokenizes to about the same number of tokens."""
+    """Returns a text with one word for each token. A server tokenizes the text to about the same number of tokens."""
     return " ".join(WORDS[token % len(WORDS)] for token in tokens)
 
 

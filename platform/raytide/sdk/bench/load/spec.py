@@ -1,4 +1,4 @@
-"""The description of a load: its target, the arrival of requests, their lengths, and their SLO."""
+"""The spec of a load: its target, the arrival of requests, their lengths, and the SLO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 
 
 def parse_lengths(value: object) -> object:
-    """Returns a range of token counts: `512` as (512, 512), `128:1024` as (128, 1024)."""
+    """Returns the range of token counts that a text describes: `512` is (512, 512), and `128:1024` is (128, 1024)."""
     if isinstance(value, int):
         return value, value
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+)(?::(\d+))?", value)):
@@ -37,7 +37,7 @@ Lengths = Annotated[tuple[int, int], BeforeValidator(parse_lengths), AfterValida
 
 
 class Slo(Config):
-    """The objectives of one request, in seconds. Goodput counts the requests that met all of them."""
+    """The latency objectives of one request, in seconds. Goodput counts the requests that met all objectives."""
 
     ttft_s: float | None = Field(default=None, gt=0)
     """The time to the first token."""
@@ -48,7 +48,7 @@ class Slo(Config):
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Reads `ttft=300ms,tpot=40ms,e2e=5s`. A number without a unit is in seconds."""
+        """Parses objectives such as `ttft=300ms,tpot=40ms,e2e=5s`. A number without a unit is in seconds."""
         fields: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             found = re.fullmatch(r"(ttft|tpot|e2e)=(\d+\.?\d*|\.\d+)(us|ms|s|)", part)
@@ -70,7 +70,7 @@ class Slo(Config):
 class BenchSpec(Config):
     """A load on one model behind an OpenAI-compatible server.
 
-    Requests arrive in a closed loop (`concurrency`), in an open loop (`rate`), or as a `trace` recorded them.
+    Requests arrive in a closed loop (`concurrency`), in an open loop (`rate`), or at the times of a recorded `trace`.
     """
 
     base_url: str = Field(pattern=r"^https?://")
@@ -126,14 +126,14 @@ class BenchSpec(Config):
 
     @property
     def in_flight(self) -> int | None:
-        """The number of open requests in a closed loop; None in an open loop."""
+        """The constant number of open requests in a closed loop. None in an open loop or for a trace."""
         if self.rate is not None or self.trace is not None:
             return None
         return self.concurrency or DEFAULT_CONCURRENCY
 
     @property
     def most_requests(self) -> int | None:
-        """The number of requests; None if only the duration or the end of a trace ends the load."""
+        """The number of requests. None if only the duration or the end of the trace limits the load."""
         if self.requests is None and self.duration_s is None and self.trace is None:
             return DEFAULT_REQUESTS
         return self.requests

@@ -1,4 +1,4 @@
-"""Sends one streamed request, times its tokens as they arrive, and gives each failure a code."""
+"""Sends one streamed request and times its tokens as they arrive. Each kind of failure has a code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MOST_ERROR_BYTES = 10_000
 
 @dataclass(slots=True)
 class BenchRecord:
-    """One request. All times are in seconds: `due_s` and `sent_s` since the start of the measurement, `ttft_s` and
-    `e2e_s` since the request was sent."""
+    """The record of one request. All times are in seconds: `due_s` and `sent_s` count from the start of the
+    measurement, `ttft_s` and `e2e_s` from the sending of the request.
+    """
 
     due_s: float
     """The time at which it should have been sent."""
@@ -45,21 +46,25 @@ class BenchRecord:
 
     @property
     def output_tokens(self) -> int:
-        """The number of generated tokens; if the server does not report it, the number of events with tokens."""
+        """The number of generated tokens. If the server does not report it, it is the number of events that carry
+        tokens.
+        """
         if self.usage_tokens is not None:
             return self.usage_tokens
         return 0 if self.ttft_s is None else 1 + len(self.gaps_s)
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean seconds for each token after the first; None for fewer than two tokens or an open request."""
+        """The mean time in seconds per token after the first. None while the request is open or has fewer than two
+        tokens.
+        """
         if self.ttft_s is None or self.e2e_s is None or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
 
 
 async def send(session: aiohttp.ClientSession, url: str, body: bytes, record: BenchRecord, start_s: float) -> None:
-    """Sends one request and fills its record. `start_s` is the time at which the measurement began, read from
+    """Sends one request and fills in its record. `start_s` is the time at which the measurement began, as read from
     `time.perf_counter`.
     """
     sent_s = time.perf_counter()

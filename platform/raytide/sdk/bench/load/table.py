@@ -1,4 +1,4 @@
-"""A report as text: one table of distributions, and a line for each other figure."""
+"""Formats the report of a load as text: one table of distributions, and one line for each other figure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_html(report: BenchReport) -> str:
 
 
 def distributions(report: BenchReport) -> list[tuple[str, Distribution]]:
-    """Returns the rows of the table: the name and distribution of each measured time."""
+    """Returns the rows of the table of distributions: the name and the distribution of each measured time."""
     return [
         ("first token", report.ttft_s),
         ("inter-token", report.itl_s),

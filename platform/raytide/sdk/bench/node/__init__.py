@@ -1,1 +1,1 @@
-"""Measures types of nodes before they are used: a job in the queue times memory, matrix products, network and disk."""
+"""Measures node types before they are used. A queued job times the node's memory, matrix products, network and disk."""

@@ -1,7 +1,7 @@
-"""Measures the node that it runs on, and prints one line: `python -m raytide.sdk.bench.node.measure SECONDS DISK_MIB`.
+"""Measures the node on which it runs, and prints one line: `python -m raytide.sdk.bench.node.measure SECONDS DISK_MIB`.
 
-It is the script of a gang, with one process on each member. Two or more members also time an all-reduce. A figure is
-the best of all repetitions within SECONDS, because other work on the node can only slow it down.
+It runs as the script of a gang, with one process for each member. Two or more members also time an all-reduce. Each
+figure is the best of the repetitions within SECONDS, because other work on the node can only slow a repetition down.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def compute_figures(seconds: float) -> dict[str, float]:
-    """Returns the memory's bytes per second, and the FLOP/s of matrix products for each dtype."""
+    """Returns the memory bandwidth in bytes per second, and the FLOP/s of matrix products for each dtype."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +54,9 @@ def compute_figures(seconds: float) -> dict[str, float]:
 
 
 def network_figures(seconds: float) -> dict[str, float]:
-    """Returns the bytes per second that each member sends and receives in an all-reduce; empty for a single member."""
+    """Returns the bytes per second that each member sends and receives in an all-reduce. The result is empty for a gang
+    of one member.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}
     from datetime import timedelta
@@ -76,8 +78,10 @@ def network_figures(seconds: float) -> dict[str, float]:
 
 
 def disk_figures(disk_mib: int) -> dict[str, float]:
-    """Returns the bytes per second of a synced write to the temporary folder, and of reading the file again without the
-    page cache; empty for 0 MiB."""
+    """Returns the bytes per second of writing a file with a final sync, and of reading it again without the page cache.
+
+    The file is in the temporary folder. The result is empty for 0 MiB.
+    """
     if not disk_mib:
         return {}
     block = os.urandom(_MIB)
@@ -105,7 +109,10 @@ def disk_figures(disk_mib: int) -> dict[str, float]:
 
 
 def best_of(work: Callable[[], object], wait: Callable[[], object], seconds: float) -> float:
-    """Runs the work once to warm up, then for `seconds` and at least three times. Returns the least time in seconds."""
+    """Repeats `work` for `seconds`, at least three times, after one warm-up. Returns the shortest time in seconds.
+
+    `wait` blocks until the device has finished the work.
+    """
     timed(work, wait)  # warms up
     until_s, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 3 or time.perf_counter() < until_s:

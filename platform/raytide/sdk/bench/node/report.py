@@ -1,4 +1,4 @@
-"""The figures of a type of node, and the `speed` that follows from them."""
+"""The measured figures of a node type, and the `speed` that follows from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _ROUNDING = 3
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The figures of the nodes of one type: `nodes` has one mapping for each node."""
+    """The measured figures of the nodes of one type. `nodes` contains one mapping from figure to value for each
+    node.
+    """
 
     node_type: str
     job: str
@@ -33,14 +35,17 @@ class NodeReport:
 
     @property
     def work_rates(self) -> tuple[float, float]:
-        """The rates that limit decoding and training: the memory's bytes per second, and the operations per second of
-        the fastest matrix product with a 16-bit dtype, or with any dtype if none was measured."""
+        """The two rates that limit decoding and training: the memory bandwidth in bytes per second, and the FLOP/s of
+        the fastest matrix product in a 16-bit dtype. If no 16-bit dtype was measured, any dtype counts.
+        """
         products = [name for name in self.figures if name.startswith("gemm_")]
         short = [name for name in products if "16" in name] or products
         return self.median("memory_bytes_per_s"), max(self.median(name) for name in short)
 
     def speed(self, reference: NodeReport) -> float:
-        """Returns this type's `speed` relative to a reference: the geometric mean of the ratios of `work_rates`."""
+        """Returns the `speed` of this node type relative to a reference type: the geometric mean of the ratios of their
+        `work_rates`.
+        """
         ratios = [mine / theirs for mine, theirs in zip(self.work_rates, reference.work_rates, strict=True)]
         return round(geometric_mean(ratios), _ROUNDING)
 
@@ -48,7 +53,9 @@ class NodeReport:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a row for each figure: its name, median, least and greatest value over the nodes, and its unit."""
+        """Returns one row for each figure: its name, the median, smallest and largest value over the nodes, and the
+        unit.
+        """
         found = []
         for figure in self.figures:
             scale, unit = next((scale, unit) for prefix, scale, unit in _UNITS if figure.startswith(prefix))
@@ -63,8 +70,8 @@ class NodeReport:
 
 
 def parse_report(node_type: str, job: str, log: str, nodes: int) -> NodeReport:
-    """Returns the report that the job `job` printed to its log on `nodes` members. Raises DataError if a member's part
-    is missing.
+    """Returns the report from the log of the job `job`, in which each of `nodes` members printed its figures. Raises
+    DataError if the figures of a member are missing.
     """
     found: dict[int, Mapping[str, float]] = {}
     for line in log.splitlines():
@@ -80,5 +87,5 @@ def parse_report(node_type: str, job: str, log: str, nodes: int) -> NodeReport:
 
 
 def yaml_line(speed: float, reference: str) -> str:
-    """Returns the line with the type's `speed` for cluster.yaml."""
+    """Returns the line for cluster.yaml that sets the node type's `speed`."""
     return f"speed: {speed:g}  # relative to {reference}, measured by `raytide bench node`"

@@ -1,4 +1,4 @@
-"""Writes a measured `speed` into the node type's entry of cluster.yaml. All other text of the file stays as it is."""
+"""Writes a measured `speed` into a node type's entry in cluster.yaml. All other text of the file stays unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDING = 3
 
 @dataclass(frozen=True, slots=True)
 class SpeedChange:
-    """A changed entry. The speed before is None if the entry had none, which counts as 1."""
+    """A change of a node type's `speed`. `before` is None if the entry had no `speed`, which counts as 1."""
 
     path: Path
     node_type: str
@@ -34,9 +34,10 @@ class SpeedChange:
 
 
 def write_speed(path: Path, node_type: str, ratio: float, reference: str) -> SpeedChange:
-    """Sets the type's `speed` to `ratio` times that of the reference, and replaces the file atomically.
+    """Sets the `speed` of `node_type` to `ratio` times the `speed` of `reference`. Replaces the file atomically.
 
-    Raises ConfigError, and leaves the file, if the entry cannot be found or changed without touching other entries.
+    Raises ConfigError and leaves the file unchanged if the entry cannot be found, or cannot be changed without changing
+    other entries.
     """
     path = path.resolve()  # a link stays one
     with path.open(encoding="utf-8", newline="") as file:
