@@ -21,9 +21,7 @@ from raytide.scheduling.state import Placements
 
 
 def provision_replicas(builder: PlanBuilder) -> None:
-    """Launches nodes for missing replicas, which `SchedulingState` has placed already, or states why the
-    replicas wait.
-    """
+    """Launches nodes for missing replicas, which `SchedulingState` has placed, or states why the replicas wait."""
     for view in builder.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)
         if stale := targets.stale_signal(view, builder.snapshot.at_s):

@@ -1,4 +1,6 @@
-"""AWS notices by IMDSv2: spot interruptions two minutes ahead; rebalance recommendations earlier, if at all."""
+"""AWS's interruption notices, read by IMDSv2. Spot interruptions come two minutes ahead. Rebalance recommendations may
+come earlier.
+"""
 
 from __future__ import annotations
 
