@@ -1,8 +1,8 @@
-"""Stores the finished chunks of a build beside its output, so that a killed build continues from them.
+"""Stores the finished chunks of a build beside its output, so that a build that was killed continues from them.
 
-A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build of a
-changed spec reuses the chunks that the change does not concern. A worker that can reach the folder writes its results
-itself; the driver writes the results of all other workers. Only one build at a time claims `out`, so only one driver
+A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build with a
+changed spec reuses the chunks that the change does not affect. A worker that can reach the folder writes its results
+itself. The driver writes the results of all other workers. Only one build at a time claims `out`, so only one driver
 uses the folder.
 """
 
@@ -27,13 +27,13 @@ CHECKSUM_BYTES = 16
 
 
 class AlteredError(ClusterError):
-    """A stored result has changed since it was stored: by a power failure, or because someone altered it."""
+    """Raised when a stored result has changed since it was stored, by a power failure or because someone altered it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The results of a task, by the names under which they are stored; large results are included only if they are not
-    stored yet.
+    """The results of a task, by the names under which they are stored. Large results are left out if they are stored
+    already.
     """
 
     blobs: dict[str, bytes]
