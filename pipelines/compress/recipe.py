@@ -1,4 +1,4 @@
-"""The recipe of a compression: the model, the steps in their order, and the quality that the result must keep."""
+"""The recipe of a compression: the model, the steps in order, and the quality that the result must keep."""
 
 from __future__ import annotations
 
