@@ -27,8 +27,8 @@ WARM = "warm"
 
 
 def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """Returns the actions for nodes and placements. `snapshot` must already contain this decision's targets for
-    replicas and its admitted leases.
+    """Returns the actions for nodes and placements. `snapshot` must contain the replica targets and the admitted leases
+    of this decision.
 
     `room` is the scheduling state of the snapshot, if the caller has built one already. This call changes `room`.
     """

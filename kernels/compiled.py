@@ -1,8 +1,8 @@
-"""CPU variants of the operators in C (`kernels/c`), for bfloat16 and float32 and any number of rows. The reference
-computes shapes and memory layouts that they do not support.
+"""CPU variants of the operators in C (`kernels/c`), for bfloat16 and float32 and any number of rows.
 
-The result of a row is the same to the bit whatever other rows are in the batch. Attention also has a faster variant for
-single new tokens, without this property. `deterministic` engines do not use it.
+The reference handles shapes and memory layouts that the C code does not support. The result of a row is the same to the
+bit whatever other rows are in the batch. Attention also has a faster variant for single new tokens, without this
+property. `deterministic` engines do not use that variant.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def rope_write(
 
 
 class Geometry(ctypes.Structure):
-    """The struct of attention.h that describes an attention's parameters and the sequences of a step."""
+    """The C struct of attention.h with the parameters of an attention operator and the sequences of a step."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),

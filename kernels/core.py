@@ -1,9 +1,11 @@
 """The types that operators share.
 
-Suffixes of tensor names give the shapes, here and in the operators. T tokens of the step, N hidden size, B sequences, M
-blocks per sequence, S slots of the cache (blocks x block size), A = H + 2K heads of a stacked qkv, H query heads, K KV
-heads, D head dim, L context length, F feed-forward width, E experts, X experts per token. In the weight of a linear
-layer, N outputs, K inputs, G groups of inputs, g inputs of a group.
+Suffixes of tensor names give the shapes, here and in the operators:
+
+- T tokens of the step, B sequences, L context length, M blocks per sequence, S slots of the cache (blocks x block size)
+- N hidden size, F feed-forward width, E experts, X experts per token
+- H query heads, K KV heads, D head dim, A = H + 2K heads of a stacked qkv
+- in the weight of a linear layer: N outputs, K inputs, G groups of inputs, g inputs of a group
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ LinearInput = Literal["float", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of an RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma's `1 + weight` is added into `weight` at
+    """The weights of an RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma multiplies by 1 + weight, so 1 is added at
     load.
     """
 
@@ -88,11 +90,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotations of heads at the positions of the step's tokens. In the first R numbers of a head, the pairs (i, i +
-    R/2) rotate.
+    """The rotations of heads at the positions of the step's tokens. R is D unless the rotation is partial.
 
-    R is D unless the rotation is partial. The first half of `sin_TR` is negated, so the rotation is x * cos +
-    swapped(x) * sin.
+    In the first R numbers of a head, number i rotates with number i + R/2. The first half of `sin_TR` is negated, so
+    that the rotation is `x * cos + swapped(x) * sin`.
     """
 
     cos_TR: Tensor
@@ -103,8 +104,8 @@ class Rope:
 class AttentionSpec:
     """The fixed parameters of an attention operator.
 
-    `window` is the number of positions that a token sees, including its own. With `softcap` c, a score becomes c *
-    tanh(score / c).
+    - `window`: the number of positions that a token sees, including its own
+    - `softcap`: c, if a score becomes c * tanh(score / c)
     """
 
     scale: float
@@ -130,8 +131,9 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A linear layer's weight in groups of g = K / G inputs: w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k
-    // g].
+    """A linear layer's weight in groups of g = K / G inputs.
+
+    - w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g]
 
     All file formats are read into this form, and each device packs its own form from it. Here each signed code takes a
     byte. Codes of 8 bits are -128 to 127, those of 4 bits are -8 to 7. Scales and offsets are float32, because products
@@ -170,10 +172,12 @@ def round_to_nearest(
 ) -> QuantizedWeight:
     """Returns the weight rounded to 8 or 4 bits. The engine quantises output heads with it at load.
 
-    In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group. A
-    symmetric scale is the group's largest magnitude / 127.5 (7.5 with 4 bits), as in compressed-tensors. Codes lie in
-    -128 to 127 (-8 to 7). An asymmetric scale is the group's range, extended to include 0, divided by 255 (15), with an
-    offset. Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
+    In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group.
+
+    - symmetric scale: largest magnitude / 127.5 (4 bits: / 7.5), as in compressed-tensors
+    - asymmetric scale: range of the group and 0, / 255 (4 bits: / 15), with an offset
+
+    Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """
     width, size = weight_NK.shape[1], group_size or weight_NK.shape[1]
     if size < 1 or width % size:

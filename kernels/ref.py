@@ -78,8 +78,7 @@ def rounded(x_TK: Tensor, columns_K: Tensor | None = None, group_size: int | Non
 
 
 def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """Returns x rounded to int8, as codes [T, G, P, 32] in float32 and scales [T, G, P, 1]. x is approximately codes *
-    scales.
+    """Returns x rounded to int8: codes [T, G, P, 32] in float32, and scales [T, G, P, 1]. Their product approximates x.
 
     The columns are taken in the order `columns_K` and divided into the G groups of a weight. Each group is divided into
     P parts of 32 columns, the last part padded with zeros. A part's scale is its largest magnitude / 127, so codes lie

@@ -83,7 +83,7 @@ class ChunkStore:
     def hand_over(self, blobs: Mapping[str, bytes], small: frozenset[str]) -> Delivery:
         """Stores a worker's results and returns what the worker sends to the driver.
 
-        If the worker can reach the folder, it sends only the results of the kinds in `small`. Otherwise it sends all
+        If the worker can reach the folder, it sends only results whose kind is in `small`. Otherwise it sends all
         results.
         """
         if not self.is_visible():

@@ -171,9 +171,7 @@ class LearnTask:
 
 
 def learn_tokenizer(task: LearnTask) -> bytes:
-    """Learns a BPE tokenizer. The worker reads the sample itself, and uses as many threads as the node's lease has
-    CPUs.
-    """
+    """Learns a BPE tokenizer from a sample, which the worker reads itself. The worker uses `task.threads` threads."""
     os.environ["RAYON_NUM_THREADS"] = str(task.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     return train_bpe((text for each in task.selections for text in each.read(task.options, task.examiner)), task.train)

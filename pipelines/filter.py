@@ -43,8 +43,8 @@ REASONS = tuple(verdict.reason for verdict in FilterVerdict)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The verdict and the digest of each document. It takes 17 bytes per document, so a driver can hold those of a
-    hundred million.
+    """The verdict and the digest of each document. It takes 17 bytes per document, so the survey of a hundred million
+    documents fits in a driver's memory.
     """
 
     verdicts: NDArray[np.uint8]
@@ -107,8 +107,9 @@ class Examined:
     """The result of cleaning, if the document came that far."""
 
     def digest(self, record: Record) -> bytes:
-        """Returns the digest by which duplicates and changed inputs are detected. It is that of the cleaned text if the
-        document was cleaned.
+        """Returns the digest by which duplicates and changed inputs are detected.
+
+        It is the digest of the cleaned text if the document was cleaned, and else of the record.
         """
         return digest(record if self.cleaned is None else self.cleaned.text.encode())
 

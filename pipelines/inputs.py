@@ -43,7 +43,7 @@ _CUT_ODDS = 16
 
 @dataclass(frozen=True, slots=True)
 class InputChunk:
-    """Consecutive parts that one task processes. `index` is the position of the chunk in the dataset."""
+    """Consecutive parts of input files, which one task processes. `index` is the chunk's position in the dataset."""
 
     index: int
     parts: tuple[InputPart, ...]

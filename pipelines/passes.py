@@ -1,5 +1,5 @@
-"""The passes over a corpus. Any worker surveys or encodes a chunk, once. After a kill, finished results are found
-again.
+"""The passes over a corpus. Each chunk is surveyed and encoded once, by any worker. After a kill, stored results are
+used.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class DropSample:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSurvey:
-    """The verdicts on a chunk's documents, and samples of dropped documents. A sample's row is counted from the first
-    part of its file in the chunk.
+    """The verdicts on a chunk's documents, and samples of dropped documents.
+
+    The row of a sample is counted from the first part in the chunk of the sample's file.
     """
 
     counts: NDArray[np.int64]
@@ -242,8 +243,8 @@ class Corpus:
             yield self._select(chunk.parts, start, end, self.examined)
 
     def sample(self, documents: int, seed: int) -> list[Selection]:
-        """Returns a selection of about `documents` kept documents. It takes whole parts in random order, so that few
-        row groups are read.
+        """Returns a selection of about `documents` kept documents. It is filled part by part, in random order of the
+        parts, so that few row groups are read.
         """
         parts = self._parts()
         starts, left, selections = self._starts(), documents, {}

@@ -1,4 +1,6 @@
-"""The interface of node providers. Calls are idempotent. Machines carry raytide's node ids and so match its records."""
+"""The interface of node providers. Calls are idempotent. A machine carries its node id, by which raytide finds its
+record.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from raytide.core.objects.node import Node, NodeType
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine as its provider reports it, under raytide's node id. Billed is the time [started_at_s, ended_at_s)."""
+    """A machine as its provider reports it, under raytide's node id. The time [started_at_s, ended_at_s) is billed."""
 
     node_id: str
     node_type: str

@@ -72,7 +72,9 @@ class FakeProvider(Provider):
         return self._clock.now_s() >= machine.started_at_s + self._launch_delay_s
 
     def set_stock(self, node_type: str, zone: str, nodes: int | None) -> None:
-        """Limits how many machines of a pool may run at once; None removes the limit. Running machines go on."""
+        """Limits how many machines of a pool may run at once. None removes the limit. Machines that already run are not
+        ended.
+        """
         if nodes is None:
             self._stock.pop((node_type, zone), None)
         else:

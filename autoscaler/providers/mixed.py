@@ -53,8 +53,7 @@ class MixedProvider:
         """Buys the machine.
 
         If the provider does not answer, the call raises ProviderError as if the pool were empty, so that other pools
-        are tried. The exception is a node that this provider may have bought already: for it the provider is asked
-        again.
+        are tried. There is one exception: if this provider may have bought the node already, it is called again.
         """
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)

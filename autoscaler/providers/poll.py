@@ -9,7 +9,9 @@ from raytide.core.errors import ProviderError
 
 
 class PollWatcher:
-    """Calls `look` periodically in a thread of its own, and `on_change` whenever the result has changed."""
+    """Calls `look` periodically in a thread of its own. Calls `on_change` from this thread when the result of `look`
+    has changed.
+    """
 
     def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:
         self._every_s, self._look, self._on_change = every_s, look, on_change

@@ -19,7 +19,7 @@ from raytide.core.objects.node import Node
 
 @dataclass(frozen=True, slots=True)
 class PurchaseRecord:
-    """One purchased machine."""
+    """The record of one purchased machine."""
 
     node_id: str
     node_type: str

@@ -126,7 +126,7 @@ class ProviderSource:
         return self._last
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Watches the provider from the time at which it is connected."""
+        """Starts watching the provider, as soon as it is connected."""
         self._on_change = on_change
         if self._provider is not None:
             self._provider.watch(on_change)

@@ -1,5 +1,4 @@
-"""A model of one spot market. It learns how often a zone's intervals of availability and of outage end, by the
-interval's age.
+"""A model of one spot market. It learns the rates at which a zone's up intervals and down intervals end, by their age.
 
 Intervals are heavy-tailed (a long one tends to last longer), so rates are kept by age band. The model follows a virtual
 holder: it takes the zone with the lowest hazard, keeps that zone until it is lost, and then takes another zone.

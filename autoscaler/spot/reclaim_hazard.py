@@ -1,8 +1,8 @@
 """The hazard of spot reclaims by zone and age, and the correlation of reclaims within a region.
 
 A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed). Therefore reclaims and
-hours are counted in age bins over all zones. Each zone also has a factor on these common rates. Rates and factors have
-gamma priors. Zones of one region are often lost together.
+hours are counted in age bins over all zones. The rate of one zone is this common rate times a factor of the zone. Rates
+and factors have gamma priors. Zones of one region are often lost together.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Calls the function `losses` with the hazards of the zones that hold nodes, and returns its result."""
+        """Yields pairs (share of the time, zones lost in that time) for zones that hold nodes, as the function `losses`
+        does.
+        """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:

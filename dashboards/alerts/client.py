@@ -13,7 +13,7 @@ _ROLLBACK = "rollback to revision"
 
 
 class OperatorClient:
-    """API calls for alert actions. Each call may be repeated: the second call has no effect."""
+    """API calls for alert actions. Each call may be repeated. A repetition has no further effect."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
@@ -60,7 +60,7 @@ class OperatorClient:
         return f"{endpoint} went back to revision {plan['revision']}"
 
     def pause_budget(self, team: str) -> str:
-        """Sets the team's budget to zero for this month. `raytide budget reset` restores it earlier."""
+        """Sets the team's budget to zero. It stays zero until `raytide budget reset`."""
         self._api.call("PATCH", f"/v1/teams/{team}", {"budget": {"soft_usd": 0.0, "hard_usd": 0.0}})
         return f"the budget of {team} is 0: nothing of it starts until `raytide budget reset {team}`"
 

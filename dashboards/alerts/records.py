@@ -69,8 +69,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action in the log. Its key joins the alert's episode and the entry in cluster.yaml, so each pair has only one
-    action.
+    """An action in the log. Its key combines the alert's episode and the action's entry in cluster.yaml. So an entry
+    acts only once per episode.
     """
 
     key: str
@@ -111,9 +111,9 @@ def acting_source(run_dir: Path) -> AlertSource:
 
 
 class AlertRecords:
-    """The records of one cluster. Each call opens the file, so every thread and process may call.
+    """The records of one cluster's alerts, actions, silences and messages. Every thread and process may call it.
 
-    A damaged file is renamed, and a new file is begun.
+    Each call opens the file. A damaged file is renamed, and a new file is begun.
     """
 
     def __init__(self, path: Path) -> None:

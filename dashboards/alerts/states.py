@@ -65,7 +65,7 @@ class Alert:
         return self.label(TEST_LABEL) == "true"
 
     def label(self, *names: str) -> str:
-        """Returns the alert's value of the first of these labels that it has. Returns an empty string if it has none of
+        """Returns the value of the first of these labels that the alert has. Returns an empty string if it has none of
         them.
         """
         have = dict(self.labels)
@@ -74,7 +74,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rule, with the values for which its condition holds now, by the values' labels."""
+    """A rule as evaluated now: `found` has the values for which the rule's condition holds, by their labels."""
 
     name: str
     severity: Severity
@@ -89,8 +89,8 @@ def fingerprint(name: str, labels: Labels) -> str:
 
 
 def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: float) -> list[Alert]:
-    """Returns the alerts that change with the present observations of the rules. `known` maps alert ids to the rules'
-    alerts.
+    """Compares the present observations of rules with the rules' alerts in `known` (by id). Returns the alerts that
+    changed.
 
     A pending alert whose condition has ended is returned as resolved, although it never fired. The caller must forget
     it.

@@ -14,8 +14,8 @@ _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 130, 50
 
 
 def over_time(curves: Mapping[str, Sequence[float]], title: str, *, every_s: float) -> Picture:
-    """Returns a figure with a panel for each curve. A curve's points are `every_s` seconds apart; the last one is
-    now.
+    """Returns a figure with a panel for each curve. The points of a curve are `every_s` seconds apart. The last point
+    is now.
     """
 
     def draw(figure: Figure) -> None:

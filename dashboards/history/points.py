@@ -77,8 +77,8 @@ def increase(points: Sequence[Point]) -> float:
 def rates(points: Sequence[Point], ends_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
     """Returns a counter's rate per second over steps of `step_s` seconds. Each step ends at one of `ends_s`.
 
-    The rate of a step also uses the last point before the step, if that point is at most `reach_s` seconds older than
-    the step. Steps with fewer than two points are left out.
+    The rate of a step also uses the last point before the step, unless that point is more than `reach_s` seconds older
+    than the step's start. Steps with fewer than two points are left out.
     """
     times = [at_s for at_s, _ in points]
     found = []
@@ -93,8 +93,8 @@ def rates(points: Sequence[Point], ends_s: Iterable[float], step_s: float, reach
 
 
 def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) -> list[Point]:
-    """Returns the latest value at each of the times `ends_s`. Leaves out a time if the latest value is `reach_s` old or
-    older.
+    """Returns the latest value at each of the times `ends_s`. Leaves out times at which that value is older than
+    `reach_s`.
     """
     times = [at_s for at_s, _ in points]
     found = []

@@ -119,7 +119,8 @@ def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str,
 class StoredSeries:
     """The history as the source of series for rule evaluation. It reads each metric and window only once.
 
-    A series without a point in the last `stale_s` seconds has ended: its program is gone or no longer reports it.
+    A series without a point in the last `stale_s` seconds has ended: the program behind it is gone or stopped reporting
+    it.
     """
 
     def __init__(self, history: HistoryReader, stale_s: float) -> None:

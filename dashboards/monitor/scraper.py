@@ -106,7 +106,7 @@ class Scraper:
 class PageReader:
     """Reads one metrics page in Prometheus' text format repeatedly, into the series of a history.
 
-    A line is parsed only when it is new. In later scrapes, the text before the value finds the series.
+    A line is parsed only when it is new. In later scrapes, its series is looked up by the text before the value.
     """
 
     def __init__(self, history: HistoryWriter, labels: Mapping[str, str]) -> None:

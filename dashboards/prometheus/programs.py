@@ -19,7 +19,7 @@ _OTHER_NAMES = {"alertmanager": "prometheus-alertmanager"}  # Debian's
 def find_program(name: Program) -> str | None:
     """Returns the path of a program, or None if it is not installed.
 
-    It is searched for on the PATH, then in the folder into which `./dev setup` of a source checkout unpacks it.
+    The function searches the PATH, then the folder into which `./dev setup` of a source checkout unpacks programs.
     """
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     return shutil.which(name) or shutil.which(_OTHER_NAMES.get(name, name)) or shutil.which(name, path=unpacked)

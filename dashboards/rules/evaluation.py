@@ -47,7 +47,7 @@ class SeriesSource(Protocol):
     def range(
         self, metric: str, where: Sequence[Matcher], start_s: float, end_s: float
     ) -> Iterable[tuple[Labels, Sequence[Point]]]:
-        """Returns the series of a metric that match all of `where`. Their points lie from `start_s` to `end_s`
+        """Returns the series of a metric that satisfy the matchers `where`. Their points lie from `start_s` to `end_s`
         inclusive, in order of time.
         """
 

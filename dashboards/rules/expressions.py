@@ -92,7 +92,7 @@ class Arithmetic:
 class Condition:
     """The values of the left side for which a comparison holds.
 
-    Each is compared with a number, or with the value on the right side that has equal labels.
+    A left value is compared with a number, or with the value on the right side that has equal labels.
     """
 
     left: Expression

@@ -64,7 +64,7 @@ def bundle(folder: Path = STATIC) -> Mapping[str, StaticFile]:
 
 
 def version(folder: Path = STATIC) -> str:
-    """Returns a string that changes with every build. An open page compares it to learn that it is outdated."""
+    """Returns a string that changes with every build. By it, an open page can tell that a newer build exists."""
     entry = bundle(folder).get(ENTRY)
     return "" if entry is None else entry.etag.strip('"')
 

@@ -52,7 +52,7 @@ def use_of(kind: EntryKind, job_kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PagePicture:
-    """The rows about all objects at one time, as a caller with access to all teams sees them. Its rows are never
+    """The rows about all objects at one time, as a caller with access to all teams sees them. A picture is never
     changed.
     """
 
@@ -70,8 +70,8 @@ class PagePicture:
     def seen_by(self, team: str) -> dict[str, Row | Table]:
         """Returns the part of the picture that a team may see: the team's own rows, and all nodes.
 
-        A node shows who uses it only for the team's own shares. The status comes last, so that a page that has received
-        the status has all tables that the status summarizes.
+        In the row of a node, holders are named only for the team's own shares. The status comes last, so that a page
+        that has received the status has all tables that the status summarizes.
         """
         is_all = team == ANY_TEAM
         price, cost = (

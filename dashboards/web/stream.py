@@ -38,7 +38,9 @@ Content = Mapping[str, Any]
 
 
 class Listener:
-    """One open stream. `messages` holds the messages to send, and None as the last one once the listener is dropped."""
+    """One open stream. `messages` holds the messages to send. When the listener is dropped, None is added as the last
+    one.
+    """
 
     def __init__(self, team: str) -> None:
         self.team = team
@@ -69,7 +71,9 @@ class Streams:
         """Set while a listener has not been sent anything yet."""
 
     def join(self, team: str) -> Listener:
-        """Adds a listener. Its first messages are the whole picture. Raises QuotaError if there are too many."""
+        """Adds a listener, whose first messages are the whole picture. Raises QuotaError if there are too many
+        listeners.
+        """
         if len(self._listeners) >= MOST_LISTENERS:
             raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")
         listener = Listener(team)

@@ -16,7 +16,9 @@ import yaml
 
 
 def inventory(hosts: dict[str, Any]) -> dict[str, Any]:
-    """Returns Ansible's inventory of a `hosts` section. The virtual environment is that of the section's `python`."""
+    """Returns Ansible's inventory of the machines in a `hosts` section. Its variable `raytide_venv` is the virtual
+    environment that contains the section's `python`.
+    """
     ssh = hosts["ssh"]
     known_hosts = Path(ssh.get("known_hosts", "~/.ssh/known_hosts")).expanduser()
     options = [

@@ -65,11 +65,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch) -> Tensor | None:
-        """Returns the logits [T, V], which are valid until the next call. Returns None if the caller must run the step
-        without a graph.
+        """Returns the logits [T, V], which are valid until the next call. Returns None if the step cannot run as a
+        graph.
 
-        That is so if a sequence adds more than one token, if the batch is too large, or if the step could not be
-        captured.
+        A step cannot run as a graph if a sequence adds more than one token, if the batch is too large, or if the
+        capture has failed. The caller must run such a step itself.
         """
         rows = len(batch.query_lens)
         if self._is_broken or rows > self._most_rows or ids_T.shape[0] != rows:

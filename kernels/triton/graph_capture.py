@@ -31,7 +31,7 @@ class GraphCapture(Protocol):
     def new_pool(self) -> Pool: ...
 
     def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
-        """Records `step`, and may run it before. The tensors that `step` reads and writes must live as long as the
+        """Records `step`. The call may run `step` first. Tensors that `step` reads and writes must live as long as the
         graph.
         """
         ...

@@ -32,7 +32,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def can_run() -> bool:
-    """Returns whether the kernels run on this machine's GPU. It launches one of them, because Triton also needs a C
+    """Returns whether the kernels run on this machine's GPU. To find out, it launches one, since Triton also needs a C
     compiler.
     """
     if not is_installed() or not torch.cuda.is_available():

@@ -79,8 +79,8 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, bytes, version) of everything but the spec that affects the result: code, evaluation sets and
-        models.
+        """Returns (name, bytes, version) of code, evaluation sets and models: all that affects the result in addition
+        to the spec.
         """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:

@@ -49,8 +49,8 @@ class CorpusCleaning:
             self._store.close()
 
     def near_duplicates(self, kept: NDArray[np.bool_]) -> dict[int, int]:
-        """Returns a map from each document to drop to the document that it nearly duplicates, or to -1 if that is in an
-        earlier dataset.
+        """Finds near-duplicates to drop. Maps each of them to the document that it duplicates, or to -1 if that
+        document is in an earlier dataset.
 
         Documents are numbered among the documents that the rules kept. `kept` is a mask of the documents that no other
         step has dropped.
@@ -102,7 +102,7 @@ class CorpusCleaning:
 def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
     """Returns the signatures of a dataset.
 
-    Raises ConfigError if the dataset has no signatures or was signed with other settings. Raises DataError if its
+    Raises ConfigError if the dataset has no signatures, or signatures with other settings. Raises DataError if the
     signatures were altered.
     """
     where = join(dataset, _signatures_of(dataset).file)

@@ -29,9 +29,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StageCode:
-    """A user's stage with its code. It is pickled for workers.
+    """A user's stage with its code, as it is pickled for workers.
 
-    The source of a file is pickled with it. A module must be installed on the workers.
+    If the stage is in a file, the file's source is pickled. If it is in a module, the module must be installed on the
+    workers.
     """
 
     stage: UserStage

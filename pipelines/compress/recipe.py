@@ -15,7 +15,9 @@ StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask", "distil
 
 
 class RtnStep(QuantizationOptions):
-    """Rounds each weight to the nearest value of its scale: no calibration, one layer in memory at a time."""
+    """Rounds each weight to the nearest quantised value. It needs no calibration, and only one layer in memory at a
+    time.
+    """
 
     scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w8a16"
     """w8a16, w4a16: integer weights, activations as they are. w8a8: activations are rounded to int8 by token, too.
@@ -37,7 +39,7 @@ class CalibratedStep(QuantizationOptions):
 
 
 class PruneStep(Config):
-    """Removes the least important parts, by Minitron's activations. The result is a plain, smaller model."""
+    """Removes the least important parts of the model. Importance is measured by activations, as in Minitron."""
 
     ffn: float = Field(default=1.0, gt=0, le=1)
     """The share of the feed-forward neurons that stays."""
@@ -95,7 +97,7 @@ class DistillStep(Config):
 
 
 class CompressStep(Config):
-    """One step; exactly one of its fields is given."""
+    """One step of a recipe. Exactly one of its fields is given."""
 
     rtn: RtnStep | None = None
     gptq: CalibratedStep | None = None

@@ -38,8 +38,9 @@ class LinkReader:
 
 
 def html_record(page: bytes) -> Record:
-    """Returns the main content of a web page, without navigation and boilerplate. The encoding is that which the page
-    declares or seems to have.
+    """Returns the main content of a web page, without navigation and boilerplate.
+
+    The page is decoded from the encoding that it declares, or that it seems to have.
     """
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding

@@ -126,8 +126,8 @@ class ReferenceEngine:
 
 
 def choose_engine(tokenizer: bytes) -> EngineSpec:
-    """Returns the spec with `fastokens` if that loads the tokenizer and agrees with `tokenizers` on PROBES. Otherwise
-    returns it with `tokenizers`.
+    """Returns the spec with `fastokens` if `fastokens` loads the tokenizer and agrees with `tokenizers` on PROBES.
+    Otherwise returns the spec with `tokenizers`.
     """
     fast = EngineSpec("fastokens", tokenizer, engine_versions())
     slow = EngineSpec("tokenizers", tokenizer, engine_versions())
@@ -167,7 +167,7 @@ def sample_of(texts: Sequence[str]) -> list[str]:
 
 
 def encode_marked(engine: TokenEngine, texts: Sequence[str], start_id: int, end_id: int) -> tuple[Ids, Lengths]:
-    """Encodes rendered conversations. Their marks become the ids of the start and the end of a turn."""
+    """Encodes rendered conversations. The marks in them become the ids of the start and the end of a turn."""
     pieces: list[str] = []
     marks: list[int] = []
     """The token that follows each piece: a turn's start or end, or -1 for none."""

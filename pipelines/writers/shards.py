@@ -41,8 +41,8 @@ class ChunkTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The plan of a shard: it holds the tokens `start` to `end` of the dataset. `ends` are the ends of the documents
-    that end in it.
+    """The plan of a shard. The shard has the tokens `start` to `end` of the dataset. `ends` has the ends of the
+    documents that end in this shard.
     """
 
     number: int

@@ -125,7 +125,7 @@ class CloudProvider:
         return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns the present spot prices on AWS, and nothing on other clouds, where the configured prices hold."""
+        """Returns the present spot prices on AWS. On other clouds it returns none, and the configured prices hold."""
         return {} if self._spot_prices is None else self._spot_prices.now()
 
     def problems(self) -> tuple[str, ...]:

@@ -78,7 +78,9 @@ def start_in(root: Path, request: Mapping[str, Any], *, dies_with_caller: bool =
 
 
 def list_nodes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of each node of this cluster on this machine. A node whose process is gone has ended."""
+    """Returns the state of each node of this cluster on this machine. If a node's process is gone, the node is shown as
+    ended.
+    """
     return {"nodes": {folder.node_id: _state(folder) for folder in _folders(_root(request))}}
 
 
@@ -95,7 +97,7 @@ VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"start": s
 
 
 def check_versions(wanted: Mapping[str, str]) -> None:
-    """Raises a ProviderError that names each version in which this machine differs from the head."""
+    """Raises a ProviderError if a version on this machine differs from the head's. The error names it."""
     here = versions()
     wrong = [f"{name} {here[name]} instead of {wanted[name]}" for name in wanted if here[name] != wanted[name]]
     if wrong:

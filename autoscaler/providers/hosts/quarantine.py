@@ -64,7 +64,9 @@ class HostQuarantine:
         return entry
 
     def lift(self, host: str) -> bool:
-        """Deletes the record of the machine's failures, which ends the quarantine. Returns False if there was none."""
+        """Ends the machine's quarantine and deletes the record of its failures. Returns whether there was such a
+        record.
+        """
         path = self._folder / f"{host}.json"
         was_there = path.exists()
         path.unlink(missing_ok=True)

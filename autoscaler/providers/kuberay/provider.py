@@ -4,7 +4,7 @@ pods.
 A node type is a worker group. The patch sets the number of pods of each group and names the pods to delete. The
 operator counts terminating pods as pods of the group. If it counts too many, it deletes an arbitrary pod. Therefore the
 patch names a pod to delete until Kubernetes no longer lists it. Every patch is computed anew from purchase records and
-listed pods, so a lost call is made up for by the next.
+listed pods, so the next call makes up for a call that was lost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Pod:
 class KubeRayProvider(Provider):
     """Creates and deletes pods of a RayCluster.
 
-    `cluster` is the name of the RayCluster. Its spec must have `enableInTreeAutoscaling: false`.
+    `cluster` is the name of the RayCluster. The spec of the RayCluster must have `enableInTreeAutoscaling: false`.
     """
 
     def __init__(self, api: KubeApi, cluster: str, run_dir: Path, clock: Clock) -> None:

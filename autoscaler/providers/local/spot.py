@@ -36,7 +36,7 @@ def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
 
 
 def set_stockouts(run_dir: Path, pools: Iterable[Pool]) -> None:
-    """Makes these pools refuse launches, and no others."""
+    """Sets which pools are out of stock and refuse launches: exactly the given pools."""
     write_json(run_dir / "stockouts.json", {"pools": [list(pool) for pool in pools]})
 
 

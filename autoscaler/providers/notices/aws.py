@@ -1,5 +1,5 @@
-"""AWS's interruption notices, read by IMDSv2. Spot interruptions come two minutes ahead. Rebalance recommendations may
-come earlier.
+"""AWS's interruption notices, read through IMDSv2: spot interruptions two minutes ahead, rebalance recommendations
+earlier, if AWS sends any.
 """
 
 from __future__ import annotations

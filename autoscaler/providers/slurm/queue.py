@@ -62,7 +62,9 @@ class SlurmJob:
 
 
 class SlurmQueue(Protocol):
-    """The Slurm jobs of this user. Calls raise ClusterError if Slurm does not answer, ProviderError if it refuses."""
+    """The Slurm jobs of this user. A call raises ClusterError if Slurm does not answer, and ProviderError if Slurm
+    refuses.
+    """
 
     def jobs(self) -> list[SlurmJob]:
         """Returns the jobs that Slurm lists. Slurm lists an ended job for some minutes."""

@@ -1,5 +1,6 @@
-"""Sends each receiver the changes of alerts that it has not received yet. Messages are grouped, rate-limited and
-retried until delivered.
+"""Sends each receiver messages about those changes of alerts that are new to the receiver.
+
+Messages are grouped, rate-limited and retried until they are delivered.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ Told = Mapping[tuple[str, str], tuple[str, str, float]]
 def due_alerts(
     alerts: Iterable[Alert], told: Told, silenced: Collection[str], config: NotifySection, now_s: float
 ) -> list[Alert]:
-    """Returns the alerts of the next message to a receiver. The list is empty until the message has waited for more
-    alerts long enough.
+    """Returns the alerts of the next message to a receiver. The list is empty while the message waits for more alerts.
 
     `told` maps each alert to its state in the last message to this receiver. A receiver gets a message when an episode
     of an alert begins and when it ends, and repetitions in between.

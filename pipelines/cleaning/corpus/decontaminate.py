@@ -25,8 +25,8 @@ class EvaluationSets:
 
     @staticmethod
     def read(spec: Decontamination) -> EvaluationSets:
-        """Reads the evaluation sets. Raises DataError for a set in which no text has n words, because such a set would
-        have no effect.
+        """Reads the evaluation sets. Raises DataError for a set whose texts are all shorter than one n-gram, because
+        such a set would have no effect.
         """
         found = [np.zeros(0, np.uint64)]
         for url in spec.sets:

@@ -75,8 +75,8 @@ def slots_of(signatures: Signatures, documents: NDArray[np.int64]) -> NDArray[np
 
 
 def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
-    """Returns the clusters of all documents of `parts`, in order. Parts of earlier datasets must precede those of the
-    dataset being built.
+    """Clusters all documents of `parts`, in order. Parts of earlier datasets must precede those of the dataset being
+    built.
     """
     slots = _Slots(parts)
     least = _least_agreement(min_similarity, slots.count)

@@ -14,7 +14,7 @@ _FINEWEB_ENDS = tuple(SENTENCE_ENDS)
 
 
 def c4_quality(text: str, rules: C4Rules) -> tuple[str, str | None]:
-    """Returns the text without bad lines, and the reason to drop the text, or None to keep it."""
+    """Returns (text without bad lines, reason to drop the text). The reason is None if the text is kept."""
     kept: list[str] = []
     sentences = 0
     for line in text.splitlines():

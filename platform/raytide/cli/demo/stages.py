@@ -74,7 +74,7 @@ def start_endpoint(client: Client, model: str, say: Say) -> EndpointHandle:
 
 
 def ask(handle: EndpointHandle, report: Report) -> None:
-    """Requests one completion, which the demo prints at its end."""
+    """Requests one completion. The demo prints it at the end."""
     answer = handle.openai(timeout=_STAGE_TIMEOUT_S).completions.create(
         model=handle.name, prompt=specs.PROMPT, max_tokens=32, temperature=0.7, frequency_penalty=1.0, seed=7
     )

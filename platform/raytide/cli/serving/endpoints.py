@@ -81,7 +81,7 @@ def rollout(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the last rollout of an endpoint, its state and the counts of both revisions; or end it."""
+    """Show the last rollout of an endpoint, with its state and the counts of both revisions, or end it."""
     if (stop and promote) or (why and not (stop or promote)):
         raise UsageError(
             "give one of --stop and --promote; --why explains it.", hint="`raytide endpoint rollout NAME`."

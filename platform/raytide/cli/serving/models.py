@@ -46,10 +46,10 @@ def register(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Register a version of a model, which never changes.
+    """Register a version of a model. A version never changes.
 
-    Its files are read on this machine, and their digest is stored. Registering the same version again returns the
-    existing one.
+    The model's files are read on this machine, and their digest is stored. Registering the same version again returns
+    the existing one.
     """
     metrics = _metrics(metric or ())
     version = _models(cluster).register(name, source, job=job, metrics=metrics, note=note, team=team)
@@ -102,8 +102,8 @@ def promote(
 ) -> None:
     """Point an alias of a model at a version.
 
-    A rule has bounds on the version's metrics and on their gains. It can also require a result of the last A/B test of
-    both versions. An endpoint that was started by the alias keeps its version until it is served again.
+    The rule of --rule has bounds on the version's metrics and on their gains. It can also require a result of the last
+    A/B test of both versions. An endpoint that was started by the alias keeps its version until it is served again.
     """
     models = _models(cluster)
     if remove:

@@ -1,7 +1,7 @@
 """Books the work that a gang lost to a disruption, once the gang's driver has reported the amount.
 
-Only the driver knows its last checkpoint. It reports `lost_s`, the total seconds of work that it had to repeat, and
-`lost_at_s`, the time of its last interruption. Work lost through the job's own fault remains the job's cost.
+Only the driver knows the gang's last checkpoint. It reports `lost_s`, the total seconds of work that it had to repeat,
+and `lost_at_s`, the time of its last interruption. Work lost through the job's own fault remains the job's cost.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Returns the ids of jobs whose newly reported loss can be booked. Its cause is known, or can no longer become
-    known.
+    """Returns the ids of jobs whose newly reported loss can be booked: the loss's cause is known, or can no longer
+    become known.
     """
     return frozenset(
         job.id

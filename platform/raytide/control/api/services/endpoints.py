@@ -227,7 +227,9 @@ class EndpointService:
         return endpoint_log.part(self._files, logs, after, tail, running, gone)
 
     def report(self, name: str, body: Mapping[str, object], caller: Caller) -> None:
-        """Stores values that users report for the signals on which the endpoint scales. Each holds for five minutes."""
+        """Stores values that users report for the signals on which the endpoint scales. A value is used for five
+        minutes.
+        """
         caller.require_team((endpoint := self._store.endpoint(name)).spec.team)
         report = SignalReport.parse({"values": body}, where="signals")
         report.check(endpoint.spec)

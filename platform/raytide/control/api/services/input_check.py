@@ -1,9 +1,10 @@
 """Checks the local files that a spec names before its job or endpoint is queued.
 
-For URLs, only the form is checked. The driver reports what is missing behind them. Local files are checked in separate
-threads with a timeout, so a hanging file system blocks only these threads. Specs are then accepted unchecked. The API
-may read more files than teams may. Therefore the API tells a caller with a team's token only about files that every
-user of the machine can read. The driver reports on the others. Only regular files are opened.
+For URLs, only the form is checked. The driver later reports URLs that lead to nothing. Local files are checked in
+separate threads with a timeout, so a hanging file system blocks only these threads. After a timeout, the spec is
+accepted unchecked. The API may read more files than teams may. Therefore the API tells a caller with a team's token
+only about files that every user of the machine can read. The driver reports on the others. Only regular files are
+opened.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Inputs:
 
     def check_weights(self, model: str, weights: str, caller: Caller) -> None:
         """Raises DataError if `weights` is not a model. Raises ConflictError if its architecture is known to differ
-        from the model's.
+        from that of `model`.
         """
         from raytide.actors.models.families import architecture_of, is_same_architecture
 

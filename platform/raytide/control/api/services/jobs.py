@@ -127,8 +127,8 @@ class JobService:
         return spec.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
-        """Returns at most `limit` jobs, newest first. With `active`, only unfinished jobs. If specs are large, it
-        returns fewer.
+        """Returns at most `limit` jobs, newest first. `active` selects unfinished jobs. If specs are large, fewer jobs
+        are returned.
         """
         team = caller.only_team
         most_bytes = bounds.MOST_PAGE_BYTES

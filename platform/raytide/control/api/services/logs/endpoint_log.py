@@ -40,10 +40,10 @@ class _Piece:
 
 
 def gone_nodes(nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns the nodes that have no log agent, by Ray's node id, with the reason. An agent ends with its node's
-    raylet.
+    """Returns the dead nodes, as a map from Ray's node id to the reason why the node has no log agent.
 
-    Callers skip these nodes, because a call to a machine that is gone may block for its whole timeout.
+    An agent ends with its node's raylet. Callers skip these nodes, because a call to a machine that is gone may block
+    for its whole timeout.
     """
     found = dict[str, str]()
     for node in nodes:
