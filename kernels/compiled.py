@@ -41,10 +41,10 @@ def loaded_library() -> Library:
 
 
 class WeightsMemory:
-    """Memory for packed weights, in huge pages where the kernel offers them. Every step reads all weights, and small
-    pages would cost an address lookup each.
+    """Memory for packed weights. It uses huge pages where the kernel offers them.
 
-    Small weights lie side by side in slabs. A slab is freed with the last of its weights.
+    Every step reads all weights. With small pages, the processor would have to look up an address for every page. Small
+    weights lie side by side in slabs. A slab is freed with the last of its weights.
     """
 
     def __init__(self) -> None:

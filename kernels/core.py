@@ -104,8 +104,8 @@ class Rope:
 class AttentionSpec:
     """The fixed parameters of an attention operator.
 
-    - `window`: the number of positions that a token sees, including its own
-    - `softcap`: c, if a score becomes c * tanh(score / c)
+    `window` is the number of positions that a token sees, including its own. If `softcap` is a number c, each score
+    becomes `c * tanh(score / c)`.
     """
 
     scale: float

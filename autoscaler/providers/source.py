@@ -1,5 +1,6 @@
-"""One of several providers. The provider is created at the first call. Each call has a timeout, so that a hanging
-provider does not stop the others.
+"""Wraps one of several providers. The provider is created at the first call.
+
+Each call has a timeout, so that a hanging provider does not stop the others.
 """
 
 from __future__ import annotations

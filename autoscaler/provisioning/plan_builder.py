@@ -20,7 +20,9 @@ from raytide.scheduling.state import Placements, SchedulingState
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The slots that are assigned to one subject (such as a lease), and the text of the resulting actions."""
+    """The slots (places on nodes) that are assigned to one subject, such as a lease, and the text of the resulting
+    actions.
+    """
 
     subject: str
     reason: str

@@ -26,7 +26,7 @@ from raytide.scheduling.unattributed import UnattributedUsage
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedPlacement:
-    """The placements of unmanaged work, and the limits on further nodes for such work."""
+    """The placements of unmanaged work (work without a lease), and the limits on further nodes for it."""
 
     node_types: tuple[NodeType, ...]
     """The node types that may be bought for unmanaged work."""
@@ -39,7 +39,7 @@ class UnmanagedPlacement:
 
 
 def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
-    """Places unmanaged work, the largest demand first, on free resources and on new nodes up to the cap."""
+    """Places unmanaged work on free resources, and on new nodes up to the cap. The largest demand is placed first."""
     snapshot, cap = builder.snapshot, builder.snapshot.unmanaged
     bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
     node_types = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
@@ -86,7 +86,7 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
 
 
 def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> None:
-    """Places standing requests, after the pending unmanaged work in `placement`."""
+    """Places standing requests for capacity. `placement` describes the unmanaged work, which was placed before."""
     standing = [
         d for d in builder.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())
     ]

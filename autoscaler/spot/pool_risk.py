@@ -70,7 +70,10 @@ class PoolRisk:
     def quotes(
         self, node_types: Iterable[NodeType], prices: Mapping[tuple[str, str], int], now_s: float
     ) -> tuple[Quote, ...]:
-        """Returns a quote for each spot pool, and for each on-demand pool that has a known price."""
+        """Returns a quote for each spot pool, and for each on-demand pool that has a known price.
+
+        The quote of a spot pool has its price, if known, and its expected reclaims per hour.
+        """
         found = []
         for node_type in node_types:
             for zone in node_type.zones:

@@ -69,8 +69,9 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action in the log. Its key combines the alert's episode and the action's entry in cluster.yaml. So an entry
-    acts only once per episode.
+    """An action in the log. Its key combines the alert's episode and the action's entry in cluster.yaml.
+
+    There is at most one record per key, so an entry acts only once per episode.
     """
 
     key: str
@@ -168,8 +169,7 @@ class AlertRecords:
             return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
 
     def begin(self, action: ActionRecord) -> bool:
-        """Records an action before it is run. Returns False if it was begun before. The caller must not run it in that
-        case.
+        """Records an action before it is run. Returns False if the action was begun before and must not be run again.
 
         If the action was delayed before, this record replaces the record of the delay.
         """

@@ -89,11 +89,10 @@ def fingerprint(name: str, labels: Labels) -> str:
 
 
 def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: float) -> list[Alert]:
-    """Compares the present observations of rules with the rules' alerts in `known` (by id). Returns the alerts that
-    changed.
+    """Compares the rules' present observations with their known alerts. Returns the alerts that changed.
 
-    A pending alert whose condition has ended is returned as resolved, although it never fired. The caller must forget
-    it.
+    `known` maps ids to alerts. A pending alert whose condition has ended is returned as resolved, although it never
+    fired. The caller must forget such an alert.
     """
     changed: list[Alert] = []
     for rule in observed:

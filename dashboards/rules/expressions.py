@@ -162,7 +162,8 @@ def matching(**labels: str | tuple[str, ...]) -> tuple[Matcher, ...]:
 
 
 def select(metric: Metric, *where: Matcher, **labels: str | tuple[str, ...]) -> Selector:
-    """Returns a selector for a metric of the catalogue, under the name that metrics pages show.
+    """Returns a selector for a metric of raytide's catalogue. The selector uses the metric's name as metrics pages show
+    it.
 
     Raises ValueError for a label that the metric does not have.
     """

@@ -1,4 +1,4 @@
-"""Applies a cluster's own bounds and durations to the alert rules."""
+"""Adjusts the alert rules: applies the bounds and durations that a cluster.yaml sets."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class CorpusCleaning:
         return {int(i): max(int(first[i]), -1) for i in np.flatnonzero(is_dropped)}
 
     def repeats(self, kept: NDArray[np.bool_]) -> tuple[dict[int, Cuts], NDArray[np.int64]]:
-        """Returns the repeated words to cut from each chunk, and the documents that would be empty without them."""
+        """Returns the repeated words to cut from each chunk, and the documents that have no other words."""
         rule = self.spec.substrings
         order = sorted(self._chunks)
         lengths = [each for i in order if (each := self._chunks[i].lengths) is not None]

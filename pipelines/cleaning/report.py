@@ -1,5 +1,6 @@
-"""The report of cleaning. It counts effects where documents are read, adds them up over the corpus, and is stored in
-the dataset.
+"""The report of cleaning, which is stored in the dataset.
+
+Workers count the effects of cleaning on the documents that they read, and the driver adds the counts up.
 """
 
 from __future__ import annotations

@@ -41,10 +41,9 @@ class StageCode:
     digest: str
 
     def run(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[str]]:
-        """Returns a list of texts for each text: those that the stage returns for it. The list is empty if the stage
-        drops the text.
+        """Applies the stage to texts. Returns a list for each text: the texts that the stage makes of it.
 
-        Raises a DataError that names the file and the row.
+        The list is empty if the stage drops the text. Raises a DataError that names the file and the row.
         """
         function = _function(self)
         if self.stage.kind == "batch":

@@ -78,7 +78,11 @@ class Reader(Protocol):
         """
 
     def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        """Yields the records of a part, in order. Raises the errors of `split` after the records before the damage."""
+        """Yields the records of a part, in order.
+
+        In a damaged part, it yields the records before the damage and then raises DamagedError or DataError, as `split`
+        does.
+        """
 
 
 class DamagedError(DataError):

@@ -222,10 +222,10 @@ class GangRunner:
 
 
 def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunner:
-    """Returns a runner on the CPUs of `members`. If `members` is None, it uses workers with the CPUs of the spec's
-    first shape.
+    """Returns a runner whose workers use the CPUs of the gang's members.
 
-    `size` is the size of the corpus in bytes. A small corpus gets only as many workers as are worth starting.
+    If `members` is None, the workers use as many CPUs as the spec's first shape has. `size` is the size of the corpus
+    in bytes. A small corpus gets only as many workers as are worth starting.
     """
     import ray
 

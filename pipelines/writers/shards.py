@@ -41,8 +41,9 @@ class ChunkTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The plan of a shard. The shard has the tokens `start` to `end` of the dataset. `ends` has the ends of the
-    documents that end in this shard.
+    """The plan of a shard, which has the tokens `start` to `end` of the dataset.
+
+    `ends` has the positions at which documents end in this shard.
     """
 
     number: int

@@ -1,7 +1,7 @@
 """The provider for every cloud that Ray's cluster launcher supports. It uses Ray's own NodeProvider and the `provider`
 section of cluster.yaml.
 
-raytide chooses node type, zone and time; Ray's code calls the cloud. Machines are listed by tags, so a restarted
+raytide chooses node type, zone and time. Ray's code calls the cloud. Machines are listed by tags, so a restarted
 controller finds them again. A cloud sends an interruption notice only to the machine itself, so a watcher on each node
 passes it on (raytide.autoscaler.providers.notices).
 """

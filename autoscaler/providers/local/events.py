@@ -27,7 +27,7 @@ def poke(run_dir: Path) -> None:
 
 
 class Watcher:
-    """A thread that calls a function at every event until the watcher is closed."""
+    """A thread that calls a function whenever a watched node ends or gets a notice. It runs until it is closed."""
 
     def __init__(self, run_dir: Path, on_event: Callable[[], None]) -> None:
         self._run_dir = run_dir

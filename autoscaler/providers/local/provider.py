@@ -1,7 +1,7 @@
-"""The local provider. Each node is a real raylet with its agents and workers, in its own session on the address
-127.0.K.N.
+"""The local provider. Each node is a real raylet with its agents and workers, in its own session.
 
-Nodes outlive the provider that launched them. The next provider reads everything from the run folder (files.py).
+A node has the loopback address 127.0.K.N, where K stands for the cluster and N for the node. Nodes outlive the provider
+that launched them. The next provider reads everything from the run folder (files.py).
 """
 
 from __future__ import annotations

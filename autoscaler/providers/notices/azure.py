@@ -14,7 +14,9 @@ _LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 
 class AzureMetadata:
-    """Azure's metadata service. It lists the events of all machines of a scale set; only this machine's are used."""
+    """Azure's metadata service. It lists the events of all machines of a scale set. Events of other machines are
+    ignored.
+    """
 
     def __init__(self, url: str = "") -> None:
         self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})

@@ -73,7 +73,7 @@ class SlurmQueue(Protocol):
         """Submits a job and returns its id."""
 
     def cancel(self, job_id: str) -> None:
-        """Makes Slurm end the job, with SIGTERM at first and SIGKILL after KillWait."""
+        """Makes Slurm end the job, with SIGTERM first and SIGKILL after KillWait."""
 
     def interrupt(self, job_id: str) -> None:
         """Sends SIGINT to the job's script, and to none of the script's child processes."""

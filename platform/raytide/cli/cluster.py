@@ -48,7 +48,8 @@ def up(
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
 
-    With --local it runs on this machine; otherwise in the cloud that the file names, through Ray's cluster launcher.
+    With --local the cluster runs on this machine. Otherwise Ray's cluster launcher starts it in the cloud that the file
+    names.
     """
     if local and not dry_run:
         _up_here(config, name or "local", owner, monitoring=monitoring, json=json)
@@ -217,7 +218,7 @@ def export_metrics() -> None:
 def down(name: Name = "local", json: Json = False) -> None:
     """End a cluster and check that no process of it is left.
 
-    On a cloud's head it ends every node that raytide bought; `ray down` then ends the head.
+    On a cloud's head, the command ends every node that raytide bought. Then use `ray down` to end the head.
     """
     from raytide.control.bootstrap import local
     from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of

@@ -53,8 +53,8 @@ def startup(
 ) -> None:
     """Show how long each phase took in the starts of an endpoint's replicas.
 
-    A running phase shows its time so far. A start waits for a node, waits for a Ray process on the node, copies the
-    model from the object store to the node, loads it, and warms up the engine.
+    A running phase shows its time so far. These are the phases of a start: wait for a node, wait for a Ray process on
+    the node, copy the model from the object store to the node, load the model, warm up the engine.
     """
     startups = ApiClient.find(cluster).endpoint(name).startups
     if json:

@@ -1,4 +1,4 @@
-"""Authentication of requests. A token stands for a user and a team, and a job's token also for its job."""
+"""Authentication of requests. A token stands for a user and a team. A job's token stands for its job as well."""
 
 from __future__ import annotations
 
