@@ -111,8 +111,8 @@ def _parts(split: Future[list[InputPart]] | list[InputPart]) -> list[InputPart]:
 def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
     """Groups consecutive parts into chunks of about `chunk_bytes`, so that each task is worth its overhead.
 
-    A chunk of at least half that size may end before any part: a hash of that part's name decides. Therefore an added
-    or removed file changes only nearby chunks, not all later ones.
+    Once a chunk has half that size, a hash of the next part's name decides if the chunk ends. Therefore an added or
+    removed file changes only nearby chunks, not all later ones.
     """
     chunks: list[InputChunk] = []
     group: list[InputPart] = []

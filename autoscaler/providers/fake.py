@@ -14,7 +14,7 @@ from raytide.core.objects.node import Node, NodeType
 
 
 class FakeProvider(Provider):
-    """A provider without machines, for tests and simulations.
+    """A provider whose machines exist only in memory, for tests and simulations.
 
     A machine is billed from the launch call. It can join Ray `launch_delay_s` later (see `is_up`).
     """

@@ -33,7 +33,7 @@ class ProviderSource:
     """A provider that may fail to answer.
 
     `make` connects to the provider. It is called again, after growing pauses, until it succeeds. `recorded` has the
-    provider's machines as they were last recorded. They are used until the provider has answered this process once.
+    provider's machines as they were last recorded. These records are used until the provider has answered this process.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class ActionNote(Config):
 
 
 class MonitoringService:
-    """Answers the API's requests about metrics history and alerts. The monitor writes the data into files in the run
+    """Answers requests to the API about metrics history and alerts. The monitor writes the data into files in the run
     folder, which the API reads.
     """
 

@@ -1,7 +1,7 @@
 """Writes the history, with one transaction for each scrape. Limits on series and bytes hold for every input.
 
-A file that cannot be read is replaced by an empty one, because new values matter more than old ones. `problem` then
-tells the operator.
+A file that cannot be read is replaced by an empty one, because new values matter more than old ones. The attribute
+`problem` then describes this to the operator.
 """
 
 from __future__ import annotations

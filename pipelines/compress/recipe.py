@@ -78,7 +78,9 @@ class MaskStep(Config):
 
 
 class DistillStep(Config):
-    """Trains the model on the predictions of the recipe's parent, as a run of raytide's trainer."""
+    """Trains the model on its teacher's predictions, as a run of raytide's trainer. The default teacher is the recipe's
+    model.
+    """
 
     train: dict[str, object]
     """Fields of a training run (docs/training.md): dataset, steps, optim, ... Its model, teacher and `out` are set by

@@ -119,7 +119,7 @@ def end_with(job: Run, *, wait: bool, json: bool) -> None:
 def finish(job: Run, follow: Callable[[], None], how: str = "", *, wait: bool, json: bool) -> None:
     """Follows a job if asked to, and exits with 1 if the job failed.
 
-    `how` tells the user how to follow the job later. By default it names `raytide logs -f`.
+    `how` is the text that tells the user how to follow the job later. By default it names `raytide logs -f`.
     """
     how = how or f"`raytide logs -f {job.id}` follows it"
     try:

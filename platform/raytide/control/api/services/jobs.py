@@ -156,7 +156,10 @@ class JobService:
         return self.submit(body, caller, key, digest=f"retry of {job_id}")
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
-        """Returns why a job waits or why it ended. For the id `unmanaged`: why work in Ray without a lease waits."""
+        """Returns why a job waits or why it ended.
+
+        For the id `unmanaged`, it returns why unmanaged work (Ray work without a lease) waits.
+        """
         if job_id == UNMANAGED:
             found = self._live().waiting.get(UNMANAGED, Waiting("", "no work without a lease is waiting."))
             return WhyView(UNMANAGED, None, None, found.constraint, found.reason, found.remedy, None)
