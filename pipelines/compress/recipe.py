@@ -62,7 +62,7 @@ class PruneStep(Config):
 
 
 class MaskStep(Config):
-    """Sets weights to zero. For research: no byte and no operation is saved, here or in vLLM."""
+    """Sets weights to zero. This step is for research: no byte and no operation is saved, in raytide or in vLLM."""
 
     method: Literal["magnitude", "wanda"] = "wanda"
     sparsity: float | None = Field(default=None, gt=0, lt=1)
