@@ -109,7 +109,7 @@ class Examined:
     def digest(self, record: Record) -> bytes:
         """Returns the digest by which duplicates and changed inputs are detected.
 
-        It is the digest of the cleaned text if the document was cleaned, and else of the record.
+        If the document was cleaned, it is the digest of the cleaned text. Otherwise it is that of the record.
         """
         return digest(record if self.cleaned is None else self.cleaned.text.encode())
 

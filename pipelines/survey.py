@@ -35,7 +35,7 @@ SAMPLE_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class DropSample:
-    """A sample of the dropped documents, kept for inspection."""
+    """A dropped document that is kept as a sample, for inspection."""
 
     reason: str
     file: str

@@ -85,7 +85,9 @@ class ReclaimHazard:
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
-        """Returns the expected reclaims per hour of a zone at its present age. The age of a zone without nodes is 0."""
+        """Returns the expected reclaims per hour of a zone at its present age. A zone that had no nodes lately has age
+        0.
+        """
         zone = self.zones.get(name)
         if zone is None:
             return self.reclaims[0] / self.hours[0]

@@ -60,7 +60,7 @@ class OperatorClient:
         return f"{endpoint} went back to revision {plan['revision']}"
 
     def pause_budget(self, team: str) -> str:
-        """Sets the team's budget to zero. It stays zero until `raytide budget reset`."""
+        """Sets the team's monthly budget to zero. It stays zero until `raytide budget reset`."""
         self._api.call("PATCH", f"/v1/teams/{team}", {"budget": {"soft_usd": 0.0, "hard_usd": 0.0}})
         return f"the budget of {team} is 0: nothing of it starts until `raytide budget reset {team}`"
 

@@ -1,7 +1,7 @@
 """Writes a model directory one layer at a time. A killed writer resumes after its last complete layer.
 
-Each layer is a file. The directory is built under a hidden name that contains its digest, and is moved to its target
-once it is complete.
+Each layer is a file. The directory is built under a hidden name, which is derived from its digest, and is moved to its
+target once it is complete.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class CalibratedStep(QuantizationOptions):
 
 
 class PruneStep(Config):
-    """Removes the least important parts of the model. Importance is measured by activations, as in Minitron."""
+    """Removes the parts that are least important by Minitron's measure of activations. The result is an ordinary,
+    smaller model.
+    """
 
     ffn: float = Field(default=1.0, gt=0, le=1)
     """The share of the feed-forward neurons that stays."""

@@ -18,7 +18,9 @@ log = logger(__name__)
 
 
 class PowerSwitch:
-    """Runs the operator's power commands on the head, without a shell. A machine without commands counts as on."""
+    """Runs the operator's power commands on the controller's machine, without a shell. Machines without commands count
+    as on.
+    """
 
     def __init__(self, hosts: HostsSection) -> None:
         self._hosts = hosts

@@ -149,7 +149,9 @@ class SlurmProvider(Provider):
             return tuple(found)
 
     def problems(self) -> tuple[str, ...]:
-        """Returns sentences that say how many jobs wait in Slurm's queue, one for each of Slurm's reasons."""
+        """Returns a sentence that says how many nodes wait in Slurm's queue, with Slurm's reasons. Empty if no node
+        waits.
+        """
         with self._lock:
             waiting = Counter(
                 jobs[0].why_pending

@@ -63,7 +63,7 @@ def set_quota(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Change a team's quota. Resources that are not named keep their quota."""
+    """Change a team's quota. Resources that are not named keep their quota and still follow cluster.yaml."""
     changes: dict[str, object] = {} if weight is None else {"weight": weight}
     for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
         if given:

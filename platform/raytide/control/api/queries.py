@@ -90,8 +90,8 @@ def checked_name(name: str) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a request body. Raises UsageError if the body is not an object, or exceeds the bounds
-    of specs.
+    """Returns the JSON object in a request body. Raises UsageError if the body is not an object, or contains something
+    that no spec may contain.
     """
     try:
         found = json.loads(raw.decode(), parse_constant=_no_constant)

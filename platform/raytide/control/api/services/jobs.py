@@ -43,7 +43,10 @@ _ALL = 2**31 - 1
 
 
 class JobService:
-    """Submits, shows and changes jobs, and serves the jobs' drivers. Each method writes to the store at most once."""
+    """Submits, shows and changes jobs, and serves the jobs' drivers.
+
+    Each method reads the store a few times and writes to it at most once.
+    """
 
     def __init__(
         self,
