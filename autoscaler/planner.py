@@ -1,8 +1,8 @@
-"""The autoscaler's decision: a pure function from a Snapshot to actions, each with its reason in words.
+"""The autoscaler's decision: a pure function from a Snapshot to actions. Each action carries its reason in words.
 
 Needs are served in order of priority: published replicas, admitted leases, work without a lease, resources requested
-from Ray, then the minimum and the warm nodes of each type. Then nodes that have been idle for long enough and are not
-nominated are drained, and replicas and gangs move to where they cost less.
+from Ray, then the minimum and the warm nodes of each type. Nodes that serve these needs are called nominated. Other
+nodes are drained once they have been idle for long enough. Last, replicas and gangs move to where they cost less.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ WARM = "warm"
 
 
 def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """Returns the actions for nodes and placements. `snapshot` already has this decision's targets and admitted leases.
+    """Returns the actions for nodes and placements. `snapshot` must contain the replica targets and the admitted leases
+    of this decision.
 
-    `room` is the scheduling state of the snapshot, if it exists already; this call changes it.
+    `room` is the scheduling state of the snapshot, if the caller has built one already. This call changes `room`.
     """
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"

@@ -1,6 +1,6 @@
-"""Ray's cluster state and drains, directly from its GCS.
+"""Reads Ray's cluster state and drains nodes, directly through Ray's GCS.
 
-A call takes about a millisecond and needs no driver connection. The GCS knows logical resources only; utilization.py
+A call takes about a millisecond and needs no driver connection. The GCS knows logical resources only. utilization.py
 reads physical use from each node's agent.
 """
 
@@ -25,7 +25,7 @@ from raytide.core.ray_internals import (
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node as Ray sees it. The instance id, with which every raylet is started, links it to raytide's record."""
+    """A node as Ray sees it. Every raylet is started with an instance id, which links the node to raytide's record."""
 
     ray_node_id: str
     """Ray's id, in hex."""
@@ -70,7 +70,7 @@ group, not for a node.
 class GcsReader:
     """Reads nodes and demand from Ray's GCS.
 
-    Connects on first use, and again after any error, so that the next call finds a restarted GCS.
+    It connects at the first call and again after any error, so the call after a restart of the GCS reaches the new GCS.
     """
 
     def __init__(self, address: str) -> None:
@@ -78,12 +78,14 @@ class GcsReader:
         self._client: GcsClient | None = None
 
     def nodes(self) -> tuple[RayNode, ...]:
-        """Returns every node that Ray knows, dead ones and the head (with an empty `node_id`) included."""
+        """Returns every node that Ray knows, including dead nodes and the head. The head has an empty `node_id`."""
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
         """Returns the work that Ray cannot place and for which a new node might help, then the resources that
-        `request_resources` asks for. raytide's own placement groups are pinned to nodes and left out.
+        `request_resources` asks for.
+
+        raytide's own placement groups are pinned to nodes, so they are left out.
         """
         state = self._state()
         found: dict[_Key, int] = {}
@@ -99,8 +101,8 @@ class GcsReader:
         return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(requested)))
 
     def metrics_addresses(self) -> dict[str, str]:
-        """Returns `host:port` of the metrics page of Ray's agent on each live node, by instance id (`head` for the
-        head).
+        """Returns the `host:port` at which Ray's agent on each live node serves metrics. The keys are instance ids, and
+        `head` for the head.
         """
         nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
         return {
@@ -112,7 +114,9 @@ class GcsReader:
         }
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
-        """Asks Ray to place no more work on the node. Returns False if `kind` is "idle" and something runs there."""
+        """Asks Ray to place no more work on the node. Returns False if Ray refuses: Ray refuses an "idle" drain of a
+        node with work.
+        """
         reasons = {
             "idle": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
             "notice": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
@@ -125,7 +129,7 @@ class GcsReader:
         return self._call("drain a node", call)
 
     def report(self, nodes: Iterable[Node]) -> None:
-        """Reports pending and failed nodes, for `ray status` and Ray's dashboard."""
+        """Reports pending and failed nodes to Ray. `ray status` and Ray's dashboard show them."""
         seen = self._state().cluster_resource_state_version
         state = autoscaler_messages().AutoscalingState(
             last_seen_cluster_resource_state_version=seen, autoscaler_state_version=seen + 1
@@ -165,8 +169,10 @@ class GcsReader:
 
 
 class GcsEntries:
-    """Entries under one prefix in the key-value store of Ray's GCS: processes on nodes write them, and the controller
-    reads them. `connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found.
+    """Entries under one prefix in the key-value store of Ray's GCS. Processes on nodes write entries, and the
+    controller reads them.
+
+    `connect` returns a GCS client. It is called again after any error, to reach a restarted GCS.
     """
 
     def __init__(self, prefix: str, connect: Callable[[], GcsClient]) -> None:
@@ -180,7 +186,7 @@ class GcsEntries:
         self._call(lambda gcs: gcs.internal_kv_del(self._key(name), False, _NAMESPACE, CALL_TIMEOUT_S))
 
     def all(self) -> dict[str, bytes]:
-        """Returns the contents of all entries by name."""
+        """Returns the contents of all entries, by the entries' names."""
         keys = self._call(lambda gcs: gcs.internal_kv_keys(self._prefix, _NAMESPACE, CALL_TIMEOUT_S))
         if not keys:
             return {}

@@ -1,4 +1,4 @@
-"""The signals other than requests on which endpoints scale: meters of their nodes, and values that users report."""
+"""Scaling signals other than requests: the utilization of an endpoint's nodes, and values that users report."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def with_signals(
     measured: Mapping[str, NodeMeasurement],
     now_s: float,
 ) -> dict[str, EndpointLoad]:
-    """Returns the loads with the fresh values of their endpoints' signals.
+    """Returns the loads of endpoints, completed with fresh values of the signals on which each endpoint scales.
 
-    `nodes` maps Ray's node ids to raytide's; `use` and `measured` have raytide's node ids as keys.
+    `nodes` maps Ray's node ids to raytide's. The keys of `use` and `measured` are raytide's node ids.
     """
     found = dict(loads)
     for endpoint in endpoints:

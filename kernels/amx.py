@@ -1,4 +1,4 @@
-"""Matrix products on processors with AMX, through oneDNN, because the C operators do not use AMX's tiles."""
+"""Matrix products through oneDNN on processors with AMX. The C operators do not use AMX's tiles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def _least_s(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @register("linear", "cpu", priority=25, probe=_is_faster)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that oneDNN computes for bfloat16, and the C operators for float32, which AMX lacks."""
+    """Returns a linear layer. oneDNN computes it in bfloat16, and the C operators in float32, which AMX does not
+    support.
+    """
     if weight.dtype == torch.bfloat16:
         return cpu.linear(weight, bias)
     return compiled.linear(weight, bias)

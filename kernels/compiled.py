@@ -1,8 +1,8 @@
-"""CPU variants in C (`kernels/c`) for bfloat16 and float32 and any number of rows. Shapes and memory layouts that they
-do not support go to the reference.
+"""CPU variants of the operators in C (`kernels/c`), for bfloat16 and float32 and any number of rows.
 
-Every row's result is the same to the bit whatever other rows are in the batch. Attention also has a faster variant for
-single new tokens without this property; `deterministic` engines do not use it.
+The reference handles shapes and memory layouts that the C code does not support. The result of a row is the same to the
+bit whatever other rows are in the batch. Attention also has a faster variant for single new tokens, without this
+property. `deterministic` engines do not use that variant.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def can_run() -> bool:
 
 
 def loaded_library() -> Library:
-    """Returns the C library. It must be available, as it is for all variants that were chosen because of `can_run`."""
+    """Returns the C library, which must be available. It is available if `can_run` returned True."""
     loaded = library()
     assert loaded is not None
     return loaded
 
 
 class WeightsMemory:
-    """Memory for packed weights, in huge pages where the kernel has them: a step reads all weights once, and with small
-    pages the processor would look up the address of every page anew.
+    """Memory for packed weights. It uses huge pages where the kernel offers them.
 
-    Small weights lie side by side in slabs. A slab is freed with the last of its weights.
+    Every step reads all weights. With small pages, the processor would have to look up an address for every page. Small
+    weights lie side by side in slabs. A slab is freed with the last of its weights.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class WeightsMemory:
         self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def take(self, size: int) -> Tensor:
-        """Returns `size` uninitialized bytes, from a multiple of 64 on."""
+        """Returns `size` uninitialized bytes, at an address that is a multiple of 64."""
         rounded = -(-size // _LINE) * _LINE
         if rounded > _SLAB_BYTES // 2:
             return _huge(rounded)[:size]
@@ -112,7 +112,7 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 
 
 class PackedLinear:
-    """A plain linear layer: it packs its weight once and does not keep the plain one."""
+    """A linear layer of a weight that is not quantised. It packs the weight and does not keep the unpacked one."""
 
     __slots__ = ("_call", "_kept", "bias_start", "dtype", "is_bf16", "size", "start", "width")
 
@@ -138,7 +138,9 @@ class PackedLinear:
 
 @register("linear", "cpu", priority=20, probe=can_run, invariant=True)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer of the C operators, or the reference's for a shape that they cannot pack."""
+    """Returns a linear layer of the C operators. If they cannot pack a weight of this shape, returns the reference's
+    layer.
+    """
     size, width = weight.shape
     words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
     return PackedLinear(weight, bias, words) if words else ref.linear(weight, bias)
@@ -216,7 +218,7 @@ def rope_write(
 
 
 class Geometry(ctypes.Structure):
-    """The struct that attention.h defines."""
+    """The C struct of attention.h with the parameters of an attention operator and the sequences of a step."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),
@@ -227,7 +229,10 @@ class Geometry(ctypes.Structure):
     ]
 
     def set_batch(self, batch: PagedBatch) -> object:
-        """Describes the sequences of a step. Returns what this struct then points to."""
+        """Describes the sequences of a step in this struct. Returns the buffers to which the struct then points.
+
+        The caller must keep the buffers alive while the struct is used.
+        """
         tables, count = batch.block_tables_BM.contiguous(), len(batch.query_lens)
         lens = (ctypes.c_int64 * (2 * count))(*batch.query_lens, *batch.context_lens)
         self.batch, self.table_width, self.block_size = count, tables.shape[1], batch.block_size

@@ -1,9 +1,11 @@
 """The types that operators share.
 
-Shape suffixes here and in the operators: T tokens of the step, N hidden size, B sequences, M blocks per sequence, S
-slots of the cache (blocks x block size), A = H + 2K heads of a stacked qkv, H query heads, K KV heads, D head dim, L
-context length, F feed-forward width, E experts, X experts per token. In the weight of a linear, N outputs, K inputs, G
-groups of inputs, g inputs of a group.
+Suffixes of tensor names give the shapes, here and in the operators:
+
+- T tokens of the step, B sequences, L context length, M blocks per sequence, S slots of the cache (blocks x block size)
+- N hidden size, F feed-forward width, E experts, X experts per token
+- H query heads, K KV heads, D head dim, A = H + 2K heads of a stacked qkv
+- in the weight of a linear layer: N outputs, K inputs, G groups of inputs, g inputs of a group
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LinearInput = Literal["float", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """An RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma's 1 + weight is folded into `weight` at load."""
+    """The weights of an RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma multiplies by 1 + weight, so 1 is added at
+    load.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -37,7 +41,9 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The weights of an RMSNorm over the D numbers of each query and key head, before the rotation (Qwen3, Gemma 3)."""
+    """The weights of the RMSNorms over the D numbers of each query head and each key head (Qwen3, Gemma 3). They act
+    before the rotation.
+    """
 
     q_D: Tensor
     k_D: Tensor
@@ -46,7 +52,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """A linear layer whose outputs are those of several, one after the other."""
+    """Several linear layers of the same input as one layer. Their outputs are concatenated."""
 
     linears: Sequence[Linear]
 
@@ -56,8 +62,8 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class SparseFfn:
-    """A sparse feed-forward layer: `router` computes its logits [T, E], `experts` the weighted sum of the chosen
-    experts' outputs (operator `experts`).
+    """A sparse feed-forward layer. `router` computes the logits [T, E] of the experts. `experts` computes the weighted
+    sum of the chosen experts' outputs (operator `experts`).
     """
 
     router: Linear
@@ -66,7 +72,9 @@ class SparseFfn:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's weights. The feed-forward is `sparse`, or consists of `gate_up` (GPT-2: only up) and `down`."""
+    """The weights of one decoder layer. The feed-forward part is either `sparse`, or `gate_up` and `down`. In GPT-2,
+    `gate_up` has no gate.
+    """
 
     input_norm: NormWeights
     qkv: Linear
@@ -82,10 +90,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotations at the positions of the step's tokens: the pairs (i, i + R/2) of a head's first R numbers rotate.
+    """The rotations of heads at the positions of the step's tokens. R is D unless the rotation is partial.
 
-    The first half of `sin_TR` is negated, so that the rotation is x * cos + swapped(x) * sin. R is D unless the
-    rotation is partial.
+    In the first R numbers of a head, number i rotates with number i + R/2. The first half of `sin_TR` is negated, so
+    that the rotation is `x * cos + swapped(x) * sin`.
     """
 
     cos_TR: Tensor
@@ -96,8 +104,8 @@ class Rope:
 class AttentionSpec:
     """The fixed parameters of an attention operator.
 
-    `window` is the number of positions a token sees, itself included; scores become c * tanh(score / c) with
-    `softcap` c.
+    `window` is the number of positions that a token sees, including its own. If `softcap` is a number c, each score
+    becomes `c * tanh(score / c)`.
     """
 
     scale: float
@@ -107,11 +115,11 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The sequences of one step and the places of their KV, the same for all layers.
+    """The sequences of one step and the cache positions of their keys and values, the same for all layers.
 
-    Sequence b owns the next `query_lens[b]` tokens of the step. They are the last ones of its context of
-    `context_lens[b]` tokens, whose KV is in the blocks of row b of `block_tables_BM` (padded with any valid block). The
-    KV of token t itself goes to `slots_T[t]`.
+    Sequence b has the next `query_lens[b]` tokens of the step. They are the last tokens of its context of
+    `context_lens[b]` tokens. The context's KV is in the blocks of row b of `block_tables_BM`, which is padded with any
+    valid block. The KV of token t itself is written to slot `slots_T[t]`.
     """
 
     query_lens: list[int]
@@ -123,12 +131,14 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A linear's weight in groups of g = K / G inputs: w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g].
+    """A linear layer's weight in groups of g = K / G inputs.
 
-    All file formats are read into this form, and each device packs its own from it. Codes are signed and take a byte
-    each here, also those of 4 bits (-8 to 7); -128 and -8 occur. Scales and offsets are float32: a file's numbers,
-    often bfloat16, must not be multiplied with each other in that precision. A weight without offsets is symmetric.
-    Column k of the codes belongs to input columns_K[k], if the groups were formed in another order (GPTQ's `g_idx`).
+    - w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g]
+
+    All file formats are read into this form, and each device packs its own form from it. Here each signed code takes a
+    byte. Codes of 8 bits are -128 to 127, those of 4 bits are -8 to 7. Scales and offsets are float32, because products
+    of a file's bfloat16 numbers must not be rounded to bfloat16. A symmetric weight has no offsets. If the groups were
+    formed in another order (GPTQ's `g_idx`), column k of the codes belongs to input columns_K[k].
     """
 
     bits: Literal[4, 8]
@@ -142,7 +152,9 @@ class QuantizedWeight:
         return int(self.codes_NK.shape[1] // self.scales_NG.shape[1])
 
     def dequantized(self) -> Tensor:
-        """Returns the weight [N, K] in float32, its columns in the model's order. Tests compare all kernels with it."""
+        """Returns the weight [N, K] in float32, with columns in the model's order. Tests compare all kernels with this
+        result.
+        """
         scales, offsets = self.scales_NG, self.offsets_NG
         weight_NGg = self.codes_NK.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
         if offsets is not None:
@@ -158,12 +170,14 @@ class QuantizedWeight:
 def round_to_nearest(
     weight_NK: Tensor, bits: Literal[4, 8], group_size: int | None = None, symmetric: bool = True
 ) -> QuantizedWeight:
-    """Returns the weight rounded to 8 or 4 bits. Each group of `group_size` inputs of an output has a scale; with None
-    each output is one group. The engine quantises output heads with it at load.
+    """Returns the weight rounded to 8 or 4 bits. The engine quantises output heads with it at load.
 
-    A symmetric scale is the group's largest magnitude / 127.5 (7.5 with 4 bits), as in compressed-tensors; codes lie in
-    -128 to 127 (-8 to 7). An asymmetric scale is the group's range, extended to include 0, / 255 (15); it comes with an
-    offset. Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
+    In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group.
+
+    - symmetric scale: largest magnitude / 127.5 (4 bits: / 7.5), as in compressed-tensors
+    - asymmetric scale: range of the group and 0, / 255 (4 bits: / 15), with an offset
+
+    Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """
     width, size = weight_NK.shape[1], group_size or weight_NK.shape[1]
     if size < 1 or width % size:

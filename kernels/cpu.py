@@ -1,9 +1,8 @@
-"""CPU variants: weights packed by oneDNN, and attention that reads the cache once per group of sequences of similar
-length.
+"""CPU variants of operators: weights packed by oneDNN, and attention over groups of sequences of similar length.
 
-Measured on one core (8 heads, 32 sequences x 128 tokens): a padded SDPA per group takes 1.0 ms where a loop over
-sequences takes 2.4 ms. Padding never costs more than a quarter, and the KV gathered for a group stays small enough for
-the processor's cache.
+Attention reads the cache once per group. Measured on one core (8 heads, 32 sequences x 128 tokens): a padded SDPA per
+group takes 1.0 ms, a loop over sequences 2.4 ms. Padding never costs more than a quarter. The KV gathered for a group
+stays small enough for the processor's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 
 def can_pack() -> bool:
-    """Returns whether this torch has the private oneDNN operators that `linear` uses, and they behave as expected."""
+    """Returns whether this version of torch has the private oneDNN operators that `linear` uses, and they work as
+    expected.
+    """
     try:
         x, weight = torch.ones(2, 16), torch.ones(8, 16)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
@@ -47,8 +48,8 @@ def can_pack() -> bool:
 
 @register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its weight once. In float32 the layer also keeps the unpacked weight, which is
-    faster for a single row.
+    """Returns a linear layer that packs its weight once. In float32 it also keeps the unpacked weight, which is faster
+    for one row.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     plain = weight if weight.dtype == torch.float32 else None

@@ -1,4 +1,6 @@
-"""The device of a model: its key in the operator registry, its torch device, dtypes, default sizes and memory."""
+"""The device on which a model runs: its key in the operator registry, its torch device, dtypes, default sizes and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of a model, with its dtypes and default sizes.
+    """The device on which a model runs, with the dtypes it supports and its default sizes.
 
     `kind` is the key in the operator registry. `block_size` is the size of KV blocks, in tokens, that suits the
     device's attention. `batch_tokens` is the smallest number of tokens in a step that uses the device fully.
@@ -40,7 +42,7 @@ class Device:
 
 
 def resolve_device(name: str = "auto") -> Device:
-    """Returns the device with a name. `auto` selects the accelerator that torch finds, else the CPU.
+    """Returns the device with this name. The name `auto` selects the GPU if torch finds one, else the CPU.
 
     A ROCm device is named cuda, as in torch.
     """
@@ -57,8 +59,11 @@ def resolve_device(name: str = "auto") -> Device:
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, which is contiguous and not written yet. It will lie in huge pages where the kernel has them,
-    so that the processor looks up fewer addresses. Does nothing for less than a huge page, or on a GPU.
+    """Asks the kernel to place a tensor's memory in huge pages, and returns the tensor. The processor then looks up
+    fewer addresses.
+
+    The tensor must be contiguous and not written yet. The function does nothing on a GPU, or for a tensor that is
+    smaller than a huge page.
     """
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin

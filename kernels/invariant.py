@@ -1,7 +1,7 @@
-"""Operators in plain torch that compute one row at a time, so that a row's result cannot depend on its batch.
+"""Operators in plain torch whose result for a row never depends on the other rows of the batch.
 
-torch's matrix products and sums choose their order of additions by the number of rows. These operators are slow;
-deterministic engines use them on devices without faster invariant ones.
+torch's matrix products and sums choose their order of additions by the number of rows, so these operators compute one
+row at a time. They are slow. Deterministic engines use them on devices without faster invariant operators.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
     """Returns a linear layer. With `input_as` "int8" it computes the exact result that the kernels of all processors
     must equal.
 
-    There, the sums over a part of 32 inputs are integers. A chain of fused multiply-adds in float32 follows: over the
-    parts of a group (each sum times the input's scale), over the groups (times the weight's scale), and the bias. If
-    there are offsets, each group also adds the same sum of the inputs alone, times the offset.
+    In that case, sums over each part of 32 inputs are sums of integers. Fused multiply-adds in float32 then accumulate:
+
+    - within a group: total += sum of the part * scale of the part's inputs
+    - over the groups: y += total * scale of the group
+    - with offsets, after each group: y += total of the inputs alone * offset of the group
+
+    The bias is added last.
     """
     if input_as == "float":
         apply_wide = linear(weight.dequantized(), None if bias is None else bias.float())
@@ -96,8 +100,8 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 
 @register("attention", "any", priority=_PRIORITY, invariant=True)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns an attention function that treats each token as its own sequence, so that results do not depend on the
-    batch.
+    """Returns an attention function that computes each token as if it were a sequence of its own. Its results do not
+    depend on the batch.
     """
     lens = list(zip(batch.query_lens, batch.context_lens, strict=True))
     contexts = [end for query, context in lens for end in range(context - query + 1, context + 1)]

@@ -1,7 +1,7 @@
-"""A decoder's forward pass in one call of C (`c/layers.c`). Where a step has few tokens, the way through Python from
-one operator to the next is a large part of the step.
+"""A decoder's forward pass in one call of C (`c/layers.c`). With few tokens in a step, Python's overhead between
+operators is a large part of the step.
 
-The call computes what the C operators compute one by one, to the bit.
+The result is the same to the bit as that of the separate C operators.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The properties of a decoder beside its layers.
+    """The parameters of a decoder other than its layers' weights.
 
-    `embedding_VN` has a row for each token and `norm` is the last norm; `head` is None if the call cannot compute the
-    logits. `ropes` are the cosines and sines of all positions. `rope_of` and `attention_of` have, for each layer, the
-    index of its rotation, None for none, and of its attention.
+    `embedding_VN` has a row for each token of the vocabulary. `norm` is the last norm. `head` is None if C cannot
+    compute the logits. `ropes` are the cosines and sines of all positions. `rope_of` has, for each layer, the index of
+    its rotation in `ropes`, or None if the layer has no rotation. `attention_of` has the index of each layer's
+    attention.
     """
 
     embedding_VN: Tensor
@@ -105,7 +106,7 @@ class _Pass(ctypes.Structure):
 
 
 class PassInOneCall:
-    """A decoder's forward pass over the tokens of a step."""
+    """The forward pass of a decoder over the tokens of one step, computed in one call of C."""
 
     def __init__(
         self,
@@ -173,7 +174,9 @@ class PassInOneCall:
         return result_R
 
     def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
-        """Computes the layers alone: `entered` becomes the last layer's output."""
+        """Computes the layers without embedding, last norm and head. The tensors in `entered` are overwritten with the
+        last layer's output.
+        """
         self._run(self._entering(entered), positions_T, batch, caches)
 
     def _entering(self, entered: Tensor | Entered) -> _Pass:
@@ -200,8 +203,8 @@ class PassInOneCall:
 
 
 def pass_in_one_call(ops: Ops, layers: Sequence[LayerWeights], spec: DecoderSpec) -> PassInOneCall | None:
-    """Returns the forward pass in one call; None if the layers need operators that are not in C, or shapes that these
-    lack.
+    """Returns the forward pass in one call. Returns None if the layers need operators or shapes that the C code does
+    not have.
     """
     own = (compiled.norm, compiled.add_norm, compiled.rope_write, compiled.activate, compiled.activate_mul)
     if (ops.norm, ops.add_norm, ops.rope_write, ops.activate, ops.activate_mul) != own or not layers:

@@ -1,8 +1,8 @@
-"""The C operators as a loaded library, built by the system's compiler at first use and kept in a per-user cache.
+"""The C operators as a shared library. The system's compiler builds it at first use, and a per-user cache keeps it.
 
-The file's name is a hash of sources, flags and processor, and the file ends with a digest of its content: a file of
-another version or machine, or a damaged one, is never loaded. The threads are those of the OpenMP runtime that torch
-has loaded.
+The file's name is a hash of sources, flags and processor, so a library of another version or machine is never loaded.
+The file ends with a digest of its content, so a damaged library is never loaded. The library uses the threads of the
+OpenMP runtime that torch has loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class Library:
-    """The functions of `kernels/c`, each as an attribute."""
+    """The loaded C library. Each of its functions is an attribute."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -66,7 +66,7 @@ class Library:
         self.threads(self._parallel, count)
 
     def follow_threads(self) -> None:
-        """Sets the library's number of threads to torch's present one."""
+        """Sets the library's number of threads to the number that torch uses now."""
         count = torch.get_num_threads()
         if count != self._num_threads:
             self.use_threads(count)
@@ -77,7 +77,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """Returns the library, built if necessary; None, after a warning in the log, if that is impossible."""
+    """Returns the C library, and builds it if necessary. If that fails, logs a warning and returns None."""
     try:
         return Library(build(_cache_folder()))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
@@ -87,14 +87,15 @@ def library() -> Library | None:
 
 
 def compiler() -> str | None:
-    """Returns the path of the machine's C compiler; None without one."""
+    """Returns the path of the machine's C compiler, or None if there is none."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def build(folder: Path) -> Path:
-    """Returns the path of the library's file in `folder`, built if necessary. Raises OSError or SubprocessError.
+    """Returns the path of the library's file in `folder`, and builds it if necessary. Raises OSError or
+    SubprocessError.
 
-    Concurrent builds are safe: each process writes its own file and moves it into place.
+    Concurrent builds are safe: each process builds a file of its own and moves it into place.
     """
     sources = _sources()
     path = folder / f"raytide-{operators_key()}.so"
@@ -122,7 +123,7 @@ def build(folder: Path) -> Path:
 
 
 def operators_key() -> str:
-    """Returns a hash of the operators' sources, compiler flags and processor. If it differs, sums may round
+    """Returns a hash of the operators' sources, the compiler flags and the processor. With another key, sums may round
     differently.
     """
     digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine(), _processor())).encode())

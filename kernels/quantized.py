@@ -1,8 +1,8 @@
-"""Quantised linears in C (`c/quantized.c`): weights of 8 and 4 bits with inputs in floats or int8, of any shape.
+"""Quantised linear layers in C (`c/quantized.c`): weights of 8 or 4 bits, inputs in floats or int8, any shape.
 
-With int8 inputs the result is that of `invariant.quantized_linear` to the bit, on every processor. With float inputs it
-differs from the product with the dequantised weight only by rounding in float32. Each row's result is independent of
-the other rows to the bit.
+With int8 inputs the result equals that of `invariant.quantized_linear` to the bit, on every processor. With float
+inputs it differs from the product with the dequantised weight only by rounding in float32. The result of a row is the
+same to the bit whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Weight(ctypes.Structure):
 
 
 class QuantizedLinear:
-    """A quantised linear layer: it packs its weight once and does not keep the codes."""
+    """A quantised linear layer. It packs its weight and does not keep the codes."""
 
     __slots__ = ("_call", "_kept", "here", "size", "width")
 

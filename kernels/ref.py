@@ -1,4 +1,6 @@
-"""Reference operators in plain torch, which define the right results on every device. Shape suffixes: see `core.py`."""
+"""Reference operators in plain torch. They define the correct results on every device. `core.py` explains the shape
+suffixes.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ Tensor = torch.Tensor
 
 @register("norm", "any", priority=0)
 def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
-    """Returns x / rms(x) * weight, or for "layer" (x - mean) / std * weight + bias, over the last dimension. An RMS, or
-    mean and std, are computed in float32.
+    """Returns the norm of x over its last dimension, with statistics in float32.
+
+    - `kind` "rms": x / rms(x) * weight
+    - `kind` "layer": (x - mean) / std * weight + bias
     """
     if by.kind == "layer":
         return F.layer_norm(x_TN, by.weight.shape, by.weight, by.bias, by.eps)
@@ -40,7 +44,9 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function x -> x @ weight.T + bias. Its caller may change the result in place, as adapters do."""
+    """Returns the function x -> x @ weight.T + bias. Callers of this function may change its result in place, as
+    adapters do.
+    """
     return lambda x: F.linear(x, weight, bias)
 
 
@@ -50,9 +56,9 @@ INPUT_GROUP = 32
 
 @register("quantized_linear", "any", priority=0)
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Returns a function x -> x @ weight.dequantized().T + bias, in x's dtype, with float32 sums.
+    """Returns the function x -> x @ weight.dequantized().T + bias. Its result has x's dtype, and its sums are float32.
 
-    With `input_as` "int8", x is first rounded as `rounded` does.
+    With `input_as` "int8", the function first rounds x as `rounded` does.
     """
     dequantized_NK = weight.dequantized()
 
@@ -65,18 +71,18 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
 
 
 def rounded(x_TK: Tensor, columns_K: Tensor | None = None, group_size: int | None = None) -> Tensor:
-    """Returns the float32 values to which `input_codes` rounds x, their columns in the model's order."""
+    """Returns x after rounding to int8 by `input_codes`, as float32 values with columns in the model's order."""
     codes, scales = input_codes(x_TK, columns_K, group_size)
     back = (codes * scales).flatten(2)[..., : group_size or x_TK.shape[1]].flatten(1)
     return back if columns_K is None else torch.empty_like(back).index_copy_(1, columns_K, back)
 
 
 def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """Returns x rounded to int8: codes as float32 [T, G, P, 32] and scales [T, G, P, 1], whose product approximates x.
+    """Returns x rounded to int8: codes [T, G, P, 32] in float32, and scales [T, G, P, 1]. Their product approximates x.
 
-    The columns, taken in the order `columns_K`, are divided into the G groups of a weight, and each group into P parts
-    of 32; the last part of a group is padded with zeros. A part's scale is its largest magnitude / 127, so that codes
-    lie in -127 to 127. The scale is NaN if a number of the part is not finite.
+    The columns are taken in the order `columns_K` and divided into the G groups of a weight. Each group is divided into
+    P parts of 32 columns, the last part padded with zeros. A part's scale is its largest magnitude / 127, so codes lie
+    in -127 to 127. The scale is NaN if a number of the part is not finite.
     """
     wide = x_TK.float() if columns_K is None else x_TK.float()[:, columns_K]
     size = group_size or wide.shape[1]
@@ -102,8 +108,8 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @register("experts", "any", priority=0)
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function (x_TN, chosen_TX, weights_TX) -> y_TN: for each token the weighted sum of its chosen experts'
-    outputs.
+    """Returns a function (x_TN, chosen_TX, weights_TX) -> y_TN. For each token it returns the weighted sum of its
+    chosen experts' outputs.
     """
 
     def apply(x_TN: Tensor, chosen_TX: Tensor, weights_TX: Tensor) -> Tensor:
@@ -122,9 +128,10 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:
-    """Normalizes and rotates the query and key heads in place, then writes each token's keys and values into its slot.
+    """Normalizes and rotates the query and key heads in place, then writes each token's keys and values into its cache
+    slot.
 
-    An int8 cache [2, S, K, D + 4] gets them rounded by `rounded_heads`.
+    If the cache is int8, with shape [2, S, K, D + 4], keys and values are rounded by `rounded_heads`.
     """
     kv_heads = cache_2SKD.shape[2]
     heads = qkv_TAD.shape[1] - 2 * kv_heads
@@ -146,8 +153,9 @@ SCALE_BYTES = 4
 
 
 def rounded_heads(kv: Tensor) -> Tensor:
-    """Returns each head's D numbers as D int8 codes of -127 to 127, followed by the 4 bytes of their float32 scale. The
-    scale is the largest magnitude / 127, or NaN if a number is not finite.
+    """Returns each head as D int8 codes in -127 to 127, followed by the 4 bytes of the head's float32 scale.
+
+    The scale is the head's largest magnitude / 127, or NaN if a number is not finite.
     """
     wide = kv.float()
     scales = wide.abs().amax(-1, keepdim=True) / 127
@@ -164,8 +172,9 @@ def dequantized_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 @register("attention", "any", priority=0)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context. An
-    int8 cache has the form that `rope_write` writes.
+    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context.
+
+    An int8 cache must have the format that `rope_write` writes.
     """
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 

@@ -1,10 +1,11 @@
 """Chooses the implementation of each operator for a device.
 
-Every operator has a torch reference in `ref.py`, registered for the device "any": it defines the right result, runs
-everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
-an instruction set, a compiler or a private API, with a probe. A variant is invariant if each row of its result is the
-same to the bit whatever other rows it computes; a deterministic engine uses only invariant ones. RAYTIDE_OP_<NAME>=ref
-forces an operator's reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces those of all operators.
+Every operator has a torch reference in `ref.py`, registered for the device "any". It defines the correct result, runs
+everywhere, and is the oracle in tests. A faster variant is registered for one device, with a higher priority. If the
+variant needs an instruction set, a compiler or a private API, its probe tells if it works on this machine. A variant is
+invariant if each row of its result is the same to the bit whatever the other rows are. A deterministic engine uses only
+invariant variants. RAYTIDE_OP_<NAME>=ref forces an operator's reference, for instance RAYTIDE_OP_ATTENTION=ref.
+RAYTIDE_OPS=ref forces the references of all operators.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operators that a decoder is made of, chosen once for a device. Signatures and contracts: `ref.py`.
+    """The operators of which a decoder is made, chosen once for a device. `ref.py` defines their signatures and
+    contracts.
 
-    `linear`, `quantized_linear` and `experts` return a function that is bound to their weights, which a backend may
-    pack once. `attention` returns one that is bound to the batch of a step, which a backend may sort once for all
-    layers.
+    `linear`, `quantized_linear` and `experts` return a function that is bound to the weights. A backend may pack these
+    weights once. `attention` returns a function that is bound to the batch of a step. A backend may sort the batch once
+    for all layers.
     """
 
     norm: Callable[[Tensor, NormWeights], Tensor]
@@ -81,8 +83,8 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Returns a decorator that registers an implementation of `op` on a device kind. `probe` returns whether it works
-    on this machine.
+    """Returns a decorator that registers an implementation of `op` for a device. `probe` returns whether it works on
+    this machine.
     """
 
     def remember(impl: Impl) -> Impl:
@@ -93,8 +95,9 @@ def register(
 
 
 def ops_for(device: str, deterministic: bool = False) -> Ops:
-    """Returns for each operator the working implementation with the highest priority on a device kind; only invariant
-    ones if `deterministic`.
+    """Returns, for each operator, the working implementation with the highest priority on a device.
+
+    If `deterministic` is True, only invariant implementations are considered.
     """
     for kind in ("any", device):
         for module in _MODULES.get(kind, ()):

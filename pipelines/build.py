@@ -1,5 +1,6 @@
-"""Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write. Finished chunks are kept until
-the dataset is complete.
+"""Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write.
+
+Finished chunks are kept until the dataset is complete.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def build(
 ) -> TokenManifest:
     """Builds the dataset and returns its manifest.
 
-    The work is done by `runner` if it is given, else inside the placement groups of `members`, which may change at any
-    time. Without both, a corpus of at most SMALL_BYTES is built in this process, and a larger one on the connected Ray
-    cluster. The result does not depend on where the work is done.
+    `runner` does the work if it is given. Otherwise `members`, which may change at any time, give the placement groups
+    in which the work is done. Without either, a corpus of at most SMALL_BYTES is built in this process, and a larger
+    one on the connected Ray cluster. The result does not depend on where the work is done.
 
-    The call is idempotent. A finished dataset of the same spec and inputs is verified and returned; an unfinished one
-    is continued from its finished chunks; an altered one is built again. Raises ConflictError if `out` holds a dataset
+    The call is idempotent. A finished dataset of the same spec and inputs is verified and returned. An unfinished one
+    is continued from its finished chunks. An altered one is built again. Raises ConflictError if `out` holds a dataset
     of another spec or of other inputs, or if another build writes to it.
     """
     claim = Claim([spec.out])

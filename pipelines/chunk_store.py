@@ -1,8 +1,8 @@
-"""Stores the finished chunks of a build beside its output, so that a killed build continues from them.
+"""Stores the finished chunks of a build beside its output, so that a build that was killed continues from them.
 
-A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build of a
-changed spec reuses the chunks that the change does not concern. A worker that can reach the folder writes its results
-itself; the driver writes the results of all other workers. Only one build at a time claims `out`, so only one driver
+A chunk's name is a hash of everything that decides its bytes. So any gang may continue a build, and a build with a
+changed spec reuses the chunks that the change does not affect. A worker that can reach the folder writes its results
+itself. The driver writes the results of all other workers. Only one build at a time claims `out`, so only one driver
 uses the folder.
 """
 
@@ -27,13 +27,13 @@ CHECKSUM_BYTES = 16
 
 
 class AlteredError(ClusterError):
-    """A stored result has changed since it was stored: by a power failure, or because someone altered it."""
+    """Raised when a stored result has changed since it was stored, by a power failure or because someone altered it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The results of a task, by the names under which they are stored; large results are included only if they are not
-    stored yet.
+    """The results of a task, by the names under which they are stored. Large results are left out if they are stored
+    already.
     """
 
     blobs: dict[str, bytes]
@@ -42,7 +42,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStore:
-    """The folder of a build's finished chunks."""
+    """The folder that holds the finished chunks of a build."""
 
     folder: str
     token: str
@@ -67,7 +67,7 @@ class ChunkStore:
         return {name for name in found if name != MARK and not name.endswith(".part")}
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
-        """Writes results in the given order, so that the existence of the last one implies that of all."""
+        """Writes results in the given order. If the last result exists, all of them exist."""
         for name, body in blobs.items():
             write_bytes(join(self.folder, name), body, is_durable=False)
 
@@ -81,8 +81,10 @@ class ChunkStore:
                 fs.rm_file(join(path, name))
 
     def hand_over(self, blobs: Mapping[str, bytes], small: frozenset[str]) -> Delivery:
-        """Stores a worker's results and returns what it sends to the driver: the `small` kinds, or all results if the
-        worker cannot reach the folder.
+        """Stores a worker's results and returns what the worker sends to the driver.
+
+        If the worker can reach the folder, it sends only results whose kind is in `small`. Otherwise it sends all
+        results.
         """
         if not self.is_visible():
             return Delivery(dict(blobs), is_stored=False)
@@ -99,26 +101,26 @@ def _is_visible(store: ChunkStore) -> bool:
 
 
 def remove_partial(out: str) -> None:
-    """Removes all finished chunks."""
+    """Removes all finished chunks of the build that writes to `out`."""
     if exists(join(out, PARTIAL)):
         fs, path = open_url(join(out, PARTIAL))
         fs.rm(path, recursive=True)
 
 
 def chunk_key(identity: object, parts: Iterable[InputPart], extra: bytes = b"") -> str:
-    """Returns the hash of a chunk's parts, and of the `identity` and `extra` that describe how they are processed."""
+    """Returns a hash of a chunk's parts, and of `identity` and `extra`, which describe how the parts are processed."""
     listed = [(part.url, part.size, part.version, part.reader, part.span) for part in parts]
     body = json.dumps([identity, listed], sort_keys=True).encode()
     return hashlib.sha256(body + b"\0" + extra).hexdigest()[:40]
 
 
 def has_versions(parts: Iterable[InputPart]) -> bool:
-    """Returns whether all files have a version (an ETag or a modification time), by which a change would be noticed."""
+    """Returns whether every file has a version (an ETag or a modification time) by which a change can be noticed."""
     return all(part.version for part in parts)
 
 
 def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> bytes:
-    """Returns arrays and a JSON object as bytes, with a checksum."""
+    """Packs arrays and a JSON object into bytes, with a checksum."""
     columns = [[name, array.dtype.str, array.nbytes] for name, array in arrays.items()]
     head = json.dumps({"arrays": columns, "about": about}).encode()
     parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, *map(bytes_of, arrays.values())]
@@ -134,12 +136,14 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Returns the bytes of an array, without a copy of a contiguous one."""
+    """Returns the bytes of an array. A contiguous array is not copied."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Returns the arrays and the object that `pack_blob` packed. Raises AlteredError if the blob was altered."""
+    """Returns the arrays and the JSON object that `pack_blob` packed. Raises AlteredError if the bytes have changed
+    since.
+    """
     view = memoryview(blob)
     stated, body = bytes(view[:CHECKSUM_BYTES]), view[CHECKSUM_BYTES:]
     # Signatures of datasets that earlier releases built begin with a SHA-256.

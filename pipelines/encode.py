@@ -1,4 +1,4 @@
-"""The work on a chunk in a worker: surveying it, encoding it to token ids, or both in one pass over its text."""
+"""The work of a worker on a chunk: it surveys the chunk, encodes it to token ids, or does both in one pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = frozenset({"survey", "lengths"})
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """The way in which texts become ids. `eos_id` follows each document."""
+    """Describes how texts become token ids: the engine, the data type, and `eos_id`, which follows each document."""
 
     engine: EngineSpec
     eos_id: int
@@ -37,7 +37,9 @@ class EncodePlan:
     """The texts are rendered conversations, with marks for special tokens."""
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of all texts as `dtype`, with `eos_id` after each, and the number of ids of each."""
+        """Returns (ids of all texts, number of ids of each text). The ids have type `dtype`, and `eos_id` follows each
+        text.
+        """
         engine, tokens, lengths = self.engine.open(), [], [np.zeros(0, np.int64)]
         turns = turn_ids(self.engine.tokenizer, TURN_START, TURN_END) if self.is_marked else None
         for batch in text_batches(texts):
@@ -47,13 +49,13 @@ class EncodePlan:
         return np.concatenate([np.zeros(0, self.dtype), *tokens]), np.concatenate(lengths)
 
     def is_exact(self, texts: list[str]) -> bool:
-        """Returns whether the engine agrees with `tokenizers` on a sample of the texts."""
+        """Returns whether the engine gives the same ids as `tokenizers` on a sample of the texts."""
         return self.engine.name == "tokenizers" or agree(self.engine.open(), self.engine.reference(), sample_of(texts))
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTask:
-    """A chunk to process, and the names of its results."""
+    """A chunk to process, and the names under which its results are stored."""
 
     chunk: InputChunk
     survey: str
@@ -68,7 +70,9 @@ class ChunkTask:
 
     @property
     def key(self) -> str:
-        """The name of the chunk's text in a worker's cache; tasks with equal keys go to one worker where possible."""
+        """The name of the chunk's texts in a worker's cache. Where possible, tasks with the same key go to the same
+        worker.
+        """
         return self.survey
 
     @property
@@ -79,13 +83,13 @@ class ChunkTask:
 
     @property
     def names(self) -> set[str]:
-        """The names of all results of the task."""
+        """The names of all stored results of the task."""
         return {self.survey, self.texts, self.lengths, self.tokens} - {""}
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStage:
-    """Surveys chunks, and encodes them where a plan is given."""
+    """The function that workers run on each chunk. It surveys the chunk, and encodes it if there is a plan."""
 
     store: ChunkStore
     options: ReadOptions
@@ -111,8 +115,10 @@ class ChunkStage:
 
 
 def encode_texts(plan: EncodePlan, texts: list[str], task: ChunkTask) -> dict[str, bytes]:
-    """Returns the tokens of a chunk, or a mark that the engine is not exact on it. The lengths are stored last, so that
-    they imply that the tokens are stored.
+    """Returns the tokens of a chunk and their lengths. If the engine is not exact on the chunk, returns only a mark
+    that says so.
+
+    The lengths are stored last. If they exist, the tokens exist.
     """
     if not plan.is_exact(texts):
         return {task.lengths: pack_blob({}, {"is_exact": False})}
@@ -140,7 +146,7 @@ def with_eos(ids: np.ndarray, lengths: np.ndarray, eos_id: int, dtype: TokenDtyp
 
 
 def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yields lists of documents of about BATCH_CHARS."""
+    """Yields lists of documents, each of about BATCH_CHARS characters."""
     batch_texts: list[str] = []
     chars = 0
     for document in documents:
@@ -155,7 +161,7 @@ def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class LearnTask:
-    """A sample of the corpus, for the tokenizer to learn from."""
+    """A sample of the corpus from which the tokenizer is learned."""
 
     selections: list[Selection]
     options: ReadOptions
@@ -165,9 +171,7 @@ class LearnTask:
 
 
 def learn_tokenizer(task: LearnTask) -> bytes:
-    """Learns a BPE tokenizer. The worker reads the sample itself and uses as many threads as its node's
-    lease has CPUs.
-    """
+    """Learns a BPE tokenizer from a sample, which the worker reads itself. The worker uses `task.threads` threads."""
     os.environ["RAYON_NUM_THREADS"] = str(task.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     return train_bpe((text for each in task.selections for text in each.read(task.options, task.examiner)), task.train)

@@ -1,4 +1,4 @@
-"""Decides which documents a build keeps, with the reason for each dropped one. Pure functions."""
+"""Decides which documents a build keeps, and the reason for each dropped document. The functions are pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_REASONS = 255
 
 
 class FilterVerdict(IntEnum):
-    """The verdict on a document, in one byte. Its name in lower case is the reason in the manifest."""
+    """The verdict on a document, in one byte. The manifest uses its name, in lower case, as the reason of a drop."""
 
     KEPT = 0
     NO_TEXT = 1
@@ -43,8 +43,8 @@ REASONS = tuple(verdict.reason for verdict in FilterVerdict)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The verdict and the digest of each document: 17 bytes a document, so those of a hundred million fit in a driver's
-    memory.
+    """The verdict and the digest of each document. It takes 17 bytes per document, so the survey of a hundred million
+    documents fits in a driver's memory.
     """
 
     verdicts: NDArray[np.uint8]
@@ -71,8 +71,8 @@ class Survey:
         return {reason: int(counts[i]) for i, reason in enumerate(self.reasons) if i and counts[i]}
 
     def drop(self, documents: NDArray[np.int64], reason: str) -> Survey:
-        """Returns the survey with these documents dropped too. Each step over the whole corpus drops documents by this
-        call.
+        """Returns the survey with these documents marked as dropped. Steps over the whole corpus use it to drop
+        documents.
         """
         reasons = self.reasons if reason in self.reasons else (*self.reasons, reason)
         verdicts = self.verdicts.copy()
@@ -82,7 +82,7 @@ class Survey:
 
 @dataclass(slots=True)
 class ReasonTable:
-    """Gives each new reason the next number."""
+    """A table that numbers reasons. Each new reason gets the next number."""
 
     reasons: list[str] = field(default_factory=lambda: list(REASONS))
 
@@ -98,7 +98,7 @@ class ReasonTable:
 
 @dataclass(slots=True)
 class Examined:
-    """A document after the steps that look at it alone: its text, or the reason for dropping it."""
+    """The result of examining one document alone: its text, or the reason for dropping it."""
 
     text: str | None
     reason: str = REASONS[FilterVerdict.KEPT]
@@ -107,21 +107,22 @@ class Examined:
     """The result of cleaning, if the document came that far."""
 
     def digest(self, record: Record) -> bytes:
-        """Returns the digest by which duplicates and changed inputs are found: that of the cleaned text if there is
-        one.
+        """Returns the digest by which duplicates and changed inputs are detected.
+
+        If the document was cleaned, it is the digest of the cleaned text. Otherwise it is that of the record.
         """
         return digest(record if self.cleaned is None else self.cleaned.text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Examiner:
-    """The steps that look at one document alone, in their order."""
+    """The steps that examine each document alone, in order: the filter, then cleaning."""
 
     rules: TextFilter
     cleaner: Cleaner | None = None
 
     def examine(self, record: Record) -> Examined:
-        """Applies the filter to a record."""
+        """Applies the filter to a record, without cleaning."""
         if isinstance(record, Drop):
             return Examined(None, record.reason, record.detail)
         try:
@@ -134,8 +135,8 @@ class Examiner:
         return Examined(text)
 
     def examine_all(self, records: Sequence[Record], places: Sequence[Place]) -> Iterator[list[Examined]]:
-        """Applies the filter and cleaning. Yields the documents of each record: one, or those that a
-        stage made of it.
+        """Applies the filter and cleaning to records. Yields a list for each record: one document, or those that a
+        user's stage made from it.
         """
         filtered = [self.examine(record) for record in records]
         if self.cleaner is None:
@@ -154,7 +155,7 @@ class Examiner:
 
 
 def judge_text(text: str, rules: TextFilter) -> FilterVerdict:
-    """Returns the first rule that the text violates, or KEPT."""
+    """Returns the first filter rule that the text violates, or KEPT."""
     if len(text) < rules.min_chars:
         return FilterVerdict.TOO_SHORT
     if rules.max_chars is not None and len(text) > rules.max_chars:
@@ -173,9 +174,7 @@ def survey_from_bytes(verdicts: bytes, digests: bytes, reasons: tuple[str, ...] 
 
 
 def drop_duplicates(survey: Survey) -> Survey:
-    """Returns the survey without duplicates: of kept documents with equal digests, only the first in dataset order
-    stays kept.
-    """
+    """Returns the survey without duplicates: among kept documents with equal digests, only the first stays."""
     kept = np.flatnonzero(survey.keep)
     _, first = np.unique(survey.digests[kept], return_index=True)
     is_repeat = np.ones(len(kept), np.bool_)
@@ -184,5 +183,5 @@ def drop_duplicates(survey: Survey) -> Survey:
 
 
 def describe(dropped: dict[str, int]) -> str:
-    """Returns text like `3 too_short, 1 not_utf8`, most frequent first."""
+    """Returns the counts as text like `3 too_short, 1 not_utf8`, the most frequent first."""
     return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common())

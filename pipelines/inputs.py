@@ -1,4 +1,4 @@
-"""Finds a build's input files and plans the chunks in which they are processed."""
+"""Finds the input files of a build, and plans the chunks in which they are processed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CUT_ODDS = 16
 
 @dataclass(frozen=True, slots=True)
 class InputChunk:
-    """Consecutive parts that one task processes; `index` gives their order in the dataset."""
+    """Consecutive parts of input files, which one task processes. `index` is the chunk's position in the dataset."""
 
     index: int
     parts: tuple[InputPart, ...]
@@ -74,7 +74,9 @@ def _special(path: str, info: dict[str, Any]) -> InputFile:
 
 
 def plan_chunks(spec: DataSpec, files: list[InputFile]) -> list[InputChunk]:
-    """Returns the chunks of a corpus. They depend on the files and the spec alone, so every gang has the same ones."""
+    """Returns the chunks of a corpus. They depend only on the files and the spec, so every gang computes the same
+    chunks.
+    """
     even_bytes = sum(file.size for file in files) // CHUNKS
     return group_chunks(
         split_parts(files, spec),
@@ -107,10 +109,10 @@ def _parts(split: Future[list[InputPart]] | list[InputPart]) -> list[InputPart]:
 
 
 def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
-    """Returns chunks of consecutive parts of up to about `chunk_bytes`, so that a task is worth its overhead.
+    """Groups consecutive parts into chunks of about `chunk_bytes`, so that each task is worth its overhead.
 
-    A chunk of at least half that size may end at any part; a hash of the next part's name decides. So a file that is
-    added or removed changes only the chunks near it, not all later chunks.
+    Once a chunk has half that size, a hash of the next part's name decides if the chunk ends. Therefore an added or
+    removed file changes only nearby chunks, not all later ones.
     """
     chunks: list[InputChunk] = []
     group: list[InputPart] = []

@@ -1,5 +1,5 @@
-"""The passes over a corpus: each chunk is surveyed and encoded once, by any worker, and its results are found again
-after a kill.
+"""The passes over a corpus. Each chunk is surveyed and encoded once, by any worker. After a kill, stored results are
+used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Stage = Literal["survey", "learn", "encode", "done"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a build. Rates are those of the current stage."""
+    """The progress of a build. Rates are those of the current stage."""
 
     stage: Stage
     documents: int
@@ -50,7 +50,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class Reporter:
-    """Counts a stage's documents and tokens and reports them."""
+    """Counts the documents and tokens of a stage and reports them."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self.on_progress = on_progress
@@ -79,11 +79,11 @@ class Reporter:
 
 
 class NotExactError(Exception):
-    """The engine differs from `tokenizers` on a document of this build."""
+    """Raised when the engine gives other ids than `tokenizers` for a document of this build."""
 
 
 class Passes:
-    """The chunks of a build, and the finished results of each."""
+    """Surveys and encodes the chunks of a build, and holds the results of each chunk."""
 
     def __init__(
         self,
@@ -112,15 +112,15 @@ class Passes:
         self._stored = store.names()
 
     def survey(self) -> Corpus:
-        """Examines every document."""
+        """Examines every document of the corpus and returns the surveyed corpus."""
         self._run(None)
         return self._join()
 
     def encode(self, plan: EncodePlan) -> Corpus:
-        """Encodes every document that its examination does not drop; `survey` may have examined it already, else it is
-        examined first.
+        """Encodes every document that its examination keeps. If `survey` has not examined the documents before, they
+        are examined first.
 
-        Raises NotExactError if the engine is not exact; the caller then repeats the call with a plan of another engine.
+        Raises NotExactError if the engine is not exact. The caller then repeats the call with a plan of another engine.
         """
         self.done_bytes = 0
         self._run(plan)
@@ -133,7 +133,7 @@ class Passes:
         return f"tokens-{self._key(chunk, _identity_of(plan) + _cut_identity(self.cuts.get(chunk.index, {})))}"
 
     def kept(self, chunk: InputChunk) -> NDArray[np.bool_]:
-        """Returns which of the encoded documents of a chunk the dataset keeps."""
+        """Returns a mask of a chunk's encoded documents: True for those that the dataset keeps."""
         assert self.corpus is not None
         start, end = self._bounds[chunk.index], self._bounds[chunk.index + 1]
         return self.corpus.found.keep[start:end][self.corpus.examined[start:end]]

@@ -1,7 +1,7 @@
-"""Examines every document of a corpus before anything is learned or packed, and decides which are kept.
+"""Examines every document of a corpus before a tokenizer is learned or tokens are written, and decides which are kept.
 
-A chunk's documents are examined in the worker that reads them. The driver keeps 17 bytes for each document and no text,
-so a corpus may be larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, run
+Each document is examined in the worker that reads it. The driver keeps 17 bytes for each document and no text, so a
+corpus may be larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, run
 afterwards.
 """
 
@@ -35,7 +35,7 @@ SAMPLE_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class DropSample:
-    """A dropped document that is kept for inspection."""
+    """A dropped document that is kept as a sample, for inspection."""
 
     reason: str
     file: str
@@ -48,8 +48,9 @@ class DropSample:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSurvey:
-    """The verdicts on a chunk's documents, and samples of dropped documents. A sample's row counts from the first part
-    of its file in the chunk.
+    """The verdicts on a chunk's documents, and samples of dropped documents.
+
+    The row of a sample is counted from the first part in the chunk of the sample's file.
     """
 
     counts: NDArray[np.int64]
@@ -80,7 +81,9 @@ class ChunkSurvey:
 
 
 def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner) -> tuple[ChunkSurvey, list[str]]:
-    """Reads and examines all documents of a chunk. Returns the verdicts, and the texts that are not dropped."""
+    """Reads and examines all documents of a chunk. Returns the verdicts, and the texts of the documents that are not
+    dropped.
+    """
     counts = [0] * len(parts)
     table, sampled, cleaning = ReasonTable(), Counter[str](), CleaningCounts()
     verdicts, digests = bytearray(), bytearray()
@@ -106,7 +109,7 @@ def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Exa
 def examine_parts(
     parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner
 ) -> Iterator[tuple[int, Record, Examined]]:
-    """Yields each document of the parts, with the index of its part and the record from which it was made."""
+    """Yields each document of the parts, with the index of its part and the record that it came from."""
     if examiner.cleaner is None:
         for part, record in read_parts(parts, options):
             yield part, record, examiner.examine(record)
@@ -151,7 +154,9 @@ def _first_of_file(parts: Sequence[InputPart], part: int) -> int:
 
 
 class TextCache:
-    """A cache of the texts of the chunks that this process read last, up to CACHED_CHARS characters."""
+    """A cache of chunks' texts that this process has read, up to CACHED_CHARS characters. When full, it takes no more
+    texts.
+    """
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, list[str]] = OrderedDict()
@@ -167,7 +172,7 @@ class TextCache:
             self._chars += chars
 
     def take(self, key: str) -> list[str] | None:
-        """Removes and returns the cached texts of a chunk; None if they are not in this process."""
+        """Removes and returns the cached texts of a chunk. Returns None if this process has not cached them."""
         with self._lock:
             texts = self._texts.pop(key, None)
             self._chars -= sum(map(len, texts)) if texts else 0
@@ -184,7 +189,7 @@ TEXT_CACHE = TextCache()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Parts of inputs, with a mask of the selected documents in them."""
+    """Some parts of the inputs, with a mask of the selected documents in these parts."""
 
     parts: tuple[InputPart, ...]
     keep: NDArray[np.bool_]
@@ -192,7 +197,7 @@ class Selection:
     """Digests of all documents of the parts, to detect changes since the survey."""
 
     def read(self, options: ReadOptions, examiner: Examiner) -> list[str]:
-        """Returns the selected documents. Raises DataError if an input was changed since the survey."""
+        """Reads and returns the selected documents. Raises DataError if an input has changed since the survey."""
         found = [(record, each) for _, record, each in examine_parts(self.parts, options, examiner)]
         if b"".join(each.digest(record) for record, each in found) != self.digests:
             where = (
@@ -209,7 +214,9 @@ class Selection:
 
 @dataclass(slots=True)
 class Corpus:
-    """A surveyed corpus: `found` covers all documents in order, `counts` has the number of documents of each part."""
+    """A surveyed corpus. `found` has the verdicts on all documents in order. `counts` has the number of documents of
+    each part.
+    """
 
     chunks: tuple[InputChunk, ...]
     counts: NDArray[np.int64]
@@ -230,13 +237,15 @@ class Corpus:
         return bounds
 
     def selections(self) -> Iterator[Selection]:
-        """Yields, for each chunk, a selection of the documents that are encoded."""
+        """Yields a selection for each chunk: the documents that are to be encoded."""
         bounds = self.bounds()
         for chunk, start, end in zip(self.chunks, bounds[:-1], bounds[1:], strict=True):
             yield self._select(chunk.parts, start, end, self.examined)
 
     def sample(self, documents: int, seed: int) -> list[Selection]:
-        """Returns about `documents` kept documents, from parts in random order, so that few row groups are read."""
+        """Returns a selection of about `documents` kept documents. It is filled part by part, in random order of the
+        parts, so that few row groups are read.
+        """
         parts = self._parts()
         starts, left, selections = self._starts(), documents, {}
         for i in random.Random(seed).sample(range(len(parts)), len(parts)):
@@ -251,8 +260,9 @@ class Corpus:
         return [selections[i] for i in sorted(selections)]
 
     def sampled_drops(self, options: ReadOptions, examiner: Examiner) -> list[DropSample]:
-        """Returns, for each reason, the first dropped documents in dataset order, up to a limit. The texts of documents
-        that a step over the whole corpus dropped are read again.
+        """Returns samples of dropped documents: for each reason the first ones in dataset order, up to a limit.
+
+        If a step over the whole corpus dropped a document, its text is read again.
         """
         taken, drops = Counter[str](), list[DropSample]()
         for sample in (*self.samples, *self._dropped_by_corpus_steps(options, examiner)):
@@ -262,7 +272,7 @@ class Corpus:
         return drops
 
     def place(self, document: int) -> tuple[str, int]:
-        """Returns the file of a document and its row there."""
+        """Returns the file of a document, and its row in that file."""
         part = self._part_of(document)
         return self._parts()[part].url, int(document - self._starts()[part] + self.first_rows()[part])
 
@@ -305,7 +315,7 @@ class Corpus:
         return f"near {url}, row {row}"
 
     def first_rows(self) -> NDArray[np.int64]:
-        """Returns, for each part, the number of its first record in its file."""
+        """Returns, for each part, the row in the file at which the part begins."""
         rows, url, row = np.zeros(len(self.counts), np.int64), None, 0
         for i, part in enumerate(part for chunk in self.chunks for part in chunk.parts):
             row = row if part.url == url else 0
@@ -334,7 +344,7 @@ class Corpus:
 
 
 def corpus_from(chunks: Sequence[InputChunk], surveys: Sequence[ChunkSurvey]) -> Corpus:
-    """Joins the surveys of all chunks, in order."""
+    """Returns the corpus that consists of the surveys of all chunks, in order."""
     table, verdicts = ReasonTable(), list[NDArray[np.uint8]]()
     for survey in surveys:
         codes = np.array([table.code(reason) for reason in survey.found.reasons], np.uint8)

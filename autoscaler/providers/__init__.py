@@ -1,1 +1,1 @@
-"""Node providers behind one interface: clouds, KubeRay, local processes, and a fake."""
+"""Node providers behind one interface: clouds, KubeRay, Slurm, the operator's own hosts, local processes, a fake."""

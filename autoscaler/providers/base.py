@@ -1,4 +1,6 @@
-"""The provider interface. Calls are idempotent; machines carry raytide's node id, so records can be reconciled."""
+"""The interface of node providers. Calls are idempotent. A machine carries its node id, by which raytide finds its
+record.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from raytide.core.objects.node import Node, NodeType
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The provider's view of one node, under raytide's id. It is billed for the time [started_at_s, ended_at_s)."""
+    """A machine as its provider reports it, under raytide's node id. The time [started_at_s, ended_at_s) is billed."""
 
     node_id: str
     node_type: str
@@ -47,32 +49,34 @@ class Bill(Protocol):
 
 
 class Provider(Bill, Protocol):
-    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice.
+    """A source of nodes. Calls may be repeated after a crash: repeated launches of one node id buy only one machine.
 
-    A subclass must have `launch`, `terminate` and `machines`. By default it has no notices, no prices of its own and no
-    problems, and `watch` and `close` do nothing.
+    A subclass must implement `launch`, `terminate` and `machines`. By default it has no notices, no prices of its own
+    and no problems, and `watch` and `close` do nothing.
     """
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buys the machine, unless it was bought before. Raises ProviderError if the pool has no machine: the node is
-        then cancelled. After any other error the call is repeated.
+        """Buys the machine, unless it was bought before.
+
+        Raises ProviderError if the pool has no machine. The caller then cancels the node. After any other error the
+        caller repeats the call.
         """
 
     def terminate(self, node_id: str) -> None:
-        """Terminates the machine; does nothing if it has ended or was never bought."""
+        """Terminates the machine. Does nothing if the machine has ended or was never bought."""
 
     def notices(self) -> tuple[Notice, ...]:
         """Returns the notices of machines that still run."""
         return ()
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns present prices by node type and zone, in micro-dollars an hour; where one is missing, the configured
-        price holds.
+        """Returns present prices by node type and zone, in micro-dollars an hour. A pool without an entry has its
+        configured price.
         """
         return {}
 
     def problems(self) -> tuple[str, ...]:
-        """Returns problems of this source as sentences for the operator; they hold up no decision."""
+        """Returns the provider's problems, as sentences for the operator. Problems do not block decisions."""
         return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:

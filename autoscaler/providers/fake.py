@@ -1,4 +1,6 @@
-"""A cloud on a virtual clock: launch delays, empty pools, notices, reclaims, prices. For tests, users' own included."""
+"""A simulated cloud on a virtual clock, with launch delays, empty pools, notices, reclaims and prices. It serves
+raytide's tests and those of users.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from raytide.core.objects.node import Node, NodeType
 
 
 class FakeProvider(Provider):
-    """A provider without machines, for tests and simulations.
+    """A provider whose machines exist only in memory, for tests and simulations.
 
-    Machines are billed from the launch call and can join Ray `launch_delay_s` later (`is_up`).
+    A machine is billed from the launch call. It can join Ray `launch_delay_s` later (see `is_up`).
     """
 
     def __init__(self, clock: Clock, *, launch_delay_s: float = 5.0) -> None:
@@ -70,14 +72,16 @@ class FakeProvider(Provider):
         return self._clock.now_s() >= machine.started_at_s + self._launch_delay_s
 
     def set_stock(self, node_type: str, zone: str, nodes: int | None) -> None:
-        """Limits how many machines may run at once in a pool; None for no limit. Machines that run already continue."""
+        """Limits how many machines of a pool may run at once. None removes the limit. Machines that already run are not
+        ended.
+        """
         if nodes is None:
             self._stock.pop((node_type, zone), None)
         else:
             self._stock[(node_type, zone)] = nodes
 
     def set_price(self, node_type: str, zone: str, price_micro_usd_h: int) -> None:
-        """Sets the price of further launches in a pool."""
+        """Sets the price of later launches in a pool."""
         self._prices[(node_type, zone)] = price_micro_usd_h
 
     def give_notice(self, node_id: str, notice_s: float) -> None:

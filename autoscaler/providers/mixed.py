@@ -1,4 +1,4 @@
-"""Several providers in one cluster: each node type is bought at one of them."""
+"""Several providers in one cluster. Nodes of one type are all bought from the same provider."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MixedBill:
-    """The machines of several providers."""
+    """The machines of several providers, as one bill."""
 
     def __init__(self, bills: Mapping[str, Bill]) -> None:
         self._bills = dict(bills)
@@ -28,9 +28,10 @@ class MixedBill:
 
 
 class MixedProvider:
-    """Several providers as one; a failure of one does not stop the others. While a provider does not answer, its
-    machines are those of its last answer or of its records, and only calls for its own nodes fail. `node_types` has the
-    provider's name for each node type.
+    """Several providers behind the interface of one. A failure of one provider does not stop the others.
+
+    While a provider does not answer, its machines are those of its last answer or of its records. Only calls for its
+    own nodes fail. `node_types` maps each node type to the name of its provider.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class MixedProvider:
         """Nodes whose launch failed with an error other than a refusal, so that they may have been bought."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buys the machine. A provider that does not answer counts as having no machine, so that other pools are tried,
-        unless this node may have been bought there already.
+        """Buys the machine.
+
+        If the provider does not answer, the call raises ProviderError as if the pool were empty, so that other pools
+        are tried. There is one exception: if this provider may have bought the node already, it is called again.
         """
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)
@@ -66,7 +69,7 @@ class MixedProvider:
         self._in_doubt.discard(node.id)
 
     def terminate(self, node_id: str) -> None:
-        """Asks the provider that lists the node to terminate it; all providers if none lists it."""
+        """Asks the provider that lists the node to terminate it. If no provider lists the node, asks all of them."""
         listed = [
             source
             for source in self._sources.values()

@@ -1,4 +1,4 @@
-"""A polling thread, for sources that send no events."""
+"""A polling thread, for providers that send no events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from raytide.core.errors import ProviderError
 
 
 class PollWatcher:
-    """Calls `on_change`, from its own thread, when the result of `look` changes."""
+    """Calls `look` periodically in a thread of its own. Calls `on_change` from this thread when the result of `look`
+    has changed.
+    """
 
     def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:
         self._every_s, self._look, self._on_change = every_s, look, on_change
@@ -18,7 +20,7 @@ class PollWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops polling. Waits for a poll in progress, for at most one period."""
+        """Stops polling. Waits at most one period for a poll in progress."""
         self._stop.set()
         self._thread.join(self._every_s)
 

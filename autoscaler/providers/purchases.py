@@ -1,8 +1,8 @@
-"""Purchase records of a cloud's machines, in files: the bill needs ended machines, which a cloud no longer lists.
+"""Purchase records of a cloud's machines, in files. The bill includes ended machines, which a cloud no longer lists.
 
-`<folder>/<node-id>.json` is written once the cloud has the machine; if a crash prevents that, the machine is found by
-its tags. `<node-id>.end.json` is written once, by the first call in which the cloud does not list the machine, and
-`<node-id>.prices.json` whenever the price of the running machine changes.
+`<folder>/<node-id>.json` is written once the cloud has the machine. If a crash prevents that, the machine is found by
+its tags. `<node-id>.end.json` is written once, by the first call in which the cloud does not list the machine.
+`<node-id>.prices.json` is written whenever the price of the running machine changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.core.objects.node import Node
 
 @dataclass(frozen=True, slots=True)
 class PurchaseRecord:
-    """One purchased machine."""
+    """The record of one purchased machine."""
 
     node_id: str
     node_type: str
@@ -57,21 +57,21 @@ class Purchases:
         sweep([folder])
 
     def check_room(self) -> None:
-        """Raises StorageError if a purchase could not be recorded; then nothing may be bought."""
+        """Raises StorageError if the disk is too full to record a purchase. The caller must then buy nothing."""
         with full_disk_is_an_error(str(self._folder)):
             check_room(self._folder)
 
     def record(self, purchase: PurchaseRecord) -> None:
-        """Writes the record, unless the node has one."""
+        """Writes the purchase record, unless the node has one already."""
         bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
         create_json(self._folder / f"{purchase.node_id}.json", bought)
 
     def buy(self, node: Node, now_s: float) -> None:
-        """Records that the node was bought now, unless it has a record."""
+        """Records that the node was bought now, unless the node has a record already."""
         self.record(PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, now_s))
 
     def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
-        """Records a new price, which holds from now on."""
+        """Records a new price of the machine, which holds from now on."""
         earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
         prices_record = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
         write_json(self._folder / f"{purchase.node_id}.prices.json", prices_record)
@@ -86,37 +86,37 @@ class Purchases:
         return PurchaseRecord(**{**record, **prices, "earlier": earlier})
 
     def see(self, node_id: str) -> None:
-        """Records that the machine was listed: from now on its absence means that it ended."""
+        """Records that the cloud has listed the machine. If the cloud later does not list it, the machine has ended."""
         create_json(self._folder / f"{node_id}.seen.json", {"seen": True})
 
     def was_seen(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.seen.json").exists()
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
-        """Records the end; the first record stays."""
+        """Records the end of the machine. If an end is recorded already, it stays."""
         create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
 
     def is_over(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.end.json").exists()
 
     def open(self) -> list[PurchaseRecord]:
-        """Returns the records of machines without a recorded end."""
+        """Returns the purchase records of machines without a recorded end."""
         names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
         over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
         found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen", ".prices")))
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns the machines as recorded. Only the controller's provider checks whether those without a recorded end
-        still run.
+        """Returns all recorded machines. A machine without a recorded end may have ended: only the controller's
+        provider checks that it still runs.
         """
         live, over = self.open(), self.over()  # in this order: one that ends meanwhile is in both
         ended = {machine.node_id for machine in over}
         return in_order([*over, *(purchase.machine() for purchase in live if purchase.node_id not in ended)])
 
     def over(self) -> list[Machine]:
-        """Returns the ended machines as billed. A machine's end is never before its start, even if the clock was set
-        back.
+        """Returns the ended machines with their billed times. A machine's end is never before its start, even if the
+        clock was set back.
         """
         for path in self._folder.glob("*.end.json"):
             node_id = path.name.removesuffix(".end.json")

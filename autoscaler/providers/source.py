@@ -1,5 +1,6 @@
-"""One of several providers. It is created at its first call, and each call has a timeout, so that its failure does not
-affect the others.
+"""Wraps one of several providers. The provider is created at the first call.
+
+Each call has a timeout, so that a hanging provider does not stop the others.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ T = TypeVar("T")
 
 
 class ProviderSource:
-    """A provider that may not answer.
+    """A provider that may fail to answer.
 
-    `make` connects to the provider, and is called again until it succeeds, with growing pauses. `recorded` has the
-    provider's machines as they were last recorded; they are used until it has answered this process.
+    `make` connects to the provider. It is called again, after growing pauses, until it succeeds. `recorded` has the
+    provider's machines as they were last recorded. These records are used until the provider has answered this process.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ProviderSource:
 
     @property
     def is_buying(self) -> bool:
-        """True while a purchase is in progress that has exceeded the timeout of a call."""
+        """True while a purchase is still in progress after its call has timed out."""
         return self._slow is not None and self._slow[1].is_alive() and self._monotonic_s() < self._buying_until_s
 
     def launch(self, node: Node, node_type: NodeType) -> None:
@@ -76,7 +77,9 @@ class ProviderSource:
                 self._buying_until_s = began_s + PURCHASE_S
 
     def ask(self, what: str, call: Callable[[Provider], T]) -> T:
-        """Returns the call's answer. Raises the errors of the call, and ClusterError if it takes too long."""
+        """Calls the provider and returns its answer. Raises the errors of the call, and ClusterError if the call times
+        out.
+        """
         if self._slow is not None and self._slow[1].is_alive():
             raise ClusterError(
                 f"it does not answer: to {self._slow[0]} takes longer than {self._answer_s:g} s.",
@@ -111,20 +114,20 @@ class ProviderSource:
         return done[0]
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns the provider's machines, and keeps them for `last`."""
+        """Returns the provider's machines, and stores them as the provider's last answer."""
         self._last = self.ask("list its machines", lambda provider: provider.machines())
         return self._last
 
     def last(self) -> tuple[Machine, ...] | None:
-        """Returns the machines of the provider's last answer, or those recorded before it has answered; None if neither
-        is known.
+        """Returns the machines of the provider's last answer. Before its first answer, returns the recorded machines,
+        or None if there are no records.
         """
         if self._last is None and self._recorded is not None:
             return self._recorded.machines()
         return self._last
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Watches the provider as soon as it is connected."""
+        """Starts watching the provider, as soon as it is connected."""
         self._on_change = on_change
         if self._provider is not None:
             self._provider.watch(on_change)

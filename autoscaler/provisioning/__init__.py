@@ -1,3 +1,3 @@
-"""New nodes for replicas and members that do not fit: which offerings are bought, what is reserved on them, and which
-alternatives were rejected.
+"""Provisions new nodes for replicas and gang members that do not fit on existing nodes. Chooses the offerings to buy,
+what is reserved on them, and which alternatives to report as rejected.
 """

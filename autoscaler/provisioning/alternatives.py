@@ -1,4 +1,4 @@
-"""The offerings that a launch did not choose: cheaper ones that were unavailable, and the next dearer ones."""
+"""The offerings that a launch did not choose: cheaper ones that were unavailable, and the next more expensive ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ CHEAPER, DEARER = 2, 2
 def rejected(
     offerings: Offerings, shape: Shape, members: int, taken: Offering, *, is_spread: bool = False
 ) -> tuple[Rejected, ...]:
-    """Returns the alternatives to the offering `taken`, for a node with `members` members of the shape. `is_spread`:
-    the members are replicas, which spread over zones.
+    """Returns the alternatives to the chosen offering `taken`, for a node with `members` members of the shape.
+
+    `is_spread` says that the members are replicas, which are spread over zones.
     """
     data = offerings.table.data_cost((shape,))
     per_member = taken.cost_micro_usd_h / members + data[taken.row]
@@ -53,14 +54,14 @@ def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, sh
 
 
 def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
-    """Returns, in words, the cost of getting a member's data to the offering's zone; empty if nothing is paid."""
+    """Describes the cost of moving a member's data to the offering's zone. Empty if the move is free."""
     cost, paid = data_transfer(offerings.table, offering, shape)
     return f"{cost}/h a member of them for data: {paid}" if paid else ""
 
 
 def data_transfer(table: OfferingTable, offering: Offering, shape: Shape) -> tuple[str, str]:
-    """Returns the hourly cost that a member's data adds with this offering, and the transfers that are paid for; both
-    are empty if nothing is paid.
+    """Returns (hourly cost per member, description) of the data transfers that this offering needs. Two empty strings
+    mean that they are free.
     """
     transfer = table.transfer
     paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""

@@ -20,7 +20,9 @@ from raytide.scheduling.state import Placements, SchedulingState
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The slots of one subject and the text of the resulting actions."""
+    """The slots (places on nodes) that are assigned to one subject, such as a lease, and the text of the resulting
+    actions.
+    """
 
     subject: str
     reason: str
@@ -72,7 +74,7 @@ class PlanBuilder:
         self.assignments = []
 
     def buy(self, slot: Slot, subject: str, reason: str) -> None:
-        """Launches the node of this slot and keeps it, without tenants."""
+        """Launches the node of this slot and keeps it in the plan, although nothing is placed on it."""
         self.actions.append(self._launch(slot, subject, reason))
         self.nominated.add(slot.node_id)
 

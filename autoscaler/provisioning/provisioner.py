@@ -1,4 +1,4 @@
-"""Provisions nodes for replicas and leases; unmanaged.py does so for work without a lease."""
+"""Provisions nodes for replicas and leases. unmanaged.py provisions nodes for work without a lease."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from raytide.scheduling.state import Placements
 
 
 def provision_replicas(builder: PlanBuilder) -> None:
-    """Launches nodes for missing replicas, which `SchedulingState` has placed already, or states why the
-    replicas wait.
+    """Launches the nodes that missing replicas need. States the reason for replicas that must wait.
+
+    `SchedulingState` has already placed the replicas.
     """
     for view in builder.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)

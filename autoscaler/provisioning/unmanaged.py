@@ -1,9 +1,10 @@
-"""Provisions nodes for work without a lease: raw tasks, actors and foreign placement groups, then standing requests.
+"""Provisions nodes for work without a lease: tasks, actors and placement groups that raytide did not start, then
+standing requests.
 
-A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, whether or not work waits for it.
-Resources that unmanaged work uses count towards the request, as in Ray; resources of jobs and endpoints do not.
-Unmanaged work and standing requests buy under the same cap, and a node that a standing request needs is never drained
-as idle.
+A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, even while no work waits for it.
+Resources that unmanaged work uses count towards the request, as in Ray. Resources of jobs and endpoints do not. One cap
+limits the nodes bought for both unmanaged work and standing requests. A node that a standing request needs is never
+drained as idle.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from raytide.scheduling.unattributed import UnattributedUsage
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedPlacement:
-    """The placement of unmanaged work, and the nodes that may still be bought for it."""
+    """The placements of unmanaged work (work without a lease), and the limits on further nodes for it."""
 
     node_types: tuple[NodeType, ...]
     """The node types that may be bought for unmanaged work."""
@@ -38,7 +39,7 @@ class UnmanagedPlacement:
 
 
 def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
-    """Places unmanaged work, the largest demand first, on free resources and on at most the capped number of nodes."""
+    """Places unmanaged work on free resources, and on new nodes up to the cap. The largest demand is placed first."""
     snapshot, cap = builder.snapshot, builder.snapshot.unmanaged
     bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
     node_types = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
@@ -85,7 +86,7 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
 
 
 def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> None:
-    """Places standing requests, after the pending work (`placement`)."""
+    """Places standing requests for capacity. `placement` describes the unmanaged work, which was placed before."""
     standing = [
         d for d in builder.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())
     ]

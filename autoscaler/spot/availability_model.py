@@ -1,7 +1,7 @@
-"""A model of one spot market: the rates at which a zone's up and down intervals end, by their age.
+"""A model of one spot market. It learns the rates at which a zone's up intervals and down intervals end, by their age.
 
 Intervals are heavy-tailed (a long one tends to last longer), so rates are kept by age band. The model follows a virtual
-holder, which takes the zone with the lowest hazard, keeps it until it is lost, and then takes the next.
+holder: it takes the zone with the lowest hazard, keeps that zone until it is lost, and then takes another zone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def band(age_s: float) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReclaimRates:
-    """The learned rates, per second and by age band."""
+    """The learned rates of one market, per second and by age band."""
 
     lost: Floats
     """The rate at which the held zone is lost while no other is up, by age band."""
@@ -60,7 +60,7 @@ class ReclaimRates:
 
 
 class AvailabilityModel:
-    """The learned state of one market's zones."""
+    """The learned availability of one market's zones."""
 
     def __init__(self, zones: int) -> None:
         self.up = np.zeros(zones, dtype=bool)
@@ -81,7 +81,7 @@ class AvailabilityModel:
         self._learned: tuple[float, int, ReclaimRates] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
-        """Records which zones are up. Calls are in order of time; a state holds until the next call."""
+        """Records which zones are up. Calls must be in order of time. A recorded state holds until the next call."""
         now = np.asarray(up, dtype=bool)
         if np.isnan(self.at_s):
             self.since_s[:] = self._gone_since_s = self.at_s = at_s
@@ -97,12 +97,14 @@ class AvailabilityModel:
             self._take_next(bands, drought)
 
     def ages_s(self) -> Floats:
-        """Returns the seconds for which each zone has been up, or down."""
+        """Returns, for each zone, how many seconds it has been in its present state, up or down."""
         return np.asarray(self.at_s - self.since_s)
 
     def cached_rates(self, at_s: float) -> ReclaimRates:
-        """Returns the last computed rates while few events are new, because a value table has to be solved again for
-        new rates.
+        """Returns the last computed rates while they are recent and few new events have come. Otherwise computes them
+        anew.
+
+        The cache exists because new rates require a value table to be solved again.
         """
         if self._learned is not None:
             since_s, ends, market = self._learned
@@ -112,7 +114,7 @@ class AvailabilityModel:
         return self._learned[2]
 
     def current_rates(self) -> ReclaimRates:
-        """Returns the rates from all events."""
+        """Computes the rates from all events so far."""
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)
         ends = self._lost + switches

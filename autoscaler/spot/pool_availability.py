@@ -1,7 +1,7 @@
 """The availability of spot pools, derived from the cluster's own nodes.
 
-A pool is up while it sells nodes and keeps them. A refusal or a reclaim takes it down, until the pool sells a node
-again or the event is older than `STALE_S`.
+A pool is up while it sells nodes and keeps them. A refusal or a reclaim takes the pool down. The pool is up again when
+it sells a node, or when the refusal or reclaim is older than `STALE_S`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def forecast_from_rates(
 
 @dataclass(slots=True)
 class PoolAvailability:
-    """Availability models of sets of pools, kept from tick to tick. Events are kept too, so that a model of a new set
-    of pools can be trained on the past.
+    """Availability models, one for each set of pools, kept from tick to tick. Past events are kept to train the model
+    of a new set of pools.
     """
 
     _events: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PoolAvailability:
             self._update(model, pools, now_s)
 
     def forecast(self, pools: Sequence[str], now_s: float) -> SpotForecast:
-        """Returns the forecast for these pools as one market, and keeps their model up to date from now on."""
+        """Returns the forecast for these pools as one market. Later observations keep their model up to date."""
         key = tuple(pools)
         self._last_used_s[key] = now_s
         if key not in self._models:

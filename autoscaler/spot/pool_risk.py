@@ -1,4 +1,4 @@
-"""The reclaim rate of each spot pool, learned from the cluster's own nodes and raised by losses in other zones."""
+"""The reclaim rate of each spot pool, learned from the cluster's own nodes. Losses in other zones raise the rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELD = (NodeState.READY, NodeState.DRAINING)
 
 @dataclass(slots=True)
 class PoolRisk:
-    """Reclaim rates learned from node records. A new controller replays the stored ones."""
+    """Reclaim rates of spot pools, learned from node records. A new controller learns them from the stored records."""
 
     hazard: ReclaimHazard = field(default_factory=ReclaimHazard)
     """Keyed by `pool_name`."""
@@ -35,7 +35,7 @@ class PoolRisk:
     _at_s: float | None = None
 
     def replay(self, nodes: Iterable[Node], now_s: float) -> None:
-        """Replays all stored nodes, live ones included, up to now."""
+        """Learns from the records of all stored nodes, including live ones, up to now."""
         spot = [node for node in nodes if node.market is CapacityType.SPOT and node.ready_at_s is not None]
         at_s = max(
             min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MAX_REPLAY_STEPS * REPLAY_STEP_S
@@ -70,7 +70,10 @@ class PoolRisk:
     def quotes(
         self, node_types: Iterable[NodeType], prices: Mapping[tuple[str, str], int], now_s: float
     ) -> tuple[Quote, ...]:
-        """Returns a quote for each spot pool, and for each other pool with a known price."""
+        """Returns a quote for each spot pool, and for each on-demand pool that has a known price.
+
+        The quote of a spot pool has its price, if known, and its expected reclaims per hour.
+        """
         found = []
         for node_type in node_types:
             for zone in node_type.zones:

@@ -1,8 +1,8 @@
-"""The hazard of spot reclaims by zone and age, and their correlation within a region.
+"""The hazard of spot reclaims by zone and age, and the correlation of reclaims within a region.
 
-A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed), so reclaims and time are
-counted in age bins over all zones, and each zone has a factor of its own. Both start at a gamma prior. Zones of one
-region are often lost together.
+A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed). Therefore reclaims and
+hours are counted in age bins over all zones. The rate of one zone is this common rate times a factor of the zone. Rates
+and factors have gamma priors. Zones of one region are often lost together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReclaimHazard:
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
-        """Updates the hazards. `held`: nodes by zone now; `lost`: nodes reclaimed since the last call."""
+        """Updates the hazards. `held`: the nodes in each zone now. `lost`: the nodes reclaimed since the last call."""
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:
@@ -79,11 +79,15 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Returns the result of the function `losses` for the zones that hold nodes."""
+        """Yields pairs (share of the time, zones lost in that time) for zones that hold nodes, as the function `losses`
+        does.
+        """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
-        """Returns the expected reclaims per hour of a zone at its present age; an unused zone starts at age 0."""
+        """Returns the expected reclaims per hour of a zone at its present age. A zone that had no nodes lately has age
+        0.
+        """
         zone = self.zones.get(name)
         if zone is None:
             return self.reclaims[0] / self.hours[0]
@@ -110,8 +114,8 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields pairs (share of the time, zones whose nodes are missing then): first each zone alone, then all zones of a
-    region.
+    """Yields pairs (share of the time, zones whose nodes are lost in that time). In each region, single zones come
+    first, then all zones together.
     """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:
@@ -125,7 +129,7 @@ def losses(
 
 
 def pool_name(node_type: str, zone: str) -> str:
-    """Returns the name of a spot pool; pools of one type in one region share their prefix."""
+    """Returns the name of a spot pool, `<node type>/<zone>`. Pools of one node type in one region share a prefix."""
     return f"{node_type}/{zone}"
 
 

@@ -1,7 +1,7 @@
-"""Finds the actions that are due, as a pure function of alerts, configuration and log.
+"""Finds the actions that are due, as a pure function of alerts, configuration and the log of actions.
 
-An entry of cluster.yaml acts at most once in an episode of an alert. The cool-down and the rate limit can hold an
-action back; it is run later if the alert still fires then.
+Each entry for an action in cluster.yaml acts at most once in an episode of an alert. A cool-down and a rate limit can
+delay an action. A delayed action is run later if the alert still fires then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class DueAction:
-    """An action with the alert that causes it."""
+    """An action that is due, with the alert that causes it."""
 
     key: str
     entry: str
@@ -40,7 +40,7 @@ class DueAction:
 
 
 def entry_of(action: AlertAction) -> str:
-    """Returns an identity of the entry that does not depend on the entry's limits."""
+    """Returns a hash that identifies an action's entry in cluster.yaml. Changed limits do not change the hash."""
     text = action.model_dump_json(include={"alert", "do", "command", "url"})
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -57,8 +57,9 @@ def due_actions(
     silenced: Collection[str],
     now_s: float,
 ) -> list[DueAction]:
-    """Returns the actions of alerts that fire and are not silenced, except actions that were begun already. Actions
-    that the cool-down or the rate limit holds back are included, with the reason in `held`.
+    """Returns the actions of firing alerts that are not silenced, except actions that were begun already.
+
+    Actions that the cool-down or the rate limit delays are included, with the reason in `held`.
     """
     begun = {record.key for record in log if record.state != "held"}
     done = [record for record in log if record.state != "held"]

@@ -1,4 +1,4 @@
-"""The API calls that actions make as the operator, so that each call is authenticated and in the audit log."""
+"""The API calls of alert actions. They are made as the operator, so each call is authenticated and in the audit log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROLLBACK = "rollback to revision"
 
 
 class OperatorClient:
-    """Calls of the API that are safe to repeat: a repetition changes nothing more."""
+    """API calls for alert actions. Each call may be repeated. A repetition has no further effect."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     def order(self, key: str, kind: str, subject: str, plan: Mapping[str, Any]) -> str:
-        """Gives the controller an order, which it carries out at its next tick."""
+        """Gives the controller an order. The controller carries it out at its next tick."""
         body = {"id": key, "kind": kind, "subject": subject, "reason": plan["why"]}
         if kind == "restart_replica":
             if not plan["endpoint"]:
@@ -29,9 +29,10 @@ class OperatorClient:
         return str(found["outcome"] or f"ordered as {found['id']}")
 
     def rollback_target(self, endpoint: str) -> dict[str, Any]:
-        """Returns the plan of a rollback: it ends a running rollout, or else goes back to the revision before the last.
+        """Returns the plan of a rollback. If a rollout runs, the plan is to end it. Otherwise the plan is to return to
+        the revision before the current one.
 
-        Raises ConflictError if there is neither.
+        Raises ConflictError if there is neither a rollout nor an earlier revision.
         """
         rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
         live = [each["rollout"] for each in rollouts if each["rollout"]["ended_at_s"] is None]
@@ -43,7 +44,9 @@ class OperatorClient:
         return {"revision": revisions[1]["number"], "from": revisions[0]["number"]}
 
     def roll_back(self, endpoint: str, plan: Mapping[str, Any]) -> str:
-        """Ends the rollout of the plan, or goes back to its revision, unless that was done already."""
+        """Ends the rollout that the plan names, or returns to the revision that the plan names, unless that was done
+        already.
+        """
         if number := plan.get("rollout"):
             rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
             if any(e["rollout"]["number"] == number and e["rollout"]["ended_at_s"] is None for e in rollouts):
@@ -57,11 +60,11 @@ class OperatorClient:
         return f"{endpoint} went back to revision {plan['revision']}"
 
     def pause_budget(self, team: str) -> str:
-        """Sets the team's budget of this month to zero, until `raytide budget reset`."""
+        """Sets the team's monthly budget to zero. It stays zero until `raytide budget reset`."""
         self._api.call("PATCH", f"/v1/teams/{team}", {"budget": {"soft_usd": 0.0, "hard_usd": 0.0}})
         return f"the budget of {team} is 0: nothing of it starts until `raytide budget reset {team}`"
 
     def note_action(self, record: ActionRecord, state: ActionState, outcome: str) -> None:
-        """Writes the action's end into the audit log."""
+        """Writes the end of an action into the audit log."""
         body = {"alert": record.alert, "kind": record.kind, "object": record.object, "key": record.key}
         self._api.call("POST", "/v1/alerts/actions", {**body, "state": state, "outcome": outcome[:1000]})

@@ -1,4 +1,4 @@
-"""Alertmanager's webhook format, version 4: parses messages of a real Alertmanager, and writes messages for raytide's
+"""Alertmanager's webhook format, version 4. Parses messages from a real Alertmanager, and writes messages for raytide's
 own receivers.
 """
 
@@ -19,7 +19,7 @@ _MOST_LABELS, _MOST_LABEL_CHARS, _MOST_TEXT = 64, 1000, 4000
 
 
 def alerts_from_payload(body: Mapping[str, Any], now_s: float) -> list[Alert]:
-    """Returns the alerts of a message. Raises UsageError if the message is not of version 4."""
+    """Returns the alerts of a webhook message. Raises UsageError if the message is not of version 4."""
     if body.get("version") != "4" or not isinstance(body.get("alerts"), list):
         raise UsageError("this is no message of Alertmanager (version 4).", hint="Configure a `webhook_configs` entry.")
     if len(body["alerts"]) > MOST_ALERTS:
@@ -50,7 +50,7 @@ def _alert(raw: object, now_s: float) -> Alert:
 
 
 def payload_of(alerts: Iterable[Alert], receiver: str) -> dict[str, Any]:
-    """Returns a message in the same format."""
+    """Returns a webhook message in Alertmanager's format with these alerts."""
     listed = list(alerts)
     names = {alert.name for alert in listed}
     common = {"alertname": next(iter(names))} if len(names) == 1 else {}

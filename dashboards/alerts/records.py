@@ -1,6 +1,7 @@
 """Alerts, actions, silences and messages in a SQLite file that the monitor and the API share.
 
-A restarted monitor continues from this file. Its size is bounded: old episodes, actions and messages are deleted.
+A restarted monitor continues from this file. The file's size is bounded: old state changes, actions and messages are
+deleted.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action in the log. Its key consists of the alert's episode and the entry, so that there is one action for each
-    pair.
+    """An action in the log. Its key combines the alert's episode and the action's entry in cluster.yaml.
+
+    There is at most one record per key, so an entry acts only once per episode.
     """
 
     key: str
@@ -97,8 +99,10 @@ class Silence:
 
 
 def acting_source(run_dir: Path) -> AlertSource:
-    """Returns the source whose alerts start actions and send messages: Alertmanager if there is one, so that no alert
-    acts twice.
+    """Returns the source whose alerts start actions and send messages. It is Alertmanager if the cluster runs one, else
+    raytide.
+
+    Only one source acts, so that no alert acts twice.
     """
     try:
         record = read_json(run_dir / "cluster.json") or {}
@@ -108,23 +112,22 @@ def acting_source(run_dir: Path) -> AlertSource:
 
 
 class AlertRecords:
-    """The records of one cluster. Each call opens the file, so any thread and process may call. A damaged file is
-    renamed and a new one begun.
+    """The records of one cluster's alerts, actions, silences and messages. Every thread and process may call it.
+
+    Each call opens the file. A damaged file is renamed, and a new file is begun.
     """
 
     def __init__(self, path: Path) -> None:
         self._database = FileDatabase(path.parent, path.name, _SCHEMA)
 
     def alerts(self, source: AlertSource | None = None) -> list[Alert]:
-        """Returns all alerts, the newest change first."""
+        """Returns all alerts, the most recently changed first."""
         with self._database.read() as c:
             rows = c.execute("SELECT * FROM alerts ORDER BY since_s DESC, id").fetchall()
         return [_alert(row) for row in rows if source in (None, row["source"])]
 
     def save(self, changed: Iterable[Alert], now_s: float) -> None:
-        """Stores alerts and records their changes of state. An alert that ends while it is still pending
-        is forgotten.
-        """
+        """Stores alerts and records their changes of state. Deletes an alert that ends before it has fired."""
         with self._database.write() as c:
             for alert in changed:
                 key = (alert.source, alert.id)
@@ -155,7 +158,7 @@ class AlertRecords:
         return found
 
     def episodes(self, limit: int = 100, name: str | None = None) -> list[Episode]:
-        """Returns the last state changes of alerts, newest first; with `name`, only those of alerts with this name."""
+        """Returns the latest state changes of alerts, newest first. `name` selects the alerts with this name."""
         with self._database.read() as c:
             query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
             return [_episode(row) for row in c.execute(query, (name, limit))]
@@ -166,9 +169,9 @@ class AlertRecords:
             return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
 
     def begin(self, action: ActionRecord) -> bool:
-        """Records an action before it is run. Returns False if it was begun before; then it must not be run.
+        """Records an action before it is run. Returns False if the action was begun before and must not be run again.
 
-        The record replaces that of the same action while it was held.
+        If the action was delayed before, this record replaces the record of the delay.
         """
         with self._database.write() as c:
             row = c.execute("SELECT state FROM actions WHERE key = ?", (action.key,)).fetchone()
@@ -190,7 +193,7 @@ class AlertRecords:
             return [Silence(**dict(row)) for row in found]
 
     def silence(self, silence: Silence) -> None:
-        """Silences alerts of a name until `until_s`. A time that is not in the future lifts the silence."""
+        """Silences the alerts of one name until `until_s`. A past `until_s` lifts an earlier silence of this name."""
         with self._database.write() as c:
             c.execute("DELETE FROM silences WHERE until_s <= ? OR name = ?", (silence.at_s, silence.name))
             if silence.until_s > silence.at_s:
@@ -202,7 +205,9 @@ class AlertRecords:
                 c.execute("INSERT INTO silences VALUES (?, ?, ?, ?)", values)
 
     def told(self, receiver: str) -> dict[tuple[str, str], tuple[str, str, float]]:
-        """Returns the last message to a receiver about each alert: (source, id) to (episode, state, time)."""
+        """Returns the last message to a receiver about each alert, as a map from (source, id) to (episode, state,
+        time).
+        """
         with self._database.read() as c:
             rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()
         return {(row["source"], row["id"]): (row["episode"], row["state"], row["at_s"]) for row in rows}
@@ -219,7 +224,7 @@ class AlertRecords:
             c.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def prune(self, now_s: float) -> None:
-        """Deletes old records, and the oldest ones beyond the limits."""
+        """Deletes records that are too old, and the oldest records if there are too many."""
         old_s = now_s - _KEPT_S
         with self._database.write() as c:
             c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))

@@ -1,7 +1,7 @@
 """Runs due actions, each at most once, even if this process is killed while one runs.
 
-An action is recorded before it begins. An interrupted action is run again if that is safe: orders have an id, and a
-rollback names the revision that it goes back to. An interrupted command or webhook is not repeated.
+An action is recorded before it begins. An interrupted order or rollback is run again, because that is safe: an order
+has an id, and a rollback names its target revision. An interrupted command or webhook is not repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORDERS = ("restart_replica", "replace_node", "quarantine_node")
 
 
 class ActionRunner:
-    """Runs the actions of one cluster. Its methods block and are called from one thread."""
+    """Runs the actions of one cluster. Its methods block and must all be called from one thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ActionRunner:
         """Actions by kind and outcome, since this process began."""
 
     def resume(self, now_s: float) -> None:
-        """Continues the actions that an earlier process began, or records them as interrupted."""
+        """Continues the actions that an earlier process left unfinished, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}
         for record in self._records.actions():
             if record.state != "started":
@@ -58,7 +58,7 @@ class ActionRunner:
                 self._do(record, action, {}, now_s)
 
     def run_due(self, source: AlertSource, now_s: float) -> list[ActionRecord]:
-        """Runs the actions that are due for the alerts of this source, and returns their records."""
+        """Runs the actions that are due for the alerts of this source. Returns the records of the actions."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
         due = due_actions(self._records.alerts(source), self._actions, self._records.actions(), silenced, now_s)
         return [record for each in due if (record := self._run(each, now_s)) is not None]

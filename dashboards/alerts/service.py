@@ -1,4 +1,4 @@
-"""The API's operations on the history, on alerts and on orders, without HTTP."""
+"""The API's operations on metrics history, alerts and orders, without HTTP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AlertTest(Config):
 
 
 class ActionNote(Config):
-    """The end of an action, for the audit log."""
+    """An audit log entry about the end of an action."""
 
     alert: str
     kind: str
@@ -61,8 +61,8 @@ class ActionNote(Config):
 
 
 class MonitoringService:
-    """The API's answers about history and alerts. The monitor produces the data; it shares files in the run folder with
-    the API.
+    """Answers requests to the API about metrics history and alerts. The monitor writes the data into files in the run
+    folder, which the API reads.
     """
 
     def __init__(self, run_dir: Path, store: Store, clock: Clock, hosts: HostsSection | None = None) -> None:
@@ -88,7 +88,7 @@ class MonitoringService:
         quantile: float | None,
         by: Collection[str] | None,
     ) -> list[Curve]:
-        """Returns the curves of the last `since_s` seconds."""
+        """Returns the curves of a metric over the last `since_s` seconds."""
         now_s = self._clock.now_s()
         return self._history.query(
             metric, where, now_s - since_s, now_s, step_s, is_rate=is_rate, quantile=quantile, by=by
@@ -98,7 +98,9 @@ class MonitoringService:
         return self._history.metrics()
 
     def alerts(self, caller: Caller) -> list[dict[str, Any]]:
-        """Returns the alerts of the acting source (see `acting_source`), firing first, each with its last action."""
+        """Returns the alerts of the acting source (see `acting_source`). Firing alerts come first. Each alert has its
+        last action.
+        """
         source = acting_source(self._run_dir)
         actions: dict[str, ActionRecord] = {}
         for record in self._alerts.actions():
@@ -125,7 +127,7 @@ class MonitoringService:
         self._store.orders.note(f"alert.{note.kind}", note.object, note.model_dump(exclude={"kind", "object"}))
 
     def receive(self, body: Mapping[str, Any], caller: Caller) -> int:
-        """Stores the alerts of a message from Alertmanager; returns their number."""
+        """Stores the alerts of a message from Alertmanager and returns their number."""
         caller.require_person().require_all()
         now_s = self._clock.now_s()
         found = alerts_from_payload(body, now_s)
@@ -144,7 +146,7 @@ class MonitoringService:
         return self._alerts.silences(self._clock.now_s())
 
     def test(self, body: Mapping[str, object], caller: Caller) -> dict[str, Any]:
-        """Fires a test alert for a minute. Receivers get messages; actions are dry runs."""
+        """Fires a test alert for a minute. Receivers get messages about it. Its actions are dry runs."""
         caller.require_person().require_all()
         asked, now_s = AlertTest.parse(body, where="test"), self._clock.now_s()
         labels = label_set({**asked.labels, TEST_LABEL: "true"})
@@ -163,8 +165,9 @@ class MonitoringService:
         return _alert_json(alert, None, is_silenced=False)
 
     def order(self, body: Mapping[str, object], caller: Caller) -> Order:
-        """Records an order to the controller, once for each id. The caller needs a token for all teams; to restart a
-        replica, a token of the replica's team suffices.
+        """Records an order to the controller. A repeated order with the same id has no effect.
+
+        The caller needs a token for all teams. To restart a replica, a token of the replica's team suffices.
         """
         spec = OrderSpec.parse(body, where="order")
         if spec.kind == "restart_replica":
@@ -202,12 +205,12 @@ class MonitoringService:
         return self._store.orders.get(id)
 
     def probes(self) -> list[dict[str, Any]]:
-        """Returns the last result of each probe."""
+        """Returns the result of each probe's last request."""
         return self._listed(PROBES_FILE, "probes")
 
     def anomalies(self) -> list[dict[str, Any]]:
-        """Returns the last score of each signal, with the median, the deviation and the number of values from which it
-        was computed.
+        """Returns the last anomaly score of each signal, with the median, the deviation and the number of values behind
+        the score.
         """
         return self._listed(ANOMALIES_FILE, "signals")
 

@@ -14,12 +14,12 @@ SIGNATURE = "X-Raytide-Signature"
 
 
 def signature_of(body: bytes, secret: str) -> str:
-    """Returns `sha256=` and the HMAC-SHA256 of the body in hex, as GitHub's webhooks are signed."""
+    """Returns `sha256=` and the HMAC-SHA256 of the body in hex, the format in which GitHub signs its webhooks."""
     return "sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
 def post_signed(url: str, message: Mapping[str, Any], secret: str, key: str, timeout_s: float) -> str:
-    """Posts the message and returns the response's status in words. Raises ClusterError if the status is not 2xx.
+    """Posts a signed message and returns the response's status in words. Raises ClusterError if the status is not 2xx.
 
     Redirects are not followed. `key` is sent as `Idempotency-Key`, so that a receiver can drop a repetition.
     """

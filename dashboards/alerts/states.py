@@ -1,6 +1,9 @@
 """The states of alerts, as pure functions.
 
-inactive -> PENDING (the condition holds) -> FIRING (it has held for the rule's time) -> RESOLVED (it no longer holds).
+- PENDING: the rule's condition holds.
+- FIRING: the condition has held for the rule's duration.
+- RESOLVED: the condition of a firing alert no longer holds.
+
 A pending alert whose condition ends is forgotten. A resolved alert that fires again begins a new episode.
 """
 
@@ -28,7 +31,7 @@ class AlertState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert: a rule with the labels for which its condition holds, or held."""
+    """One alert: a rule, and a set of labels for which the rule's condition holds or held."""
 
     name: str
     labels: Labels
@@ -53,23 +56,25 @@ class Alert:
 
     @property
     def episode(self) -> str:
-        """The unique name of this firing of the alert."""
+        """The unique name of the present episode, in which the alert fires without a break."""
         return f"{self.id}-{int((self.fired_at_s or self.since_s) * 1000)}"
 
     @property
     def is_test(self) -> bool:
-        """Returns whether the alert comes from `raytide alerts test`, so that its actions are dry runs."""
+        """True if the alert comes from `raytide alerts test`. The actions of such an alert are dry runs."""
         return self.label(TEST_LABEL) == "true"
 
     def label(self, *names: str) -> str:
-        """Returns the value of the first of these labels that the alert has; empty if it has none of them."""
+        """Returns the value of the first of these labels that the alert has. Returns an empty string if it has none of
+        them.
+        """
         have = dict(self.labels)
         return next((have[name] for name in names if have.get(name)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rule with the values for which its condition holds now, by labels."""
+    """A rule as evaluated now: `found` has the values for which the rule's condition holds, by their labels."""
 
     name: str
     severity: Severity
@@ -84,10 +89,10 @@ def fingerprint(name: str, labels: Labels) -> str:
 
 
 def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: float) -> list[Alert]:
-    """Returns the alerts that changed, given the present observations of the rules. `known`: the alerts of the same
-    rules, by id.
+    """Compares the rules' present observations with their known alerts. Returns the alerts that changed.
 
-    A pending alert that ended is returned as resolved without having fired; callers forget it.
+    `known` maps ids to alerts. A pending alert whose condition has ended is returned as resolved, although it never
+    fired. The caller must forget such an alert.
     """
     changed: list[Alert] = []
     for rule in observed:

@@ -1,3 +1,1 @@
-"""Figures of everything that raytide measures, drawn with matplotlib. They are static and need neither scripts nor
-network.
-"""
+"""Figures of everything that raytide measures, drawn with matplotlib. They need no scripts and no network."""

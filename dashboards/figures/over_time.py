@@ -1,4 +1,4 @@
-"""Curves of several values of one object, such as a node, over the last seconds, with a panel for each value."""
+"""Curves of several values of one object, such as a node, over the last seconds. Each value has a panel of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 130, 50
 
 
 def over_time(curves: Mapping[str, Sequence[float]], title: str, *, every_s: float) -> Picture:
-    """Returns a figure with a panel for each curve. Its values are `every_s` seconds apart, and the last one is the
-    present value.
+    """Returns a figure with a panel for each curve. The points of a curve are `every_s` seconds apart. The last point
+    is now.
     """
 
     def draw(figure: Figure) -> None:

@@ -1,7 +1,7 @@
-"""The style of all figures, and their conversion to SVG, PNG or a page.
+"""The style of all figures, and their conversion to SVG, PNG or an HTML page.
 
-SVG has its text and axes in the colour of the text around it, so that a figure in a notebook or on a page is readable
-on light and dark ground. Text stays text: it is selectable, found by a search, and read by a screen reader.
+In SVG, text and axes take the colour of the surrounding text. A figure in a notebook or on a page is therefore readable
+in light and dark mode. Text stays text: it can be selected, searched and read by a screen reader.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class Picture:
         return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', rf'<svg {about} style="{style}" \1', text, count=1)
 
     def png(self) -> bytes:
-        """Returns the figure as PNG, on white."""
+        """Returns the figure as PNG, on a white background."""
         return self._saved("png", dpi=_PNG_DPI, facecolor="white")
 
     def html(self) -> str:
-        """Returns a page with the figure, light or dark as the reader's system is."""
+        """Returns an HTML page with the figure, in light or dark mode like the reader's system."""
         return _PAGE.format(title=escape(self._title), width=self._size[0], body=self.svg())
 
     def save(self, path: str | Path) -> Path:
-        """Writes a .svg, .png or .html file."""
+        """Writes the figure as a .svg, .png or .html file, by the suffix of `path`."""
         path = Path(path)
         check_format(path)
         with full_disk_is_an_error(str(path)):
@@ -125,7 +125,7 @@ class Picture:
 
 
 def check_format(path: Path) -> None:
-    """Raises UsageError for a file that no figure can be written to."""
+    """Raises UsageError if a figure cannot be written to a file with this suffix."""
     if path.suffix not in FORMATS:
         raise UsageError(f"cannot draw into {path}.", hint=f"Name a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.")
 
@@ -138,12 +138,14 @@ def label(axes: Axes, title: str, *, x: str = "", y: str = "") -> None:
 
 
 def line_at(axes: Axes, x: float, colour: str, text: str) -> None:
-    """Draws a vertical line; in SVG it shows a text while the pointer is over it."""
+    """Draws a vertical line. In SVG the line shows `text` while the pointer is over it."""
     axes.axvline(x, color=colour, linewidth=1.1, alpha=0.8, zorder=1).set_gid(f"hover-{text.encode().hex()}")
 
 
 def distribution(axes: Axes, values: Sequence[float], colour: str, name: str = "") -> None:
-    """Draws the share of values that are at most x; nothing without values."""
+    """Draws the cumulative distribution of the values: for each x, the share of values that are at most x. Draws
+    nothing if there are no values.
+    """
     if not values:
         return
     ordered = sorted(values)

@@ -28,7 +28,7 @@ _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 125, 60
 
 
 def picture(history: RunHistory, title: str) -> Picture:
-    """Returns the figure of the curves; for a run without a step, a figure with a text that says so."""
+    """Returns a figure of the training curves. If the run has no step yet, the figure shows a text that says so."""
     steps = thinned(history.steps)
 
     def draw(figure: Figure) -> None:
@@ -52,8 +52,9 @@ def picture(history: RunHistory, title: str) -> Picture:
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """Returns at most 2 * `points` lines: the first, the last, and those with the lowest and the highest loss of each
-    interval, so that no spike is lost.
+    """Returns at most 2 * `points` of the lines, evenly spread, so that no spike is lost.
+
+    They are the first line, the last line, and the lines with the lowest and the highest loss of each interval.
     """
     if len(lines) <= 2 * points:
         return list(lines)

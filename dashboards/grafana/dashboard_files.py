@@ -1,6 +1,7 @@
 """Writes the dashboards as Grafana's JSON.
 
-`python -m raytide.dashboards.grafana.dashboard_files [FOLDER]` writes them into a folder, or renews the repository's.
+`python -m raytide.dashboards.grafana.dashboard_files [FOLDER]` writes them into the folder. Without a folder it updates
+the repository's own files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SOURCES = {
 
 
 def dashboard_files() -> dict[str, str]:
-    """Returns the dashboards' JSON by the name of their file."""
+    """Returns the JSON of each dashboard by file name."""
     return {
         f"{board.uid.removeprefix('raytide-')}.json": json.dumps(dashboard(board), indent=1) + "\n" for board in BOARDS
     }

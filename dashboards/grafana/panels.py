@@ -1,4 +1,4 @@
-"""Dashboards and panels as data."""
+"""Grafana dashboards and their panels as data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Query:
     """True if the query is zero, and not without a value, before the first event."""
 
     def promql(self, variables: tuple[str, ...] = VARIABLES) -> str:
-        """Returns the query in PromQL, filtered by those variables of the dashboard that its metrics have as labels."""
+        """Returns the query in PromQL. It is filtered by each dashboard variable that is a label of its metrics."""
 
         def narrowed(selected: Selector) -> Selector:
             labels = _LABELS.get(selected.metric, ("endpoint",) if selected.metric.startswith("endpoint:") else ())
@@ -98,23 +98,23 @@ def by_labels(*labels: str) -> str:
 
 
 def values(metric: Metric, *by: str, **where: str) -> Query:
-    """Returns the query of a gauge, summed by labels."""
+    """Returns a query for a gauge, summed by these labels."""
     return Query(sum_by(select(metric, **where), *by), by_labels(*by))
 
 
 def rates(metric: Metric, *by: str, **where: str | tuple[str, ...]) -> Query:
-    """Returns the query of a counter's rate per second, summed by labels."""
+    """Returns a query for a counter's rate per second, summed by these labels."""
     return Query(sum_by(Rate(select(metric, **where), 300), *by), by_labels(*by))
 
 
 def events(metric: Metric, *by: str, **where: str) -> Query:
-    """Returns the rate of events that may never have happened; without a series it is zero."""
+    """Returns a query for the rate of rare events. The rate is zero, not missing, if no event has happened yet."""
     return replace(rates(metric, *by, **where), is_rare=True)
 
 
 def gauge(metric: Metric, *by: str) -> Query:
-    """Returns the query of a gauge's largest value by labels, so that a value that two processes report is not counted
-    twice.
+    """Returns a query for the largest value of a gauge, by these labels. A sum would count a value twice if two
+    processes report it.
     """
     return Query(max_by(select(metric), *by), by_labels(*by))
 
@@ -136,12 +136,14 @@ def panel(
 
 
 def stacked(title: str, unit: Unit, *queries: Query, description: str = "") -> Panel:
-    """Returns a panel whose curves add up."""
+    """Returns a panel whose curves are stacked on each other."""
     return Panel(title, unit, queries, is_stacked=True, description=description)
 
 
 def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None, empty: str = "") -> Panel:
-    """Returns a panel with one number. Without a series, it shows the text `empty`, or zero if that is ""."""
+    """Returns a panel with one number. If there is no data, the panel shows the text `empty`. If `empty` is "", it
+    shows zero.
+    """
     return Panel(title, unit, (Query(expression, "", is_rare=not empty),), "stat", bound, empty=empty)
 
 

@@ -1,4 +1,4 @@
-"""The dashboard of endpoints: requests, latencies, engines, answers."""
+"""The dashboard of endpoints: requests, latencies, engines and responses."""
 
 from raytide.core.telemetry.catalogue import application, client, model, monitoring
 from raytide.dashboards.grafana.panels import Board, Query, events, gauge, panel, quantiles, rates, row, stacked, stat

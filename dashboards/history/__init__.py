@@ -1,1 +1,1 @@
-"""The history of metrics: a bounded store of their values, written by the monitor and read by the API."""
+"""The history of metrics: a bounded store of metric values, written by the monitor and read by the API."""

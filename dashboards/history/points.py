@@ -1,6 +1,6 @@
-"""Pure functions on points: they downsample steps, handle counter resets, and compute rates and quantiles.
+"""Pure functions on the points of a series. They downsample, remove counter resets, and compute rates and quantiles.
 
-A point is `(at_s, value)`. Labels are sorted pairs, so that equal sets of labels are equal.
+A point is `(at_s, value)`. Labels are sorted pairs, so that equal sets of labels compare equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def label_set(labels: Mapping[str, str]) -> Labels:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The points of one series within a step."""
+    """A summary of a series' points within one time step."""
 
     count: int
     sum: float
@@ -40,8 +40,10 @@ def downsampled(rows: Sequence[Row], is_counter: bool, before: float | None) -> 
 
 
 def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
-    """Yields the increase of a counter in each row. A row of several points has its increase as `sum`; that of a single
-    point is the difference from the value before it. A counter that fell restarted at 0.
+    """Yields the increase of a counter in each row.
+
+    If a row has several points, the increase is its `sum`. If a row has one point, the increase is that point's
+    difference from the previous value. A counter that fell has restarted at 0.
     """
     for row in rows:
         if row.count > 1:
@@ -54,7 +56,7 @@ def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
 
 
 def without_resets(points: Iterable[tuple[float, Row]]) -> list[Point]:
-    """Returns the points of a counter without resets: each step adds its increase."""
+    """Returns a counter's points without its resets: every value is the first value plus all increases since then."""
     found: list[Point] = []
     total, before = 0.0, None
     for at_s, row in points:
@@ -68,15 +70,15 @@ def without_resets(points: Iterable[tuple[float, Row]]) -> list[Point]:
 
 
 def increase(points: Sequence[Point]) -> float:
-    """Returns the increase of a counter over the points. A counter that fell restarted at 0."""
+    """Returns the increase of a counter over the points. A counter that fell has restarted at 0."""
     return sum(b - a if b >= a else b for (_, a), (_, b) in pairwise(points))
 
 
 def rates(points: Sequence[Point], ends_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
-    """Returns a counter's rate per second over each step of `step_s` that ends at one of `ends_s`.
+    """Returns a counter's rate per second over steps of `step_s` seconds. Each step ends at one of `ends_s`.
 
-    A step includes the point before its start if that is at most `reach_s` older. Steps with fewer than two points are
-    left out.
+    The rate of a step also uses the last point before the step, unless that point is more than `reach_s` seconds older
+    than the step's start. Steps with fewer than two points are left out.
     """
     times = [at_s for at_s, _ in points]
     found = []
@@ -91,7 +93,9 @@ def rates(points: Sequence[Point], ends_s: Iterable[float], step_s: float, reach
 
 
 def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) -> list[Point]:
-    """Returns the last value at each of `ends_s`, leaving out times without a value that is less than `reach_s` old."""
+    """Returns the latest value at each of the times `ends_s`. Leaves out times at which that value is older than
+    `reach_s`.
+    """
     times = [at_s for at_s, _ in points]
     found = []
     for end_s in ends_s:
@@ -102,10 +106,11 @@ def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) ->
 
 
 def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
-    """Returns the quantile of cumulative buckets (upper bound to count) as Prometheus' `histogram_quantile` does.
+    """Returns a quantile of a histogram as Prometheus' `histogram_quantile` does. `buckets` maps upper bounds to
+    cumulative counts.
 
-    Within a bucket it interpolates linearly; the lowest bucket begins at zero. Above the highest finite bound it
-    returns that bound. It returns NaN without observations or without a bucket up to infinity.
+    Within a bucket the result is interpolated linearly. The lowest bucket begins at zero. A quantile above the highest
+    finite bound is returned as that bound. The result is NaN if there are no observations or no bucket up to infinity.
     """
     bounds = sorted(buckets)
     if not bounds or not math.isinf(bounds[-1]) or len(bounds) < 2 or not 0 <= q <= 1:

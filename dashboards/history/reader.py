@@ -1,4 +1,4 @@
-"""Reads the history: the points of series, and curves computed from them by step, as rates and as quantiles."""
+"""Reads the history: the stored points of series, and curves of values, rates or quantiles in equal steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _REACH_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One series of the answer to a query."""
+    """A series in the result of a query."""
 
     labels: Labels
     points: tuple[Point, ...]
 
 
 class HistoryReader:
-    """Reads the file of a history, also while the writer writes to it. Each call opens the file, so any thread may
+    """Reads the file of a history, even while the writer writes to it. Each call opens the file, so any thread may
     call.
     """
 
@@ -46,9 +46,9 @@ class HistoryReader:
     ) -> list[tuple[Labels, list[Point]]]:
         """Returns the points of the series that have these labels, from `start_s` to `end_s`.
 
-        Without `step_s` the points have the finest resolution that is kept. With `step_s` they have the coarsest
-        resolution that does not exceed it, and each point is the last value of its step. Counter resets are removed, so
-        that a counter never falls.
+        Without `step_s`, the points have the finest resolution that is stored. With `step_s`, they have the coarsest
+        stored resolution that is not coarser than `step_s`, and each point is the last value of its step. Counter
+        resets are removed, so the values of a counter never fall.
         """
         found, is_counter = self._rows(metric, where, start_s, end_s, step_s)
         if is_counter:
@@ -67,7 +67,7 @@ class HistoryReader:
         quantile: float | None = None,
         by: Collection[str] | None = None,
     ) -> list[Curve]:
-        """Returns curves with a point at each step that has a value.
+        """Returns curves with one point for each step. A step without a value has no point.
 
         `is_rate` turns counters into rates per second. `quantile` turns a histogram into its quantile in each step.
         `by` sums the series that have equal values of these labels. Raises UsageError for more than `MOST_STEPS` steps.

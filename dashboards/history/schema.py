@@ -1,7 +1,8 @@
-"""The file of the history: its tables, its levels of resolution, and the packing of many series' points into a row.
+"""The file of the history: its tables, its levels of resolution, and the format in which one row stores points of many
+series.
 
-A row holds the points of all series of one metric at one time, so that a scrape of thousands of series is a few hundred
-inserts, and a curve reads only its own metric.
+A row holds the points of all series of one metric at one time. Therefore a scrape of thousands of series needs only a
+few hundred inserts, and a curve reads only rows of its own metric.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A resolution, and how long its rows are kept."""
+    """A level of the history: a resolution, and how long rows of this resolution are kept."""
 
     number: int
     step_s: float
@@ -55,7 +56,7 @@ class Level:
 
 
 def levels(days: float) -> tuple[Level, ...]:
-    """Returns the levels of a history of this many days, the finest first."""
+    """Returns the levels of a history that keeps `days` days, the finest first."""
     whole_s = days * _DAY_S
     return (
         Level(0, 0.0, min(4 * 3600.0, whole_s)),
@@ -65,7 +66,7 @@ def levels(days: float) -> tuple[Level, ...]:
 
 
 def pack(rows: Mapping[int, Row], level: int) -> bytes:
-    """Returns the rows of one metric, given by series id, as bytes. Rows of level 0 are single points."""
+    """Packs the rows of one metric into bytes. `rows` maps series ids to rows. Level 0 has only single points."""
     values = list(rows.values())
     parts: list[array[int] | array[float]] = [array("I", rows), array("d", (row.last for row in values))]
     if level:
@@ -78,7 +79,7 @@ def pack(rows: Mapping[int, Row], level: int) -> bytes:
 
 
 def unpack(data: bytes, level: int) -> Iterator[tuple[int, Row]]:
-    """Yields (series id, row). Raises sqlite3.DatabaseError if `pack` did not write the bytes."""
+    """Yields the pairs (series id, row) that `pack` packed. Raises sqlite3.DatabaseError if the bytes are malformed."""
     try:
         raw = zlib.decompress(data)
     except zlib.error as error:

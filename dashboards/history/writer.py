@@ -1,7 +1,7 @@
-"""Writes the history in one transaction per scrape, within limits on series and bytes that hold for every input.
+"""Writes the history, with one transaction for each scrape. Limits on series and bytes hold for every input.
 
-A file that cannot be read is replaced, because old values are worth less than new ones; `problem` then tells the
-operator.
+A file that cannot be read is replaced by an empty one, because new values matter more than old ones. The attribute
+`problem` then describes this to the operator.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Series:
-    """A metric with its labels. `HistoryWriter.series` returns the same object for the same name."""
+    """A metric with its labels. `HistoryWriter.series` returns the same object for equal metric and labels."""
 
     metric: str
     labels: Labels
@@ -60,7 +60,7 @@ class Series:
 
 
 class HistoryWriter:
-    """The one writer of a history. Any thread may call it, but only one at a time."""
+    """The only writer of a history. Any thread may call it, but only one at a time."""
 
     def __init__(
         self,
@@ -105,8 +105,9 @@ class HistoryWriter:
         return len(self._stored)
 
     def write(self, at_s: float, points: Iterable[tuple[Series, float]]) -> bool:
-        """Writes the points of one scrape, and returns whether that succeeded. Errors of the disk or the file are not
-        raised, but described in `problem`.
+        """Writes the points of one scrape. Returns True if that succeeded.
+
+        Errors of the disk or the file are not raised. They are described in `problem`.
         """
         finite = [(series, value) for series, value in points if math.isfinite(value)]
         free = os.statvfs(self._path.parent)

@@ -1,1 +1,1 @@
-"""The monitoring process: it scrapes all metrics pages, writes the history, evaluates alert rules and sends probes."""
+"""The monitoring process: it scrapes metrics, writes their history, evaluates alert rules and sends probes."""

@@ -1,6 +1,7 @@
-"""Evaluates the alert rules over the history, runs the actions of alerts and sends their messages.
+"""Evaluates the alert rules over the history, runs the actions of alerts and sends messages about them.
 
-While a real Alertmanager sends its alerts to the API, raytide's evaluator only records, so that no action is run twice.
+If the cluster runs a real Alertmanager, that program sends its alerts to the API. raytide's evaluator then only records
+alerts, so that no action is run twice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LONG_S, _STEP_S = 2 * 3600.0, 60.0
 
 
 class Alerting:
-    """The alerts of one cluster. The methods block and are called from one thread."""
+    """Evaluates and handles the alerts of one cluster. Its methods block and must all be called from one thread."""
 
     def __init__(
         self,
@@ -55,11 +56,11 @@ class Alerting:
         """The alerts that fire now, by name and severity."""
 
     def resume(self, now_s: float) -> None:
-        """Continues the actions that an earlier process began, or records them as interrupted."""
+        """Continues the actions that an earlier process left unfinished, or records them as interrupted."""
         self._guarded("interrupted actions", lambda: self._runner.resume(now_s))
 
     def evaluate(self, now_s: float) -> None:
-        """Evaluates all rules. If the evaluation of a rule fails, its alerts stay as they are."""
+        """Evaluates all rules. If the evaluation of a rule fails, the alerts of this rule stay as they are."""
         try:
             source = StoredSeries(self._history, self._stale_s)
             stored = self._records.alerts()
@@ -116,10 +117,10 @@ def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str,
 
 
 class StoredSeries:
-    """The history as the evaluator of rules reads it. It caches each metric and window for one evaluation, and skips
-    metrics without series.
+    """The history as the source of series for rule evaluation. It reads each metric and window only once.
 
-    A series without a point in the last `stale_s` seconds has ended: its page is gone, or no longer shows it.
+    A series without a point in the last `stale_s` seconds has ended: the program behind it is gone or stopped reporting
+    it.
     """
 
     def __init__(self, history: HistoryReader, stale_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Flags values that are unusual compared with the signal's own history, by robust z-scores.
+"""Flags values of a signal that are unusual compared with the signal's own history, by robust z-scores.
 
 score = (value - median) / (1.4826 MAD), where 1.4826 MAD estimates the standard deviation of a normal distribution
 (Rousseeuw and Croux, 1993). Even if a third of the values are outliers, a new outlier is still found.
@@ -36,7 +36,7 @@ _FLEET = "the fleet"
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A signal's last value, with the median and the deviation to which it is compared."""
+    """The last value of a signal with its score, and the median and deviation from which the score was computed."""
 
     signal: str
     """`latency` (median time to first token, in seconds) or `cost` (in dollars an hour)."""
@@ -52,7 +52,7 @@ class Anomaly:
 
 
 def robust_score(value: float, earlier: Sequence[float]) -> tuple[float, float, float]:
-    """Returns (score, median, MAD); score 0 for too few earlier values."""
+    """Returns (score, median, MAD). The score is 0 if there are too few earlier values."""
     if len(earlier) < LEAST_VALUES:
         return 0.0, 0.0, 0.0
     middle = median(earlier)
@@ -72,9 +72,7 @@ class Anomalies:
         self.found: tuple[Anomaly, ...] = ()
 
     def look(self) -> None:
-        """Scores all signals if the last scores are old enough. While the history cannot be read, the
-        last scores stay.
-        """
+        """Scores all signals if the last scores are old enough. If the history cannot be read, the last scores stay."""
         now_s = self._now_s()
         if 0 <= self._due_s - now_s <= STEP_S:
             return

@@ -1,5 +1,6 @@
-"""Reads when the TLS certificates of addresses expire: of those that raytide calls, and of those listed to be watched,
-such as the proxy in front of the cluster (raytide itself serves no TLS).
+"""Reads the expiry of TLS certificates: of the servers that raytide calls, and of addresses listed in cluster.yaml.
+
+A listed address can be the proxy in front of the cluster. raytide itself serves no TLS.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ MOST_ADDRESSES = 200
 
 
 def addresses_of(settings: RaytideSection, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns `host:port` of the https URLs in cluster.yaml, and of mail servers with TLS from the first byte.
-    `environment` has the URLs that are secrets.
+    """Returns the `host:port` addresses of the https URLs in cluster.yaml, and of a mail server that uses implicit TLS.
+
+    `environment` has the values of URLs that are secrets.
     """
     monitoring, tracing = settings.monitoring, settings.tracing
     notify = monitoring.notify
@@ -57,7 +59,7 @@ def _https_address(url: str) -> str:
 
 
 class CertificateWatch:
-    """The expiry of the certificate at each address."""
+    """Tracks when the certificate of each address expires."""
 
     def __init__(self, addresses: Iterable[str], now_s: Callable[[], float] = time.time) -> None:
         self._now_s = now_s
@@ -65,13 +67,13 @@ class CertificateWatch:
         """The Unix time at which each certificate expires; None while it is not known."""
 
     async def run(self) -> None:
-        """Looks at all addresses every hour, and more often while one does not answer, until it is cancelled."""
+        """Reads all certificates every hour, until it is cancelled. Reads more often while an expiry is unknown."""
         while self._expires_s:
             await asyncio.gather(*(self.look(address) for address in self._expires_s))
             await asyncio.sleep(_RETRY_S if None in self._expires_s.values() else PERIOD_S)
 
     async def look(self, address: str) -> None:
-        """Reads the certificate at one address. An address that does not answer keeps the last known time."""
+        """Reads the certificate at one address. If the address does not answer, the last known expiry stays."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 self._expires_s[address] = await _expiry(address)

@@ -1,4 +1,4 @@
-"""The monitor's loop: scrape, write, evaluate, act, in one process with one event loop."""
+"""The monitor's loop, in one process with one event loop: scrape metrics, write history, evaluate rules, act."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TIMEOUT_S = 5.0
 
 
 class Monitor:
-    """Watches one cluster."""
+    """The monitor of one cluster."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Monitor:
         self.page = MetricsPage(self._page)
 
     async def run(self) -> None:
-        """Watches until it is cancelled."""
+        """Watches the cluster until this task is cancelled."""
         await asyncio.to_thread(self._alerting.resume, self._now_s())
         due_s = time.monotonic()
         while True:
@@ -66,7 +66,7 @@ class Monitor:
             await asyncio.sleep(min(_LOOK_S, max(0.0, due_s - time.monotonic())))
 
     async def watch_once(self) -> None:
-        """Scrapes all pages, and evaluates the rules on their values."""
+        """Scrapes the metrics of all programs once, and evaluates the rules on them."""
         timeout_s = min(_TIMEOUT_S, self._scrape_s)
         await self._find_targets(timeout_s)
         points = await self._scraper.scrape(self._targets, timeout_s)

@@ -1,6 +1,7 @@
-"""Sends requests with known answers to endpoints, through the gateway as a user would, and keeps the last results.
+"""Sends requests with known answers to endpoints and keeps the last results. The requests go through the gateway, like
+a user's.
 
-A probe carries a header by which the gateway counts it as `probe`, so that SLOs are measured without probes.
+A probe has a header by which the gateway counts it as `probe`. SLOs are measured without probes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Prober:
             await asyncio.sleep(max(0.0, probe.every_s - (time.monotonic() - began_s)))
 
     async def send(self, probe: ProbeSection) -> ProbeResult:
-        """Sends one probe, and writes the results of all probes."""
+        """Sends one probe, and writes the last results of all probes to their file."""
         at_s, began_s = self._now_s(), time.perf_counter()
         answer, error = "", ""
         try:
@@ -133,7 +134,7 @@ class Prober:
         write_json(self._folder / PROBES_FILE, {"probes": results}, is_kept=False)
 
     def samples(self) -> Iterable[Sample]:
-        """Yields the metrics of the probes that were sent."""
+        """Yields metrics about the probes that were sent."""
         yield from self._last(self._results.values())
         for name, seconds in self._seconds.items():
             if name in self._results:
@@ -147,8 +148,11 @@ class Prober:
 
 
 class ProbeKey:
-    """A function that returns the API key of the probes; empty if the gateway demands none. `team` pays for the probes.
-    The key is created once, and kept in a file that only raytide's user can read.
+    """An async function that returns the API key with which probes are sent. The key is empty if the gateway requires
+    none.
+
+    `team` is the team that pays for the probes. The key is created once, and kept in a file that only raytide's user
+    can read.
     """
 
     def __init__(self, folder: Path, team: str, is_needed: bool) -> None:

@@ -1,4 +1,6 @@
-"""Scrapes the pages that the API's service discovery lists, all at once, and writes them into the history."""
+"""Scrapes all metrics pages that the API's service discovery lists, concurrently, and writes their values into the
+history.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """A page, as service discovery describes it."""
+    """A metrics page, as service discovery describes it."""
 
     url: str
     labels: tuple[tuple[str, str], ...]
@@ -38,7 +40,7 @@ class ScrapeTarget:
 
 
 def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
-    """Returns the targets of Prometheus' HTTP service discovery. Groups that are malformed are left out."""
+    """Returns the targets in a response of Prometheus' HTTP service discovery. Malformed groups are left out."""
     found = []
     for group in listed if isinstance(listed, list) else ():
         addresses, labels = (group.get("targets"), group.get("labels") or {}) if isinstance(group, dict) else ((), {})
@@ -58,7 +60,7 @@ def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
 
 
 class Scraper:
-    """Scrapes pages and writes their samples into one history."""
+    """Scrapes metrics pages and writes their samples into one history."""
 
     def __init__(self, http: httpx.AsyncClient, history: HistoryWriter) -> None:
         self._http, self._history = http, history
@@ -67,7 +69,7 @@ class Scraper:
         """The targets of the last scrape, by job and instance: True if the target's page could be read."""
 
     async def scrape(self, targets: Iterable[ScrapeTarget], timeout_s: float) -> list[tuple[Series, float]]:
-        """Returns the samples of all pages. A page that does not answer in time has no samples and counts as down."""
+        """Returns the samples of all metrics pages. A page that does not answer in time counts as down."""
         listed = list(dict.fromkeys(targets))
         limit = asyncio.Semaphore(_AT_ONCE)
         pages = await asyncio.gather(*(self._page(target, limit, timeout_s) for target in listed))
@@ -102,8 +104,9 @@ class Scraper:
 
 
 class PageReader:
-    """Reads one page in Prometheus' text format repeatedly, into the series of a history. Each line is parsed only
-    once: later the series is looked up by the text before the value.
+    """Reads one metrics page in Prometheus' text format repeatedly, into the series of a history.
+
+    A line is parsed only when it is new. In later scrapes, its series is looked up by the text before the value.
     """
 
     def __init__(self, history: HistoryWriter, labels: Mapping[str, str]) -> None:
@@ -114,7 +117,7 @@ class PageReader:
         self._known: dict[str, Series | None] = {}
 
     def read(self, text: str) -> Iterator[tuple[Series, float]]:
-        """Yields the samples of the page. Lines that are malformed are left out."""
+        """Yields the samples on the page. Malformed lines are left out."""
         types: dict[str, str] = {}
         seen: dict[str, Series | None] = {}
         known, lines = self._known, 0

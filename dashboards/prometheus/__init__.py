@@ -1,1 +1,1 @@
-"""Prometheus and Alertmanager beside a cluster: finding, configuring and running them."""
+"""Finds, configures and runs Prometheus and Alertmanager beside a cluster."""

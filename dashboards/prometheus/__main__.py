@@ -1,6 +1,7 @@
 """Runs Prometheus or Alertmanager for a cluster: `python -m raytide.dashboards.prometheus RUN_DIR PROGRAM`.
 
-It writes the program's files and then replaces itself with the program, so that the supervisor's child is the program.
+This process writes the program's files and then becomes the program by exec. The supervisor thus watches the program
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _RESEND = "15s"
 
 
 def prepare_prometheus(cluster: RunningCluster, settings: MonitoringSection) -> list[str]:
-    """Writes Prometheus' files and returns its arguments."""
+    """Writes Prometheus' files and returns its command-line arguments."""
     groups = adjusted_groups(settings.alerts)
     folder = cluster.monitoring_dir
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -43,7 +44,7 @@ def prepare_prometheus(cluster: RunningCluster, settings: MonitoringSection) -> 
 
 
 def prepare_alertmanager(cluster: RunningCluster) -> list[str]:
-    """Writes Alertmanager's file and returns its arguments."""
+    """Writes Alertmanager's configuration file and returns its command-line arguments."""
     folder = cluster.monitoring_dir
     folder.mkdir(mode=0o700, exist_ok=True)
     config = folder / "alertmanager.yml"

@@ -22,8 +22,8 @@ def rules_dir(cluster: RunningCluster) -> Path:
 
 
 def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> str:
-    """Returns the content of prometheus.yml. Labels on a page take precedence over those of its target, because on
-    pages `job` is a training job.
+    """Returns the content of prometheus.yml. It sets `honor_labels`, because raytide's metrics use `job` for training
+    jobs.
     """
     scrape_s = max(1, round(settings.scrape_s))
     interval = f"{scrape_s}s"
@@ -51,7 +51,9 @@ def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> s
 
 
 def alertmanager_config(cluster: RunningCluster) -> str:
-    """Returns the content of alertmanager.yml: alerts go to the API, which runs actions and sends messages."""
+    """Returns the content of alertmanager.yml. Alertmanager sends alerts to the API, which runs actions and sends
+    messages.
+    """
     webhook = {
         "url": f"{cluster.api_url}/v1/alerts/webhook",
         "send_resolved": True,

@@ -1,4 +1,4 @@
-"""Finds the programs of Prometheus on this machine."""
+"""Finds the executables of Prometheus and Alertmanager on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _OTHER_NAMES = {"alertmanager": "prometheus-alertmanager"}  # Debian's
 
 
 def find_program(name: Program) -> str | None:
-    """Returns the path of a program: on the PATH, else in the folder into which a checkout's `./dev setup` unpacks it;
-    None if it is in neither.
+    """Returns the path of a program, or None if it is not installed.
+
+    The function searches the PATH, then the folder into which `./dev setup` of a source checkout unpacks programs.
     """
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     return shutil.which(name) or shutil.which(_OTHER_NAMES.get(name, name)) or shutil.which(name, path=unpacked)

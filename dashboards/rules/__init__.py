@@ -1,3 +1,3 @@
-"""Alert and recording rules as data: each rule is one tree, which is both written as PromQL and computed by raytide's
-own evaluator.
+"""Alert and recording rules as data. Each rule is an expression tree: it is written as PromQL, and raytide's own
+evaluator computes it.
 """

@@ -1,4 +1,4 @@
-"""One alert as data, for Prometheus' rule files and for raytide's own evaluator."""
+"""An alert rule as data, for Prometheus' rule files and for raytide's own evaluator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _HUMANIZED = {
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """An alert rule. An alert fires for each series that its expression yields for `for_s` seconds without a break."""
+    """An alert rule. An alert fires for each series that the rule's expression yields for `for_s` seconds without a
+    break.
+    """
 
     name: str
     severity: Severity
@@ -40,7 +42,7 @@ class AlertRule:
     layer: Layer = field(kw_only=True)
 
     def summarize(self, labels: Mapping[str, str], value: float) -> str:
-        """Returns the summary of one alert."""
+        """Returns the summary of one alert, with its labels and value filled in."""
 
         def filled(field: re.Match[str]) -> str:
             name, style = field[1], field[2] or ""
@@ -49,7 +51,7 @@ class AlertRule:
         return _FIELD.sub(filled, self.summary)
 
     def summary_template(self) -> str:
-        """Returns the summary in the template language of Prometheus."""
+        """Returns the summary in Prometheus' template language."""
 
         def template(field: re.Match[str]) -> str:
             name, style = field[1], field[2] or ""
@@ -58,8 +60,8 @@ class AlertRule:
         return _FIELD.sub(template, self.summary)
 
     def adjusted(self, *, bound: float | None = None, for_s: int | None = None) -> AlertRule:
-        """Returns the alert with another bound or duration. Raises ConfigError if a bound is given but the alert has
-        none that is a number.
+        """Returns the rule with another bound or duration. Raises ConfigError if `bound` is given but the rule has no
+        numeric bound.
         """
         expr = self.expr
         if bound is not None:

@@ -1,6 +1,6 @@
-"""Computes expression trees over stored series, as Prometheus 2 computes their PromQL.
+"""Computes expression trees over stored series. The results equal those of Prometheus 2 for the trees' PromQL.
 
-The comparison with a real Prometheus is in tests/dashboards/rules/test_evaluation.py.
+tests/dashboards/rules/test_evaluation.py compares them with a real Prometheus.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _LOOKBACK_S = 300.0
 
 
 class SeriesSource(Protocol):
-    """Stored series, such as the history or a test's dictionary."""
+    """A source of stored series, such as the history or a test's dictionary."""
 
     def range(
         self, metric: str, where: Sequence[Matcher], start_s: float, end_s: float
     ) -> Iterable[tuple[Labels, Sequence[Point]]]:
-        """Returns the series of an exposed name that match, with their points from `start_s` to `end_s`, both
-        included, in order of time."""
+        """Returns the series of a metric that satisfy the matchers `where`. Their points lie from `start_s` to `end_s`
+        inclusive, in order of time.
+        """
 
 
 def evaluate(expression: Expression, source: SeriesSource, at_s: float) -> Vector:
-    """Returns the expression's value at the time `at_s`, for each set of labels."""
+    """Returns the value of the expression at the time `at_s`, for each set of labels."""
     match expression:
         case Selector():
             return _instant(expression, source, at_s)
@@ -81,7 +82,7 @@ def evaluate(expression: Expression, source: SeriesSource, at_s: float) -> Vecto
 
 
 def matches(labels: Mapping[str, str], where: Iterable[Matcher]) -> bool:
-    """Returns whether the labels meet all matchers; a missing label counts as empty."""
+    """Returns whether the labels satisfy all matchers. A missing label counts as an empty one."""
     for each in where:
         value = labels.get(each.label, "")
         is_equal = value == each.value if each.op in ("=", "!=") else _pattern(each.value).fullmatch(value) is not None

@@ -1,6 +1,6 @@
-"""Queries of time series as trees, and their translation to PromQL.
+"""Queries on time series as expression trees, and their translation to PromQL.
 
-`raytide.dashboards.rules.evaluation` computes the same trees over stored series.
+`raytide.dashboards.rules.evaluation` computes these trees over stored series.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OverTimeOp = Literal["avg", "max", "min", "sum", "count", "last", "stddev", "cha
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """A condition on one label. The patterns of `=~` and `!~` match the whole value."""
+    """A condition on one label. The patterns of `=~` and `!~` must match the whole value."""
 
     label: str
     op: MatchOp
@@ -27,7 +27,7 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """The last value of each series of an exposed metric, unless it is older than five minutes."""
+    """The last value of each series of a metric. A series without a value in the last five minutes is left out."""
 
     metric: str
     where: tuple[Matcher, ...] = ()
@@ -35,7 +35,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The increase of counters per second over a window, extrapolated to its ends as Prometheus does."""
+    """The increase of each counter per second in a window, extrapolated to the window's ends as in Prometheus."""
 
     series: Selector
     window_s: int
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """A statistic of each series' values in a window."""
+    """A statistic, such as the average, over the values that each series has in a window."""
 
     op: OverTimeOp
     series: Selector
@@ -52,7 +52,7 @@ class OverTime:
 
 @dataclass(frozen=True, slots=True)
 class PredictLinear:
-    """The value of a gauge `ahead_s` from now on the least-squares line through its values in a window."""
+    """The predicted value of a gauge `ahead_s` from now, by the least-squares line through its values in a window."""
 
     series: Selector
     window_s: int
@@ -61,7 +61,7 @@ class PredictLinear:
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """An aggregate of values with equal values of the labels `by`."""
+    """An aggregate, such as the sum, over all values that agree in the labels `by`."""
 
     op: Literal["sum", "max", "min", "avg", "count"]
     of: Expression
@@ -70,7 +70,7 @@ class Aggregation:
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """A quantile of the values that a histogram observed in a window, estimated from its buckets."""
+    """A quantile of the values that a histogram observed in a window, estimated from the histogram's buckets."""
 
     q: float
     histogram: Selector
@@ -81,7 +81,7 @@ class Quantile:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """Values with equal labels, combined. Division by zero gives an infinity or NaN."""
+    """The arithmetic of two expressions, between values with equal labels. Division by zero gives infinity or NaN."""
 
     left: Expression
     op: Literal["+", "-", "*", "/"]
@@ -90,8 +90,9 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The values of the left side for which the comparison holds. They are compared with a number, or with the right
-    side's value that has equal labels.
+    """The values of the left side for which a comparison holds.
+
+    A left value is compared with a number, or with the value on the right side that has equal labels.
     """
 
     left: Expression
@@ -101,8 +102,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class SetOperation:
-    """A combination by labels. `and`: the left values whose labels are on the right too; `or`: those on the left, and
-    those that are only on the right; `unless`: the left values whose labels are not on the right.
+    """A combination of two sets of values by their labels.
+
+    - `and`: left values whose labels exist on the right.
+    - `or`: all left values, and right values whose labels do not exist on the left.
+    - `unless`: left values whose labels do not exist on the right.
     """
 
     left: Expression
@@ -114,15 +118,17 @@ class SetOperation:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """The value 1, with the labels that the selector's `where` requires, if the selector finds no series."""
+    """The value 1 if the selector finds no series, otherwise nothing. Its labels are those that the selector's `where`
+    requires.
+    """
 
     series: Selector
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The result of a recording rule. Prometheus reads the recorded series; raytide's evaluator computes the expression
-    again.
+    """The result of a recording rule. Prometheus reads the recorded series. raytide's evaluator computes the expression
+    anew.
     """
 
     name: str
@@ -145,8 +151,9 @@ Expression = (
 
 
 def matching(**labels: str | tuple[str, ...]) -> tuple[Matcher, ...]:
-    """Returns matchers for equal values. A tuple lists alternatives; these must not contain characters that are special
-    in patterns.
+    """Returns matchers that require each label to equal its value. A tuple means that any of its values may match.
+
+    Values in a tuple must not contain characters that are special in regular expressions.
     """
     return tuple(
         Matcher(label, "=", value) if isinstance(value, str) else Matcher(label, "=~", "|".join(value))
@@ -155,8 +162,10 @@ def matching(**labels: str | tuple[str, ...]) -> tuple[Matcher, ...]:
 
 
 def select(metric: Metric, *where: Matcher, **labels: str | tuple[str, ...]) -> Selector:
-    """Returns a selector for a metric of the catalogue, by its exposed name. Raises ValueError for a label that the
-    metric does not have.
+    """Returns a selector for a metric of raytide's catalogue. The selector uses the metric's name as metrics pages show
+    it.
+
+    Raises ValueError for a label that the metric does not have.
     """
     matchers = (*where, *matching(**labels))
     if unknown := {each.label for each in matchers} - {*metric.labels, "job", "instance"}:
@@ -185,7 +194,9 @@ def ratio(part: Expression, whole: Expression) -> Arithmetic:
 
 
 def to_promql(expression: Expression, window: str = "") -> str:
-    """Returns the PromQL of a tree. `window` replaces each window, such as Grafana's `$__rate_interval`."""
+    """Returns the PromQL of a tree. If `window` is given (such as Grafana's `$__rate_interval`), it replaces every
+    window in the tree.
+    """
 
     def promql(each: Expression) -> str:
         return to_promql(each, window)
@@ -220,9 +231,7 @@ def to_promql(expression: Expression, window: str = "") -> str:
 
 
 def map_series(expression: Expression, change: Callable[[Selector], Selector]) -> Expression:
-    """Returns the tree with `change` applied to each selection of series. Results of recording rules
-    stay as they are.
-    """
+    """Returns the tree with every selector replaced by `change(selector)`. Results of recording rules do not change."""
 
     def mapped(each: Expression | float) -> Expression:
         return each if isinstance(each, int | float) else map_series(each, change)  # type: ignore[return-value]
@@ -243,7 +252,7 @@ def map_series(expression: Expression, change: Callable[[Selector], Selector]) -
 
 
 def duration(seconds: int) -> str:
-    """Returns the duration in Prometheus' notation, in the largest unit that divides it: 300 seconds as `5m`."""
+    """Returns a duration in Prometheus' notation, in the largest unit that divides it: 300 seconds are `5m`."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds and seconds % length == 0:
             return f"{seconds // length}{unit}"

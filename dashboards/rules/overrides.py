@@ -1,4 +1,4 @@
-"""Applies a cluster's own bounds and durations to the alert rules."""
+"""Adjusts the alert rules: applies the bounds and durations that a cluster.yaml sets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from raytide.dashboards.rules.alerts import ALERTS, GROUPS
 
 
 def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[AlertRule, ...]]:
-    """Returns the rules by group, except those that are switched off. Raises ConfigError for a name that
-    no alert has.
+    """Returns the alert rules by group, adjusted by the overrides and without rules that are switched off.
+
+    Raises ConfigError if an override names an alert that does not exist.
     """
     names = [rule.name for rule in ALERTS]
     for name in overrides:

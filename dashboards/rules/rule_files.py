@@ -1,6 +1,6 @@
-"""Writes the rules as files of Prometheus.
+"""Writes the alert and recording rules as rule files for Prometheus.
 
-`python -m raytide.dashboards.rules.rule_files` renews the repository's rule files.
+`python -m raytide.dashboards.rules.rule_files` updates the rule files in the repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = "# Generated from raytide.dashboards.rules by `python -m raytide.dashb
 
 
 def rule_files(groups: Mapping[str, Iterable[AlertRule]] = GROUPS) -> dict[str, str]:
-    """Returns the contents of the rule files by name."""
+    """Returns the contents of the rule files by file name."""
     recordings: list[dict[str, object]] = [
         {"record": each.name, "expr": to_promql(each.expression)} for each in RECORDINGS
     ]

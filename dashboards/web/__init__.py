@@ -1,1 +1,1 @@
-"""The web page: the files of its bundle, and the rows, streams and sums that are made only for it."""
+"""The web page: its built files, and the tables, live stream and sums that only this page shows."""

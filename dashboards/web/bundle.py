@@ -1,4 +1,4 @@
-"""The built page as it is sent: every file in memory, with its type, its compressed form and its headers."""
+"""The files of the built web page, in memory. Each has its content type, its compressed form and its HTTP headers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StaticFile:
 
 @cache
 def bundle(folder: Path = STATIC) -> Mapping[str, StaticFile]:
-    """Returns the files of the page by their path below `folder`; none if it was never built."""
+    """Returns the files of the web page by their path below `folder`. Empty if the page was never built."""
     found = {}
     for file in sorted(folder.rglob("*")):
         if file.suffix in _TYPES:
@@ -64,7 +64,7 @@ def bundle(folder: Path = STATIC) -> Mapping[str, StaticFile]:
 
 
 def version(folder: Path = STATIC) -> str:
-    """Returns a string that changes with every build, so that an open page can tell that it is outdated."""
+    """Returns a string that changes with every build. By it, an open page can tell that a newer build exists."""
     entry = bundle(folder).get(ENTRY)
     return "" if entry is None else entry.etag.strip('"')
 

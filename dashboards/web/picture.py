@@ -1,4 +1,4 @@
-"""The state that the page shows: small rows of all objects, computed once a second for all viewers."""
+"""The state that the web page shows: small rows about all objects, computed once a second for all viewers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _USES = {
 
 
 def use_of(kind: EntryKind, job_kind: str) -> str:
-    """Returns the use of a node: training, batch, serving, unmanaged, idle, starting or lost."""
+    """Returns the use of a node as a word: training, batch, serving, unmanaged, idle, starting or lost."""
     if kind is EntryKind.JOB:
         return "training" if job_kind == "train" else "batch"
     return _USES[kind]
@@ -52,8 +52,8 @@ def use_of(kind: EntryKind, job_kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PagePicture:
-    """The rows of all objects, as a token for all teams sees them. Rows are never changed once they are
-    in a picture.
+    """The rows about all objects at one time, as a caller with access to all teams sees them. A picture is never
+    changed.
     """
 
     at_s: float = 0.0
@@ -68,8 +68,10 @@ class PagePicture:
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:
-        """Returns the part of the picture that a team may see: its own rows, and all nodes. On nodes, only the team's
-        own shares show their holders. The status is sent last: a page that has it has all tables that it summarizes.
+        """Returns the part of the picture that a team may see: the team's own rows, and all nodes.
+
+        In the row of a node, holders are named only for the team's own shares. The status comes last, so that a page
+        that has received the status has all tables that the status summarizes.
         """
         is_all = team == ANY_TEAM
         price, cost = (
@@ -105,7 +107,9 @@ class _Known:
 
 
 class Pictures:
-    """Takes pictures, one at a time. It caches the values that change only with a commit of the controller."""
+    """Takes pictures of the cluster's state, one at a time. It caches values that change only when the controller
+    commits.
+    """
 
     def __init__(
         self,
@@ -239,8 +243,8 @@ class Pictures:
         }
 
     def earlier(self, nodes: Iterable[Node], entries: Iterable[Entry], caller: Caller) -> list[Row]:
-        """Returns the rows of nodes at an earlier time; the ledger's entries of that time show what each node was used
-        for.
+        """Returns the rows of nodes at an earlier time. `entries` are the ledger's entries of that time, which show the
+        nodes' uses.
         """
         held: defaultdict[str, list[Share]] = defaultdict(list)
         for entry in entries:
@@ -253,7 +257,7 @@ class Pictures:
         return rows if caller.only_team is None else [_redacted(row, caller.only_team) for row in rows]
 
     def types(self) -> dict[str, Row]:
-        """Returns the rows of the node types that can be bought, by name."""
+        """Returns the rows of all node types that can be bought, by name."""
         return {each.name: _type_row(each) for each in self._config.node_types}
 
     def _endpoint_rows(self, statuses: Iterable[EndpointStatus], live: Live) -> dict[str, Row]:

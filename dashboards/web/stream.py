@@ -1,4 +1,4 @@
-"""The live stream of the page: server-sent events with the changes, made once for all listeners of a team."""
+"""The live stream of the web page: server-sent events with changes, computed once for all listeners of a team."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ Content = Mapping[str, Any]
 
 
 class Listener:
-    """One open stream. `messages` ends with None once the listener is dropped."""
+    """One open stream. `messages` holds the messages to send. When the listener is dropped, None is added as the last
+    one.
+    """
 
     def __init__(self, team: str) -> None:
         self.team = team
@@ -46,7 +48,7 @@ class Listener:
         self.is_dropped = False
 
     def put(self, message: bytes) -> bool:
-        """Adds a message. Returns False if too many messages wait already."""
+        """Adds a message. If too many messages wait already, drops the listener and returns False."""
         if self.messages.qsize() >= MOST_QUEUED:
             self.is_dropped = True
             self.messages.put_nowait(None)
@@ -56,7 +58,7 @@ class Listener:
 
 
 class Streams:
-    """Takes pictures while there are listeners, and sends each team's listeners the changes."""
+    """Takes pictures while anyone listens, and sends the changes to the listeners of each team."""
 
     def __init__(self, take: Callable[[], PagePicture], period_s: float = PERIOD_S) -> None:
         self._take, self._period_s = take, period_s
@@ -114,8 +116,9 @@ class Streams:
 
 
 def changes(before: Content | None, now: Content) -> dict[str, Row]:
-    """Returns the messages by kind, without kinds in which nothing changed. A changed row is sent as its changed
-    fields.
+    """Returns the changes between two contents of the page, by table. Tables without a change are left out.
+
+    A changed row consists of its changed fields only.
     """
     found: dict[str, Row] = {}
     for kind, content in now.items():
@@ -152,8 +155,9 @@ def event(kind: str, data: object) -> bytes:
 
 
 class EventStream(Response):
-    """The ASGI response of one listener. It ends when the client leaves or is too slow, or when its token is no longer
-    valid.
+    """The HTTP response (ASGI) with the live stream of one listener.
+
+    It ends when the client leaves, when the client reads too slowly, or when the client's token is no longer valid.
     """
 
     media_type = "text/event-stream"

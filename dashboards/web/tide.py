@@ -1,4 +1,4 @@
-"""The tide: the node time of the last hours by use, computed from the ledger, so that it adds up to the bill."""
+"""The tide: the node time of the last hours by use. It is computed from the ledger, so it adds up to the bill."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ MOST_STEPS = 400
 
 @dataclass(frozen=True, slots=True)
 class UseSeries:
-    """The GPU hours, CPU hours and cost of each step for one use of nodes (such as training or idle) in one market
-    (spot or on demand).
+    """The GPU hours, CPU hours and cost per step, for one use of nodes (such as training or idle) in one market.
+
+    The market is spot or on demand.
     """
 
     use: str
@@ -47,7 +48,7 @@ class TideView:
 
 
 class Tide:
-    """Sums of the ledger by time and use. Steps that can no longer change are read only once."""
+    """Sums of the ledger's entries by time and use. Steps that can no longer change are read only once."""
 
     def __init__(self, store: Store, config: ClusterConfig, clock: Clock) -> None:
         self._store, self._clock = store, clock
@@ -58,7 +59,7 @@ class Tide:
         self._read_at_s: dict[int, float] = {}
 
     def view(self, caller: Caller, since_s: float, step_s: float) -> TideView:
-        """Returns the sums of the last `since_s` seconds in steps of `step_s`. A team sees its own share."""
+        """Returns the sums of the last `since_s` seconds in steps of `step_s`. A team sees only its own share."""
         step_us = max(to_us(max(step_s, since_s / MOST_STEPS)), 60_000_000)
         now_s = self._clock.now_s()
         last_us = to_us(now_s) // step_us * step_us

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Gives Ansible the machines of a cluster's file, so that they are named once.
+"""Gives Ansible the machines that a cluster file lists, so that they are listed in only one place.
 
-`CLUSTER=hosts.yaml ansible-playbook -i inventory.py ...` uses it. It reads `metadata.raytide.hosts` as raytide does,
-and needs PyYAML alone, which Ansible brings.
+Run as `CLUSTER=hosts.yaml ansible-playbook -i inventory.py ...`. The program reads `metadata.raytide.hosts` as raytide
+does. It needs only PyYAML, which is installed with Ansible.
 """
 
 import json
@@ -16,7 +16,9 @@ import yaml
 
 
 def inventory(hosts: dict[str, Any]) -> dict[str, Any]:
-    """Returns Ansible's inventory of a `hosts` section. The venv is the one in which its `python` is."""
+    """Returns Ansible's inventory of the machines in a `hosts` section. Its variable `raytide_venv` is the virtual
+    environment that contains the section's `python`.
+    """
     ssh = hosts["ssh"]
     known_hosts = Path(ssh.get("known_hosts", "~/.ssh/known_hosts")).expanduser()
     options = [

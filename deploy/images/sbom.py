@@ -1,7 +1,7 @@
-"""Prints what an image holds as a CycloneDX 1.6 document: Debian's packages and the distributions of this Python.
+"""Prints the contents of an image as a CycloneDX 1.6 document: Debian's packages and the distributions of this Python.
 
-It runs within the image, as `sbom.py NAME VERSION`, and needs the standard library alone. The same content gives the
-same document: its time is SOURCE_DATE_EPOCH, and its number is made from its components.
+The program runs within the image, as `sbom.py NAME VERSION`, and needs only the standard library. Equal contents give
+an equal document: its time is SOURCE_DATE_EPOCH, and its serial number is made from its components.
 """
 
 import json

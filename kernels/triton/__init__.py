@@ -1,1 +1,3 @@
-"""Operators for GPUs as Triton kernels, one source for CUDA and ROCm; torch computes the other operators."""
+"""GPU operators as Triton kernels, from one source for CUDA and ROCm. torch computes operators that have no kernel
+here.
+"""

@@ -1,9 +1,9 @@
 """Causal attention over the paged cache, for prefill chunks and for single new tokens.
 
 A program computes a block of rows, (new tokens) x (query heads of one KV head), so that keys and values are read once
-for all heads that share them. If sequences are few and contexts long, a context is split among programs, and a second
-kernel joins their results. The device computes from the context how many of the splits have work, so that a captured
-graph stays right as contexts grow. Scores and sums are float32.
+for all heads that share them. If sequences are few and contexts long, each context is split among several programs, and
+a second kernel joins the splits' results. The device itself computes, from the context length, which splits have work.
+A captured graph therefore stays correct as contexts grow. Scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def attention_kernel(
     TILES_OF_A_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes attention on the grid (blocks, KV heads, splits). With one split it writes `out` [T, H, D]. With more,
-    it writes each split's mean of the values to `parts` [blocks, KV heads, splits, rows, D], and the base-2 logarithm
-    of the split's weight to `weights`.
+    """Computes attention on the grid (blocks, KV heads, splits).
+
+    - With one split, it writes the result to `out` [T, H, D].
+    - With several, it writes each split's weighted mean of the values to `parts` [blocks, KV heads, splits, rows, D].
+    - It then also writes the base-2 logarithm of each split's weight to `weights`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -156,7 +158,7 @@ def join_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Joins splits on the grid (blocks, heads, tokens of a block): writes the weighted mean of the splits' means."""
+    """Joins the splits on the grid (blocks, heads, tokens of a block). Writes the weighted mean of their means."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(blocks + 2 * block)
@@ -177,7 +179,7 @@ def join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """The size of a program's tile in rows and keys, and the program's numbers of warps and of pipeline stages."""
+    """The tile of one program: its numbers of rows and keys, and its numbers of warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -186,8 +188,8 @@ class AttentionTile:
 
 
 def tile_for(group_p2: int, dim_p2: int, itemsize: int, is_decode: bool) -> AttentionTile:
-    """Returns a tile whose registers do not spill, and whose keys and values need less than 99 KB of shared memory
-    (64 KB on ROCm).
+    """Returns a tile that does not spill registers. Its keys and values need less than 99 KB of shared memory (64 KB on
+    ROCm).
     """
     head_bytes, is_rocm = dim_p2 * itemsize, bool(torch.version.hip)
     rows = max(_FEWEST_ROWS if is_decode else 64 if head_bytes <= 256 else 32, group_p2)
@@ -251,8 +253,9 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
 
 
 def num_splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Returns the number of parts into which each context is split, a power of two: enough programs for all processors,
-    but no part so short that joining costs more than it saves.
+    """Returns the number of parts into which each context is split, a power of two.
+
+    It gives enough programs for all processors, but no part so short that joining costs more than the split saves.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, tiles // _TILES_OF_A_SPLIT, _MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs. There is one for each bucket of batch sizes, captured when it is first needed."""
+"""Decode steps as captured graphs: one graph for each bucket of batch sizes, captured when it is first needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _FINEST = 8  # buckets double up to here
 
 
 def bucket_of(rows: int, most_rows: int) -> int:
-    """Returns the number of rows to which a step of `rows` is padded: a power of two up to 8, then a multiple of 8, and
-    from 128 on at most an eighth more than `rows`. It never exceeds `most_rows`.
+    """Returns the number of rows to which a step of `rows` is padded, at most `most_rows`.
+
+    - Up to 8 rows, it is a power of two.
+    - Above that, it is a multiple of 8.
+    - From 128 rows on, it is at most an eighth more than `rows`.
     """
     power = 1 << (rows - 1).bit_length()
     step = max(_FINEST, power // 16)
@@ -29,12 +32,11 @@ def bucket_of(rows: int, most_rows: int) -> int:
 
 
 class DecodeGraphs:
-    """Runs `forward`, (ids_T, positions_T, batch) -> logits [T, V], as a captured graph if each sequence adds one
-    token.
+    """Runs `forward` as a captured graph if each sequence of the step adds one token.
 
-    A step is padded to its bucket with rows that read and write only `dummy_block`, a block of the cache that no
-    sequence owns. A graph uses the weights and cache of the time of its capture: after either is replaced, call
-    `clear`.
+    `forward` is (ids_T, positions_T, batch) -> logits [T, V]. A step is padded to its bucket with rows that read and
+    write only `dummy_block`, a block of the cache that no sequence owns. A graph uses the weights and the cache that
+    existed at its capture. After either is replaced, call `clear`.
     """
 
     def __init__(
@@ -57,14 +59,17 @@ class DecodeGraphs:
         self._is_broken = False
 
     def clear(self) -> None:
-        """Drops the graphs. They are captured again when they are needed."""
+        """Drops all graphs. Each graph is captured again when it is needed."""
         self._steps.clear()
         self._is_broken = False
 
     @torch.inference_mode()
     def run(self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch) -> Tensor | None:
-        """Returns the logits [T, V], valid until the next call. Returns None if the caller must compute the step
-        itself, because a sequence adds more than one token, the batch is too large, or the step could not be captured.
+        """Returns the logits [T, V], which are valid until the next call. Returns None if the step cannot run as a
+        graph.
+
+        A step cannot run as a graph if a sequence adds more than one token, if the batch is too large, or if the
+        capture has failed. The caller must run such a step itself.
         """
         rows = len(batch.query_lens)
         if self._is_broken or rows > self._most_rows or ids_T.shape[0] != rows:

@@ -1,4 +1,4 @@
-"""The matrix product of tiles that all kernels use."""
+"""The matrix product of two tiles, which all kernels use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """Returns a @ b in float32, after a cast of b to a's type. Float32 operands are not rounded to TF32."""
+    """Returns a @ b in float32, after b is cast to a's type. Float32 operands are not rounded to TF32."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

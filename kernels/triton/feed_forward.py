@@ -1,5 +1,6 @@
-"""Two operators of feed-forward layers: the gate, activate(gate) * up, in one pass; and all experts of a mixture in one
-call of torch's grouped product, so that the host does not wait for the device.
+"""Two operators of feed-forward layers: activate(gate) * up in one pass, and all experts of a mixture.
+
+The experts are computed in one call of torch's grouped product, so the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @gpu_variant("experts")
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function with the contract of the one that `ref.experts` returns. It sorts the pairs of a token and a
-    chosen expert by expert, so that each expert's rows are adjacent.
+    """Returns a function like that of `ref.experts`. It sorts the pairs (token, chosen expert) by expert, so that each
+    expert's rows are adjacent.
     """
     if any(weight.shape[2] * weight.element_size() % _ALIGNMENT for weight in (gate_up_E2FN, down_ENF)):
         return ref.experts(gate_up_E2FN, down_ENF, kind)

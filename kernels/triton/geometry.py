@@ -1,7 +1,7 @@
-"""The sequences of a step as tensors on the device, and the batch of single tokens whose tensors a CUDA graph reads.
+"""The sequences of a step as tensors on the device, and the batch of single tokens that a CUDA graph reads.
 
-It needs no Triton. `lens` tensors [B, 3] have for each sequence its first token in the flat batch, the number of its
-new tokens, and the length of its context.
+The module does not need Triton. A `lens` tensor [B, 3] has three numbers for each sequence: the position of its first
+token in the flat batch, the number of its new tokens, and the length of its context.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class DecodeBatch(PagedBatch):
-    """A batch of one new token for each sequence. Its tensors keep their addresses while their contents change, so that
-    a captured graph finds the next step in them.
+    """A batch with one new token for each sequence. Its tensors keep their addresses while their contents change, so a
+    captured graph reads the next step from them.
 
-    Only `lens_B3` has the contexts' lengths, which may grow to `most_context`. `context_lens` is empty, so that an
-    operator that reads it fails instead of repeating the lengths of the capture for ever.
+    Only `lens_B3` has the contexts' lengths, which may grow to `most_context`. `context_lens` is empty on purpose. An
+    operator that reads it then fails, instead of using the lengths of the capture for ever.
     """
 
     lens_B3: Tensor = field(kw_only=True)
@@ -30,7 +30,7 @@ class DecodeBatch(PagedBatch):
 
     @classmethod
     def allocate(cls, size: int, width: int, block_size: int, device: torch.device) -> DecodeBatch:
-        """Returns a batch of `size` sequences of at most `width` blocks each."""
+        """Returns a new batch of `size` sequences, each with at most `width` cache blocks."""
         lens_B3 = torch.ones(size, 3, dtype=torch.int32, device=device)
         lens_B3[:, 0] = torch.arange(size, device=device)
         return cls(
@@ -44,7 +44,7 @@ class DecodeBatch(PagedBatch):
         )
 
     def first(self, size: int) -> DecodeBatch:
-        """Returns a batch of the first `size` sequences that shares this one's memory."""
+        """Returns a batch of the first `size` sequences. It shares this batch's memory."""
         return DecodeBatch(
             query_lens=self.query_lens[:size],
             context_lens=[],
@@ -57,14 +57,18 @@ class DecodeBatch(PagedBatch):
 
 
 def longest_context(batch: PagedBatch, members: list[int]) -> int:
-    """Returns the length of these sequences' longest context; for a DecodeBatch, the longest that they may reach."""
+    """Returns the length of the longest context of these sequences. For a DecodeBatch, returns the greatest possible
+    length.
+    """
     if isinstance(batch, DecodeBatch):
         return batch.most_context
     return max(batch.context_lens[b] for b in members)
 
 
 def lens_on_device(batch: PagedBatch) -> Tensor:
-    """Returns the `lens` tensor [B, 3] (see the module) in int32, on the device of the block tables."""
+    """Returns the `lens` tensor [B, 3] in int32 (described at the top of this module), on the device of the block
+    tables.
+    """
     if isinstance(batch, DecodeBatch):
         return batch.lens_B3
     queries = np.array(batch.query_lens, np.int32)
@@ -73,8 +77,8 @@ def lens_on_device(batch: PagedBatch) -> Tensor:
 
 
 def query_blocks(batch: PagedBatch, members: list[int], block_tokens: int) -> Tensor:
-    """Returns the blocks of `block_tokens` new tokens of these sequences, as pairs [I, 2] of a sequence and the block's
-    first token.
+    """Divides the new tokens of these sequences into blocks of `block_tokens`. Returns the blocks as pairs [I, 2] of a
+    sequence and the block's first token.
     """
     device = batch.block_tables_BM.device
     if isinstance(batch, DecodeBatch):  # made on the device: a graph must not copy from the host's memory

@@ -1,4 +1,6 @@
-"""Records the launches of a step once and repeats them in one call: CUDA graphs, and a fake for other machines."""
+"""Records the kernel launches of a step once and repeats them in one call: CUDA graphs, and a fake for machines without
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,23 @@ Pool = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A recorded step. `replay` repeats it and overwrites `out` in place."""
+    """A recorded step. `replay` runs it again and overwrites `out` in place."""
 
     replay: Callable[[], None]
     out: Tensor
 
 
 class GraphCapture(Protocol):
-    """Captures graphs. Graphs of one pool share memory for intermediate results: only one of them may run at a time."""
+    """The interface for capturing graphs. Graphs of one pool share memory for intermediate results, so only one may run
+    at a time.
+    """
 
     def new_pool(self) -> Pool: ...
 
     def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
-        """Records `step`, and may run it first. The tensors that it reads and writes must live as long as the graph."""
+        """Records `step`. The call may run `step` first. Tensors that `step` reads and writes must live as long as the
+        graph.
+        """
         ...
 
 
@@ -51,7 +57,7 @@ class CudaGraphCapture:
 
 
 class FakeGraphCapture:
-    """Repeats a step by calling it again. It records what was captured, for tests."""
+    """A fake that replays a step by calling it again. For tests, it records from which pools graphs were captured."""
 
     def __init__(self) -> None:
         self.pools = 0

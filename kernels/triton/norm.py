@@ -1,5 +1,6 @@
-"""RMSNorm and LayerNorm of a row, alone or after adding to the residual stream. One program computes one row, so that
-its result does not depend on other rows.
+"""RMSNorm and LayerNorm of a row, alone or after an addition to the residual stream.
+
+One program computes one row, so its result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _launch(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 
 
 def rms_is_right(device: torch.device) -> bool:
-    """Runs the kernel on one row and returns whether the result agrees with the reference."""
+    """Runs the RMSNorm kernel on one row. Returns whether the result agrees with the reference."""
     x_TN = torch.arange(1.0, 49.0, device=device)[None]
     by = NormWeights(x_TN[0], None, 1e-5)
     return bool(torch.allclose(_launch(x_TN, None, by), ref.norm(x_TN, by)))

@@ -1,6 +1,4 @@
-"""Registers the operators for GPUs if Triton is installed. Without it nothing is registered, and torch's operators are
-used.
-"""
+"""Registers the GPU operators if Triton is installed. Otherwise registers nothing, and torch's operators are used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Quantised weights as the kernels read them, packed once from `QuantizedWeight`. It needs no Triton.
+"""Quantised weights in the format that the kernels read, packed once from `QuantizedWeight`. The module does not need
+Triton.
 
-Shape suffixes beside those of `core.py`: P panels, B bytes of a panel for one output (16, 32 or 64).
+Shape suffixes in addition to those of `core.py`: P panels, B bytes of a panel for one output (16, 32 or 64).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ _FEWEST = 16  # inputs of a matrix instruction
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight [N, K] in panels. A panel has the codes of B inputs (8 bits) or 2 B inputs (4 bits), as B adjacent bytes
-    for each output, so that a tile of outputs is read as one range of memory.
+    for each output.
 
-    In a byte of 4-bit codes, the low half is input j of its panel, the high half input B + j. A piece is B inputs with
-    the same scale and offset, those of group `piece // pieces_per_group`. Input k of the panels is x[:, columns[k]], or
-    padding if that is -1. Without columns it is x[:, k], zero beyond K.
+    A tile of outputs is thus read as one range of memory. In a byte with two 4-bit codes, the low half is input j of
+    the panel and the high half is input B + j. A piece is B inputs with the same scale and offset, which are those of
+    group `piece // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if columns[k] is -1.
+    Without columns it is x[:, k], and zero beyond K.
     """
 
     bits: Literal[4, 8]
@@ -45,9 +47,11 @@ class PackedWeight:
 
 
 def pack(weight: QuantizedWeight, for_int8: bool = False) -> PackedWeight:
-    """Packs a weight on its device. Groups whose size the kernels cannot take are padded.
+    """Packs a weight on its own device. If the kernels do not support the size of the weight's groups, the groups are
+    padded.
 
-    With `for_int8`, pieces are the parts of 32 inputs that share a scale when the input is int8.
+    With `for_int8`, a piece (see `PackedWeight`) has 32 inputs. These are the inputs that share a scale when they are
+    int8.
     """
     codes_NK, scales_NG, offsets_NG = weight.codes_NK, weight.scales_NG, weight.offsets_NG
     num_outputs, num_inputs = codes_NK.shape

@@ -1,7 +1,7 @@
-"""Linears with 8-bit and 4-bit weights, which are widened in registers.
+"""Linear layers with 8-bit and 4-bit weights, which are widened in registers.
 
-Codes are exact in every float type. The sum of products over a piece, which is the inputs that share a scale, is scaled
-in float32, so a weight is never rounded. Inputs in int8, in groups of 32, are multiplied as integers.
+Codes are exact in every float type. A piece is a set of inputs that share a scale. The sum of products over a piece is
+scaled in float32, so a weight is never rounded. Int8 inputs, in groups of 32, are multiplied as integers.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def product_kernel(
     OUTPUTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes products on the grid (blocks of rows, blocks of outputs, splits of the inputs): neighbouring programs
-    read the same weights. With splits, `out` is [splits, rows, N] in float32 and without bias.
+    """Computes products on the grid (blocks of rows, blocks of outputs, splits of the inputs). Neighbouring programs
+    read the same weights.
+
+    With several splits, `out` is [splits, rows, N] in float32 and does not include the bias.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -189,7 +191,9 @@ def vector_kernel(
     HAS_BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Computes the product with one row. Each thread keeps sums over its own inputs and adds them once at the end."""
+    """Computes the product with one row. Each thread accumulates sums over its own inputs, which are added once at the
+    end.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
     byte = tl.arange(0, BYTES)
@@ -219,7 +223,7 @@ def vector_kernel(
 def round_kernel(
     x, codes, input_scales, columns, x_stride, num_inputs, parts, HAS_COLUMNS: tl.constexpr, PART: tl.constexpr
 ):
-    """Rounds inputs on the grid (rows, parts of 32 inputs): writes codes and scales like those of `ref.input_codes`."""
+    """Rounds inputs on the grid (rows, parts of 32 inputs). Writes codes and scales like those of `ref.input_codes`."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, inside = _inputs_of(part, columns, num_inputs, HAS_COLUMNS, PART)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -233,7 +237,7 @@ def round_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """The size of a program's tile in rows and outputs, and the program's numbers of warps and of pipeline stages."""
+    """The tile of one program: its numbers of rows and outputs, and its numbers of warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -242,7 +246,7 @@ class ProductTile:
 
 
 def product_tile(rows: int) -> ProductTile:
-    """Returns a tile that covers all rows if they are few, else as many rows as fit into registers."""
+    """Returns a tile that covers all rows if they are few. Otherwise it has as many rows as fit into registers."""
     block = min(max(triton.next_power_of_2(rows), _FEWEST_ROWS), 64)
     outputs, warps = (64, 4) if block < 64 else (128, 8)
     return ProductTile(block, outputs, warps, 2 if torch.version.hip else 3)
@@ -250,7 +254,7 @@ def product_tile(rows: int) -> ProductTile:
 
 @gpu_variant("quantized_linear")
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its weight once and does not keep the plain one."""
+    """Returns a linear layer that packs its quantised weight once and does not keep the unpacked one."""
     packed = pack(weight, for_int8=input_as == "int8")
 
     def apply(x: Tensor) -> Tensor:
@@ -370,8 +374,8 @@ def _product(
 
 
 def num_splits(programs: int, panels: int, device: torch.device) -> int:
-    """Returns the number of parts into which the inputs are split, a power of two, so that even few rows keep all
-    processors busy.
+    """Returns the number of parts into which the inputs are split, a power of two. The splits keep all processors busy
+    even if rows are few.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, panels // _PANELS_OF_A_SPLIT)
     return 1 << max(min(wanted, _MOST_SPLITS), 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Detects whether this machine can run the kernels, and registers them. Importing it needs no Triton."""
+"""Tells if this machine can run the Triton kernels, and registers them. The module can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def is_installed() -> bool:
 
 @functools.cache
 def can_run() -> bool:
-    """Returns whether the kernels run on this machine's GPU, by launching one: Triton also needs a C compiler."""
+    """Returns whether the kernels run on this machine's GPU. To find out, it launches one, since Triton also needs a C
+    compiler.
+    """
     if not is_installed() or not torch.cuda.is_available():
         return False
     if torch.version.hip:
@@ -51,7 +53,7 @@ def can_run() -> bool:
 
 
 def gpu_variant(op: str, invariant: bool = False) -> Callable[[Impl], Impl]:
-    """Registers an implementation of `op` for CUDA and ROCm."""
+    """Returns a decorator that registers an implementation of `op` for CUDA and ROCm."""
 
     def remember(impl: Impl) -> Impl:
         for kind in _KINDS:
@@ -63,13 +65,13 @@ def gpu_variant(op: str, invariant: bool = False) -> Callable[[Impl], Impl]:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors (CUDA) or compute units (ROCm)."""
+    """Returns the GPU's number of multiprocessors (CUDA) or compute units (ROCm)."""
     if device.type == "cpu":
         return _PROCESSORS_OF_THE_INTERPRETER
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def fits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Returns whether all tensors have the same dtype, which the kernels support, and contiguous rows."""
+    """Returns whether all tensors have the same dtype and contiguous rows, and the kernels support this dtype."""
     given = [t for t in (x, *others) if t is not None]
     return x.dtype in DTYPES and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in given)

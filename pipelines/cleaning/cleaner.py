@@ -1,4 +1,4 @@
-"""Cleans documents one by one, as a CleaningSpec says: first users' own stages, then scrubbing, then the rules."""
+"""Cleans documents one by one, as a CleaningSpec says: users' own stages first, then scrubbing, then the rules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from raytide.pipelines.cleaning.stages import Place, StageCode, load_stage
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A document after cleaning. A dropped document keeps, as a sample, the text to which the violated rule was
-    applied.
-    """
+    """A document after cleaning. If a rule dropped the document, `text` is the text to which the rule was applied."""
 
     text: str
     reason: str | None = None
@@ -40,9 +38,9 @@ class Cleaned:
 
 
 class Cleaner:
-    """Applies the steps for each document. The result depends on the document, its URL and the spec alone.
+    """Applies the cleaning steps to each document. The result depends only on the document, its URL and the spec.
 
-    Picklable: models load in the process that uses them.
+    A Cleaner can be pickled. Models are loaded in the process that uses them.
     """
 
     def __init__(self, spec: CleaningSpec) -> None:
@@ -56,8 +54,8 @@ class Cleaner:
                 check_model(rules.perplexity.model)
 
     def clean_all(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[Cleaned]]:
-        """Returns, for each text, the cleaned documents that it becomes: one, or several or none after a flat_map
-        stage.
+        """Returns a list of cleaned documents for each text. The list has one document, unless a flat_map stage returns
+        several or none.
         """
         results: list[list[Cleaned]] = [[] for _ in texts]
         groups: dict[int, list[int]] = {}
@@ -72,7 +70,7 @@ class Cleaner:
         return results
 
     def rules_for(self, url: str) -> DocumentRules:
-        """Returns the rules of the first pattern that matches the URL, or the default ones."""
+        """Returns the rules of the first pattern that matches the URL, or the default rules if none matches."""
         return next((rules for pattern, rules in self.spec.sources.items() if fnmatch(url, pattern)), self.spec.rules)
 
     @property
@@ -81,8 +79,8 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, bytes, version) of everything that decides the result besides the spec: code, evaluation sets
-        and models.
+        """Returns (name, bytes, version) of code, evaluation sets and models: all that affects the result in addition
+        to the spec.
         """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:

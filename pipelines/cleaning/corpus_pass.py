@@ -1,4 +1,4 @@
-"""The driver's part of cleaning: near-duplicates, earlier datasets and repeated substrings over the whole corpus."""
+"""The driver's part of cleaning, over the whole corpus: near-duplicates, earlier datasets and repeated substrings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEAR, NEAR_EARLIER, REPEATED = "near_duplicate", "near_earlier_dataset", "repeat
 
 @dataclass(slots=True)
 class CorpusCleaning:
-    """Collects the fingerprints of chunks, in any order, and compares all documents once every chunk is added."""
+    """Collects the fingerprints of chunks, in any order. Compares all documents once every chunk is added."""
 
     spec: CleaningSpec
     counts: list[CleaningCounts] = field(default_factory=list)
@@ -36,7 +36,7 @@ class CorpusCleaning:
     _kept: Signatures | None = None
 
     def add(self, index: int, fingerprints: Fingerprints, counts: CleaningCounts) -> None:
-        """Adds a chunk's fingerprints. In memory its signatures take 8 bytes for each band of a document."""
+        """Adds a chunk's fingerprints. The signatures take 8 bytes of memory for each band of a document."""
         self.counts.append(counts)
         if (near := self.spec.near_duplicates) is not None and (signatures := fingerprints.signatures) is not None:
             self._store = self._store or SignatureStore(near.bands * near.rows)
@@ -44,16 +44,16 @@ class CorpusCleaning:
         self._chunks[index] = replace(fingerprints, signatures=None)
 
     def close(self) -> None:
-        """Removes the temporary file."""
+        """Removes the temporary file of signatures."""
         if self._store is not None:
             self._store.close()
 
     def near_duplicates(self, kept: NDArray[np.bool_]) -> dict[int, int]:
-        """Returns each document to drop with the document that it nearly duplicates; -1 if that is in an earlier
-        dataset.
+        """Finds near-duplicates to drop. Maps each of them to the document that it duplicates, or to -1 if that
+        document is in an earlier dataset.
 
-        Documents are numbered among those that the rules kept; `kept` is a mask of those that no other step has
-        dropped.
+        Documents are numbered among the documents that the rules kept. `kept` is a mask of the documents that no other
+        step has dropped.
         """
         near = self.spec.near_duplicates
         if near is None or self._store is None:
@@ -70,9 +70,7 @@ class CorpusCleaning:
         return {int(i): max(int(first[i]), -1) for i in np.flatnonzero(is_dropped)}
 
     def repeats(self, kept: NDArray[np.bool_]) -> tuple[dict[int, Cuts], NDArray[np.int64]]:
-        """Returns the repeated words to cut, by the index of their chunk, and the documents that would be empty without
-        them.
-        """
+        """Returns the repeated words to cut from each chunk, and the documents that have no other words."""
         rule = self.spec.substrings
         order = sorted(self._chunks)
         lengths = [each for i in order if (each := self._chunks[i].lengths) is not None]
@@ -87,7 +85,7 @@ class CorpusCleaning:
         return _cuts_by_chunk(marks, order, lengths)
 
     def write(self, out: str) -> tuple[DatasetFile, DatasetFile | None]:
-        """Writes the report, and the signatures of the kept documents, if there are any."""
+        """Writes the cleaning report. Writes the signatures of the kept documents if there are any."""
         report = CleaningCounts.total(self.counts).report()
         counted = {"near_duplicate_clusters": self.clusters, "largest_cluster": self.largest}
         body = report.model_copy(update=counted).to_bytes()
@@ -102,8 +100,10 @@ class CorpusCleaning:
 
 
 def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
-    """Returns the signatures of a dataset. Raises ConfigError if it has none, or signatures with other settings;
-    DataError if they were altered.
+    """Returns the signatures of a dataset.
+
+    Raises ConfigError if the dataset has no signatures, or signatures with other settings. Raises DataError if the
+    signatures were altered.
     """
     where = join(dataset, _signatures_of(dataset).file)
     try:
@@ -121,7 +121,7 @@ def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
 
 
 def against_identity(spec: CleaningSpec) -> list[tuple[str, int, str]]:
-    """Returns (name, size, version) of the datasets that the corpus is compared with. Raises the errors of
+    """Returns (name, size, version) of each dataset with which the corpus is compared. Raises the errors of
     `read_signatures`.
     """
     datasets = () if spec.near_duplicates is None else spec.near_duplicates.against

@@ -1,4 +1,4 @@
-"""Fingerprints: the signatures and word hashes of documents. Steps over the whole corpus need these, but no text."""
+"""Fingerprints of documents: their signatures and word hashes. Steps over the whole corpus need these, but no text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytide.pipelines.cleaning.corpus.minhash import Signatures, sign
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """Fingerprints of the documents that the rules kept, in order; a field is None if no step needs it."""
+    """Fingerprints of the documents that the rules kept, in order. A field is None if no step needs it."""
 
     signatures: Signatures | None = None
     words: NDArray[np.uint32] | None = None
@@ -24,7 +24,7 @@ class Fingerprints:
     """The number of words of each document."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays for a blob; `from_arrays` takes them back."""
+        """Returns the fingerprints as named arrays. `from_arrays` is the inverse."""
         found: dict[str, np.ndarray] = {}
         if self.signatures is not None:
             bands, slots = self.signatures.bands, self.signatures.slots
@@ -43,7 +43,7 @@ class Fingerprints:
 
 
 def fingerprint(texts: Sequence[str], spec: CleaningSpec | None) -> Fingerprints:
-    """Returns the fingerprints of texts that the spec's steps need."""
+    """Returns the fingerprints of the texts. Only fields that the spec's steps need are computed."""
     if spec is None or (spec.near_duplicates is None and spec.substrings is None):
         return Fingerprints()
     words = hash_words([text.encode() for text in texts])

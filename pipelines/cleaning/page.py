@@ -1,4 +1,4 @@
-"""A dataset's cleaning as an HTML page: counts, samples of dropped documents, lengths and languages."""
+"""The cleaning report of a dataset as an HTML page: counts, samples of dropped documents, lengths and languages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _HEAD = (
 def inspection_page(
     dataset: str, manifest: TokenManifest, report: CleaningReport, samples: Sequence[Mapping[str, object]]
 ) -> str:
-    """Returns the page of a dataset. `samples` have `reason`, `file`, `row`, `detail` and `text`."""
+    """Returns the HTML page of a dataset. Each of `samples` has the fields `reason`, `file`, `row`, `detail` and
+    `text`.
+    """
     source = manifest.source
     reasons = sorted(source.dropped.items(), key=lambda each: -each[1])
     parts = [
@@ -38,12 +40,12 @@ def inspection_page(
 
 
 def share(count: int, total: int) -> str:
-    """Returns a share as a percentage."""
+    """Returns a part of a whole as a percentage."""
     return f"{100 * count / total:.2f} %" if total else "-"
 
 
 def lengths_of(report: CleaningReport) -> list[tuple[str, int, int]]:
-    """Returns a row for each range of document lengths that occurs: (range in characters, kept, dropped)."""
+    """Returns a row (range in characters, kept, dropped) for each non-empty range of document lengths."""
     return [
         (f"{(1 << size) >> 1:,} to {(1 << size) - 1:,}", kept, dropped)
         for size, (kept, dropped) in enumerate(zip(report.kept_lengths, report.dropped_lengths, strict=True))

@@ -1,5 +1,6 @@
-"""The report of cleaning: counts of its effects, taken where documents are read, added up over the corpus, and stored
-in the dataset.
+"""The report of cleaning, which is stored in the dataset.
+
+Workers count the effects of cleaning on the documents that they read, and the driver adds the counts up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIZES = 40
 
 
 class CleaningReport(Config):
-    """The content of `cleaning.json`. Reasons of drops are counted in the manifest."""
+    """The content of `cleaning.json`. It does not count reasons of drops, which are in the manifest."""
 
     kept_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
     dropped_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
@@ -40,7 +41,7 @@ class CleaningReport(Config):
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> CleaningReport:
-        """Returns the report in a file. Raises DataError if it is malformed."""
+        """Parses a report from a file's bytes. Raises DataError if it is malformed."""
         try:
             return cls.model_validate(json.loads(content))
         except (ValueError, ValidationError, RecursionError) as error:
@@ -49,7 +50,7 @@ class CleaningReport(Config):
 
 @dataclass(slots=True)
 class CleaningCounts:
-    """The counts of some documents; the counts of all parts of a corpus can be added up."""
+    """Counts of the effects of cleaning on a set of documents. `total` adds the counts of several sets."""
 
     kept: Counter[int] = field(default_factory=Counter)
     """Documents by bucket of length."""

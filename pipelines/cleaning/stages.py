@@ -1,4 +1,4 @@
-"""Users' own stages: plain Python functions, found by name or file, with a hash of their code."""
+"""Users' own cleaning stages: plain Python functions, found by module name or file, with a hash of their code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytide.core.specs.cleaning import UserStage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin of a document, for messages: a file, and the row in it, counted from 0."""
+    """The origin of a document, for error messages: its file, and its row in the file, counted from 0."""
 
     url: str
     row: int | None = None
@@ -29,8 +29,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StageCode:
-    """A stage with its code. It is pickled for workers: the source of a file is included, but a module must be
-    installed there.
+    """A user's stage with its code, as it is pickled for workers.
+
+    If the stage is in a file, the file's source is pickled. If it is in a module, the module must be installed on the
+    workers.
     """
 
     stage: UserStage
@@ -39,8 +41,9 @@ class StageCode:
     digest: str
 
     def run(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[str]]:
-        """Returns, for each text, the texts that the stage makes of it; none if the stage drops it. Raises DataError
-        that names the file and the row.
+        """Applies the stage to texts. Returns a list for each text: the texts that the stage makes of it.
+
+        The list is empty if the stage drops the text. Raises a DataError that names the file and the row.
         """
         function = _function(self)
         if self.stage.kind == "batch":
@@ -52,7 +55,7 @@ class StageCode:
 
 
 def load_stage(stage: UserStage) -> StageCode:
-    """Reads a stage's code. Raises DataError if the file, the module or the function does not exist."""
+    """Loads a stage's code. Raises DataError if the file, the module or the function does not exist."""
     home, _, _ = stage.function.rpartition(":")
     source = read_bytes(home) if stage.is_file else None
     code = StageCode(stage, source, _digest(stage, source if source is not None else _module_source(home, stage)))

@@ -1,1 +1,1 @@
-"""Makes models small: quantisation, pruning and distillation, chained by a recipe."""
+"""Makes models smaller by quantisation, pruning and distillation, which a recipe chains."""

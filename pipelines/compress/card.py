@@ -1,4 +1,4 @@
-"""The card of a compressed model: its origin, its steps, bytes, speed, and the quality it kept."""
+"""The card of a compressed model. It states the model's origin, steps, bytes, speed and remaining quality."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CompressionCard:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Returns the size of a directory's weights."""
+    """Returns the size in bytes of the weights in a model directory."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -81,7 +81,7 @@ def write_card(folder: Path, card: CompressionCard) -> None:
 
 
 def read_card(folder: Path) -> CompressionCard | None:
-    """Returns the card of a directory; None if it has none that can be read."""
+    """Returns the card in a model directory, or None if there is no readable card."""
     try:
         body = json.loads((folder / CARD).read_text())
         steps = tuple(StepCard(**each) for each in body.pop("steps"))

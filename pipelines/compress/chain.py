@@ -1,4 +1,4 @@
-"""Runs a recipe: each step reads a model directory and writes another. Finished steps are not run again."""
+"""Runs a compression recipe. Each step reads a model directory and writes another. Finished steps are not run again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_o
 
 
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
-    """Runs the steps that are not finished, evaluates the result and returns its card, which is also in its directory.
+    """Runs the unfinished steps of a recipe, evaluates the result, and writes and returns its card.
 
-    After a kill, another call continues after the last finished step; an rtn step continues after its last finished
-    layer. Raises ConflictError while another process works on the same `out`, and if `out` has the result of another
+    After a kill, another call continues after the last finished step. An rtn step continues after its last finished
+    layer. Raises ConflictError while another process works on the same `out`, or if `out` has the result of another
     recipe.
     """
     parent = model_directory(recipe.model)
@@ -72,9 +72,10 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
 
 
 def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
-    """Returns the step with the quantisation scheme for which its source was trained; unchanged if there was none.
+    """Returns the step with the quantisation scheme for which the source model was trained. Without such a scheme,
+    returns the step unchanged.
 
-    Raises ConfigError for a quantising step that would write weights other than the trained ones.
+    Raises ConfigError if the step would write weights other than the trained quantised ones.
     """
     qat = read_qat(source) if step.quantizes else None
     if qat is None:
@@ -96,7 +97,9 @@ def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
 
 
 def read_qat(folder: Path) -> QatSpec | None:
-    """Returns the `qat` spec of the run that exported a model directory; None if the run had none."""
+    """Returns the quantisation-aware training spec (`qat`) of the run that exported a model directory, or None if it
+    had none.
+    """
     file = folder / QAT_RECORD
     if not file.is_file():
         return None

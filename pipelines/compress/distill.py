@@ -1,4 +1,4 @@
-"""Trains a model on its teacher's predictions, by a run of the trainer in this process."""
+"""Trains a model on its teacher's predictions, with raytide's trainer in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytide.pipelines.compress.step_task import StepTask, teacher_of
 def run_distill(step: DistillStep, task: StepTask) -> None:
     """Trains and exports the student. A killed run resumes from its last checkpoint.
 
-    A larger distillation is a training job with `distill` of its own, on a gang (docs/training.md).
+    For a larger distillation, submit a training job with a `distill` section, which runs on a gang (docs/training.md).
     """
     folder = task.target.with_name(f".{task.target.name}.{task.digest[:12]}.part")
     fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Writes a model directory one layer at a time, so that a killed writer resumes after its last whole layer.
+"""Writes a model directory one layer at a time. A killed writer resumes after its last complete layer.
 
 Each layer is a file. The directory is built under a hidden name, which is derived from its digest, and is moved to its
 target once it is complete.
@@ -28,8 +28,8 @@ RECORD = "raytide_step.json"
 
 
 class LayerFiles:
-    """A directory that is being written. `digest` identifies the step and its input: only work with the same digest is
-    resumed.
+    """A model directory that is being written. `digest` identifies the step and its input. Work is resumed only if its
+    digest is the same.
     """
 
     def __init__(self, target: Path, digest: str) -> None:
@@ -41,7 +41,9 @@ class LayerFiles:
     def write(
         self, count: int, layer: Callable[[int], Tensors], *, on_layer: Callable[[int, int], None] = lambda at, of: None
     ) -> None:
-        """Writes `count` files. `layer(i)` returns the tensors of file i; it is not called for files that exist."""
+        """Writes `count` files. `layer(i)` returns the tensors of file i. It is not called for files that exist
+        already.
+        """
         index: dict[str, str] = {}
         total = 0
         for at in range(count):
@@ -61,7 +63,7 @@ class LayerFiles:
         self._json("model.safetensors.index.json", body)
 
     def finish(self, config: Mapping[str, object], source: Path, record: Mapping[str, object]) -> None:
-        """Adds config and tokenizer and moves the directory to its target. Raises ConflictError if that exists."""
+        """Adds config and tokenizer, and moves the directory to its target. Raises ConflictError if that exists."""
         with full_disk_is_an_error(str(self._target)):
             for name, file in tokenizer_files(source).items():
                 shutil.copyfile(file, self.folder / name)
@@ -75,21 +77,22 @@ class LayerFiles:
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
-    """Records which step made a directory, before the directory is published."""
+    """Writes a file that records which step made the directory. This happens before the directory is published."""
     with full_disk_is_an_error(str(folder)):
         (folder / RECORD).write_text(json.dumps({**record, "digest": digest}, indent=2) + "\n")
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Moves a finished directory to its target. Raises ConflictError if something is there."""
+    """Moves a finished directory to its target. Raises ConflictError if the target exists."""
     if target.exists():
         raise ConflictError(f"{target} exists.", hint="Remove it, or choose another out.")
     folder.rename(target)
 
 
 def digest_in(folder: Path) -> str | None:
-    """Returns the digest of the step that wrote a directory; None if there is no directory. Raises ConflictError for a
-    directory that no step wrote.
+    """Returns the digest of the step that wrote a directory, or None if there is no directory.
+
+    Raises ConflictError if no step wrote the directory.
     """
     if not folder.exists():
         return None
@@ -102,14 +105,14 @@ def digest_in(folder: Path) -> str | None:
 
 
 def remove_others(target: Path, digest: str) -> None:
-    """Removes the unfinished folders that steps with another digest left beside the target."""
+    """Removes unfinished directories beside the target that steps with another digest left behind."""
     for folder in target.parent.glob(f".{target.name}.*.part"):
         if folder.name != f".{target.name}.{digest[:12]}.part":
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def plain_config(source: Path) -> dict[str, object]:
-    """Returns a directory's config. Raises ConfigError if its weights are quantised already."""
+    """Returns the config of a model directory. Raises ConfigError if its weights are quantised already."""
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
         raise ConfigError(f"{source} is quantised already.", hint="Start from the model before that.")
@@ -117,7 +120,9 @@ def plain_config(source: Path) -> dict[str, object]:
 
 
 def by_layer(names: Sequence[str], prefixes: Iterable[str]) -> list[list[str]]:
-    """Returns groups of names: first the names outside of layers, then those of each layer, by prefix."""
+    """Groups names by layer. The first group has the names outside of layers. Each further group has the names with one
+    layer's prefix.
+    """
     groups: dict[str, list[str]] = {"": [], **{prefix: [] for prefix in prefixes}}
     for name in names:
         groups[next((prefix for prefix in groups if prefix and name.startswith(prefix)), "")].append(name)

@@ -1,4 +1,4 @@
-"""The recipe of a compression: the model, the steps in their order, and the quality that the result must keep."""
+"""The recipe of a compression: the model, the steps in order, and the quality that the result must keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask", "distil
 
 
 class RtnStep(QuantizationOptions):
-    """Rounds each weight to the nearest value of its scale: no calibration, one layer in memory at a time."""
+    """Rounds each weight to the nearest quantised value. It needs no calibration, and only one layer in memory at a
+    time.
+    """
 
     scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w8a16"
     """w8a16, w4a16: integer weights, activations as they are. w8a8: activations are rounded to int8 by token, too.
@@ -37,7 +39,9 @@ class CalibratedStep(QuantizationOptions):
 
 
 class PruneStep(Config):
-    """Removes the least important parts, by Minitron's activations. The result is a plain, smaller model."""
+    """Removes the parts that are least important by Minitron's measure of activations. The result is an ordinary,
+    smaller model.
+    """
 
     ffn: float = Field(default=1.0, gt=0, le=1)
     """The share of the feed-forward neurons that stays."""
@@ -60,7 +64,7 @@ class PruneStep(Config):
 
 
 class MaskStep(Config):
-    """Sets weights to zero. For research: no byte and no operation is saved, here or in vLLM."""
+    """Sets weights to zero. This step is for research: no byte and no operation is saved, in raytide or in vLLM."""
 
     method: Literal["magnitude", "wanda"] = "wanda"
     sparsity: float | None = Field(default=None, gt=0, lt=1)
@@ -76,7 +80,9 @@ class MaskStep(Config):
 
 
 class DistillStep(Config):
-    """Trains the model on the predictions of the recipe's parent, as a run of raytide's trainer."""
+    """Trains the model on its teacher's predictions, as a run of raytide's trainer. The default teacher is the recipe's
+    model.
+    """
 
     train: dict[str, object]
     """Fields of a training run (docs/training.md): dataset, steps, optim, ... Its model, teacher and `out` are set by
@@ -95,7 +101,7 @@ class DistillStep(Config):
 
 
 class CompressStep(Config):
-    """One step; exactly one of its fields is given."""
+    """One step of a recipe. Exactly one of its fields is given."""
 
     rtn: RtnStep | None = None
     gptq: CalibratedStep | None = None

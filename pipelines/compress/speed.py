@@ -1,4 +1,4 @@
-"""Measures the decoding speed of a model and its parent with the native engine, in alternation within one run."""
+"""Measures the decoding speed of a model and of its parent with the native engine. The two alternate within one run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _PROMPT, _STEPS, _ROUNDS = 32, 16, 3
 
 
 def measure_decoding(parent: Path, model: Path) -> dict[str, float]:
-    """Returns decoded tokens a second as `parent_c1`, `model_c1` and so on (c: concurrent sequences). Each is the best
-    of three rounds, which alternate between the models.
+    """Returns decoded tokens per second, as `parent_c1`, `model_c1` and so on. The number after `c` is that of
+    concurrent sequences.
 
-    Logits are computed, but no token is sampled.
+    Each value is the best of three rounds, which alternate between the models. Logits are computed, but no token is
+    sampled.
     """
     runners = {"parent": _runner(parent), "model": _runner(model)}
     best: dict[str, float] = {}

@@ -21,7 +21,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """One step of a recipe, from a model directory to another."""
+    """One step of a recipe, with the model directories from which it reads and to which it writes."""
 
     recipe: CompressRecipe
     step: CompressStep
@@ -37,12 +37,12 @@ class StepTask:
 
 
 def teacher_of(step: DistillStep, recipe: CompressRecipe) -> Path:
-    """Returns the directory of a distillation's teacher: the recipe's model by default."""
+    """Returns the directory of a distillation's teacher. The default is the recipe's model."""
     return model_directory(str(step.teacher.get("teacher", recipe.model)))
 
 
 def calibration_windows(recipe: CompressRecipe, source: Path) -> list[list[int]]:
-    """Returns lists of token ids. Raises DataError for text that cannot be read or is too short."""
+    """Returns the calibration text as lists of token ids. Raises DataError if it is unreadable or too short."""
     if recipe.calibration is None:
         raise ConfigError("the step needs calibration text.", hint="Give `calibration: {path: ...}` in the recipe.")
     arch = read_architecture(source)

@@ -1,1 +1,1 @@
-"""Readers of the input formats. Each yields the records of a file in file order."""
+"""Readers of input formats. Each reader yields the records of a file in the file's order."""

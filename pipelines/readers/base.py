@@ -34,7 +34,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """The smallest unit of work: a file, or a piece of one that can be read by itself."""
+    """The smallest unit of work: a file, or a piece of a file that can be read by itself."""
 
     url: str
     size: int
@@ -46,7 +46,7 @@ class InputPart:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A record without a usable text, and the reason, which the manifest counts."""
+    """A record without usable text, with the reason. The manifest counts these reasons."""
 
     reason: str
     detail: str = ""
@@ -58,7 +58,7 @@ Record = bytes | Drop
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The part of a spec that decides which records a file has."""
+    """The options in a dataset spec that decide which records a file has."""
 
     text_column: str = "text"
     records: RecordKind = "text"
@@ -70,21 +70,23 @@ class ReadOptions:
 
 
 class Reader(Protocol):
-    """Reads the files of one format."""
+    """The interface of a reader for files of one format."""
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
-        """Returns the parts of a file, in order. Raises DamagedError for a damaged file, DataError for a file of
+        """Returns the parts of a file, in order. Raises DamagedError for a damaged file, and DataError for a file of
         another format.
         """
 
     def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        """Yields the records of a part, in order. Raises the errors of `split`, after it has yielded the records before
-        the damage.
+        """Yields the records of a part, in order.
+
+        In a damaged part, it yields the records before the damage and then raises DamagedError or DataError, as `split`
+        does.
         """
 
 
 class DamagedError(DataError):
-    """A file is not of the format that its name says, or is truncated."""
+    """Raised when a file is truncated, or not of the format that its name indicates."""
 
 
 UNREADABLE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
@@ -108,8 +110,9 @@ def missing(url: str) -> DataError:
 
 @contextmanager
 def open_input(url: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed. Raises DamagedError if decompression or the disk fails, DataError if the
-    file is gone.
+    """Opens a file for reading, with its content decompressed.
+
+    Raises DamagedError if decompression or the disk fails, and DataError if the file no longer exists.
     """
     fs, path = open_url(url)
     try:
@@ -138,5 +141,5 @@ def _decompressed(url: str, raw: IO[bytes]) -> IO[bytes]:
 
 
 def without_compression(name: str) -> str:
-    """Returns a file's name without the suffix of its compression."""
+    """Returns a file's name without the suffix of its compression, such as `.gz`."""
     return next((name[: -len(suffix)] for suffix in COMPRESSED if name.endswith(suffix)), name)

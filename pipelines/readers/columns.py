@@ -1,4 +1,4 @@
-"""Parquet, split by row group, and Arrow IPC, as files or streams. A row is a record."""
+"""Readers of Parquet, split by row group, and of Arrow IPC files and streams. Each row is a record."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""Renders conversations and preference pairs to the text that a model trains on.
+"""Renders conversations and preference pairs to the text on which a model is trained.
 
-The rule is ChatML, as in the chat template that a trained tokenizer gets (`bpe.CHAT_TEMPLATE`): each message is
-`<|im_start
+The format is ChatML, as in the chat template that a trained tokenizer gets (`bpe.CHAT_TEMPLATE`). A message is
+`<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is rendered as two
+messages: its prompt as the user's and its chosen answer as the assistant's. The rejected answer is left out.
 
-ROLE`, a line break, its content, `<|im_end
-
-` and a line break. A preference pair is rendered as its prompt, the user's message, and its chosen answer, the
-assistant's message; the rejected answer is not trained on.
-
-In the rendered text the two marks are Unicode noncharacters, which are reserved for use inside a program. The encoder
-turns these into the special tokens; `<|im_start
-
-` spelled out in a message stays text.
+In the rendered text, a Unicode noncharacter stands for each of the two marks. The encoder turns these noncharacters
+into the special tokens. If a message itself spells out `<|im_start|>`, that stays text.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ _UNMARKED = str.maketrans(dict.fromkeys((TURN_START_MARK, TURN_END_MARK), "\ufff
 
 
 def text_of(value: object) -> Record:
-    """Returns a text value as a record."""
+    """Returns a text value as a record. Returns a Drop if the value is not a text that UTF-8 can encode."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -39,7 +33,7 @@ def text_of(value: object) -> Record:
 
 
 def record_of(row: Mapping[str, Any], column: str, kind: RecordKind) -> Record:
-    """Returns the record in a row of named values."""
+    """Returns the record in a row of named values: the text in `column`, or a rendered conversation or pair."""
     if kind == "text":
         return text_of(row.get(column))
     try:

@@ -1,4 +1,4 @@
-"""Files that are one document: text, HTML (its main content) and PDF (the text of its pages)."""
+"""Readers for files that each contain one document: text, HTML (its main content) and PDF (the text of its pages)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.pipelines.readers.conversation import text_of
 
 @dataclass(frozen=True, slots=True)
 class DocumentReader:
-    """Reads a file that is one document; `record_in` extracts the text from the file's bytes."""
+    """Reads a file that contains one document. `record_in` extracts the text from the file's bytes."""
 
     name: ReaderName
     record_in: Callable[[bytes], Record] = bytes
@@ -28,7 +28,7 @@ class DocumentReader:
 
 @dataclass(frozen=True, slots=True)
 class LinkReader:
-    """Reads a link that leads to no file as one document without a text, so that it is counted."""
+    """Reads a broken link as one record without text, so that the manifest counts it."""
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
         return [InputPart(file.url, file.size, file.version, "link")]
@@ -38,8 +38,10 @@ class LinkReader:
 
 
 def html_record(page: bytes) -> Record:
-    """Returns the main content of a web page, without navigation and boilerplate, in whatever encoding the page
-    declares or seems to have."""
+    """Returns the main content of a web page, without navigation and boilerplate.
+
+    The page is decoded from the encoding that it declares, or that it seems to have.
+    """
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
@@ -47,7 +49,7 @@ def html_record(page: bytes) -> Record:
 
 
 def pdf_record(body: bytes) -> Record:
-    """Returns the text of a PDF; a Drop if it cannot be read. Many broken PDFs can be read, because the library
+    """Returns the text of a PDF, or a Drop if it cannot be read. The library can read many broken PDFs, because it
     guesses.
     """
     import logging

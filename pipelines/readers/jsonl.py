@@ -1,4 +1,6 @@
-"""JSON Lines: an object in each line. Uncompressed files are split by bytes, so that many workers read one file."""
+"""The reader of JSON Lines: each line is a JSON object. Uncompressed files are split by bytes, so that many workers can
+read one file.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def _lines(stream: IO[bytes], span: tuple[int, int] | None) -> Iterator[bytes | 
 
 
 def json_record(line: bytes | memoryview, options: ReadOptions) -> Record:
-    """Returns the record in a line."""
+    """Returns the record in a line of JSON."""
     try:
         row = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -51,7 +51,11 @@ FETCHED_AT_ONCE = 64
 
 
 def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
-    """Returns the reader for a file's suffix, by `chosen`, else by the table; the text reader for an unknown suffix."""
+    """Returns the name of the reader for a file's suffix. `chosen` maps suffixes to readers and overrides the built-in
+    table.
+
+    A file with an unknown suffix gets the text reader.
+    """
     name = url.rsplit("/", 1)[-1]
     for candidate in (name, without_compression(name)):
         for suffix, reader in (*chosen.items(), *BY_SUFFIX.items()):
@@ -61,8 +65,9 @@ def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
 
 
 def split_file(file: InputFile, reader: PartReader, options: ReadOptions) -> list[InputPart]:
-    """Returns a file's parts. If damaged files are to be dropped, such a file is one part, whose record states the
-    damage.
+    """Returns a file's parts. If the options drop damaged files, a damaged file is returned as one part.
+
+    Reading that part yields a record that states the damage.
     """
     try:
         return READERS[reader].split(file, options)

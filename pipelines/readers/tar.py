@@ -1,6 +1,7 @@
-"""WebDataset tars: members whose names differ only in their suffixes form one sample.
+"""The reader of WebDataset tars. Members whose names differ only in their suffixes form one sample.
 
-A sample's text is in the member whose suffix is `text_column`, else in the first member whose suffix is in SUFFIXES.
+The text of a sample is in the member with the suffix `text_column`. If there is none, it is in the first member whose
+suffix is in SUFFIXES.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Runners of a build's stages: in this process, or on the members of a gang."""
+"""Runners of a build's stages: they run in this process, or on the members of a gang."""

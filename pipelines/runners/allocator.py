@@ -1,4 +1,4 @@
-"""Keeps the memory that a chunk's work frees for the next chunk."""
+"""Keeps memory that the work on one chunk frees, for use by the next chunk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 def keep_freed_memory() -> None:
     """Lets this process keep up to KEPT_BYTES of freed memory, in buffers of up to BUFFER_BYTES, for later allocations.
 
-    Otherwise glibc returns the buffers of each chunk to the kernel, which clears the same pages again for the next
-    chunk. Other C libraries have no such setting and are left alone.
+    By default, glibc returns the buffers of each chunk to the kernel, which then clears the same pages for the next
+    chunk. The function does nothing with other C libraries, which have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

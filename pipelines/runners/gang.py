@@ -1,4 +1,4 @@
-"""Runs stages on a pool of actors in the placement groups of a gang, whose members may change.
+"""Runs stages on a pool of actors in the placement groups of a gang. The gang's members may change.
 
 The pool starts once for all stages of a build. Tasks of a lost member run again elsewhere, and new members join.
 Results come back in any order.
@@ -80,7 +80,7 @@ class _Worker:
 
 
 class GangRunner:
-    """Starts `per_member` workers on each member, on at most `most_members` of them."""
+    """Runs stages on `per_member` workers on each member of a gang. It uses at most `most_members` members."""
 
     def __init__(self, members: Members, cpus: float, per_member: int, most_members: int) -> None:
         self._members, self._most_members = members, most_members
@@ -233,9 +233,10 @@ class GangRunner:
 
 
 def gang_runner(spec: DataSpec, members: Members | None, size: int) -> GangRunner:
-    """Returns a runner on the members' CPUs; without members, on the CPUs of the spec's first shape.
+    """Returns a runner whose workers use the CPUs of the gang's members.
 
-    `size` is the size of the corpus in bytes: a small corpus gets only as many workers as are worth starting.
+    If `members` is None, the workers use as many CPUs as the spec's first shape has. `size` is the size of the corpus
+    in bytes. A small corpus gets only as many workers as are worth starting.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Runs a build's stages: in this process, or on a gang (`gang`)."""
+"""The interface of runners for a build's stages, and the runner in this process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Runner(Protocol):
         """The number of threads that a function passed to `run` may use."""
 
     def run(self, function: Callable[[T], R], argument: T) -> R:
-        """Runs `function(argument)` once, in one worker, and returns its result."""
+        """Runs `function(argument)` once in one worker, and returns its result."""
 
     def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
-        """Yields the position and the result of each task, in the order in which results become ready.
+        """Yields (position, result) for each task, in the order in which results become ready.
 
-        A stage is sent to each worker once. A task whose worker is lost runs again, so it must give the same result
-        when repeated.
+        A stage is sent to each worker once. A task whose worker is lost is run again, so it must give the same result
+        each time.
         """
 
     def close(self) -> None:
@@ -39,7 +39,9 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InlineRunner:
-    """Runs everything in this process. The encoding libraries release Python's lock, so threads run in parallel."""
+    """Runs everything in this process, on threads. The encoding libraries release the GIL, so threads run in
+    parallel.
+    """
 
     threads: int = 1
 
@@ -70,7 +72,7 @@ class InlineRunner:
 
 
 def local_runner(workers: int | None) -> InlineRunner:
-    """Returns a runner with a thread for each CPU that this process may use, or `workers` threads."""
+    """Returns a runner with `workers` threads, or with one thread for each CPU that this process may use."""
     return InlineRunner(workers or len(os.sched_getaffinity(0)))
 
 

@@ -1,4 +1,5 @@
-"""Byte-level BPE with the `tokenizers` library: train or load one, and write what transformers needs to load it.
+"""Byte-level BPE with the `tokenizers` library. Trains or loads a tokenizer, and writes the files that transformers
+needs.
 
 Training is deterministic: the same texts in the same order give the same bytes, for any number of threads.
 """
@@ -32,7 +33,9 @@ CHAT_TEMPLATE = (
 
 
 def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
-    """Returns a `tokenizer.json`. A small corpus may give fewer entries than `options.vocab_size`."""
+    """Trains a tokenizer and returns its `tokenizer.json`. A small corpus may give fewer entries than
+    `options.vocab_size`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -49,8 +52,9 @@ def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
 
 
 def load_bpe(data: bytes, where: str) -> Tokenizer:
-    """Returns the tokenizer in a `tokenizer.json`. Each call returns the same object, so do not change it. Raises
-    DataError that names the file.
+    """Returns the tokenizer in a `tokenizer.json`. Raises a DataError that names the file.
+
+    Calls for the same content return the same object, so do not change it.
     """
     try:
         return _loaded(data)
@@ -73,7 +77,7 @@ def _loaded(data: bytes) -> Tokenizer:
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """Returns the highest id plus one: the number of rows of an embedding table, even if ids have gaps."""
+    """Returns the highest token id plus one, the number of rows of an embedding table. Ids may have gaps."""
     entries = tokenizer.get_vocab_size(with_added_tokens=True)
     if None not in map(tokenizer.id_to_token, range(entries)):  # no gaps; a copy of the vocabulary takes twice as long
         return entries
@@ -90,7 +94,7 @@ def eos_id_of(tokenizer: Tokenizer, eos: str, where: str) -> int:
 
 
 def tokenizer_config(tokenizer: Tokenizer, eos: str) -> bytes:
-    """Returns a `tokenizer_config.json` for AutoTokenizer and PreTrainedTokenizerFast."""
+    """Returns a `tokenizer_config.json` for transformers' AutoTokenizer and PreTrainedTokenizerFast."""
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,9 +1,9 @@
-"""Encodes texts to token ids, by `fastokens` where it is exact, else by `tokenizers`.
+"""Encodes texts to token ids with `fastokens` if it is exact, otherwise with `tokenizers`.
 
-`fastokens` is about a hundred times faster, but made for inference, and does not support every tokenizer. Every build
-compares the two engines on PROBES and on a sample of each chunk's documents, and uses `tokenizers` if one id differs.
-The choice of the engine depends on the inputs alone. Both engines encode special tokens that are spelled out in a
-document as text.
+`fastokens` is about a hundred times faster, but is made for inference and does not support every tokenizer. Every build
+compares the two engines on PROBES and on a sample of each chunk's documents. If one id differs, the build uses
+`tokenizers`. The choice of the engine depends only on the inputs. A special token that is spelled out in a document is
+encoded as ordinary text by both engines.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ CHECKED_DOCUMENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A tokenizer, the engine that encodes with it and the versions of both engines."""
+    """A tokenizer, the name of the engine that encodes with it, and the versions of both engines."""
 
     name: EngineName
     tokenizer: bytes
     versions: tuple[tuple[str, str], ...]
 
     def open(self) -> TokenEngine:
-        """Returns the engine, created once in each process. Raises ClusterError for an engine of another version."""
+        """Returns the engine, which is created once in each process. Raises ClusterError if this process has other
+        engine versions.
+        """
         if self.versions != engine_versions():
             raise ClusterError(
                 f"this node has {describe(engine_versions())}; the build started with {describe(self.versions)}.",
@@ -68,13 +70,13 @@ class EngineSpec:
         return _open(self)
 
     def reference(self) -> TokenEngine:
-        """Returns the reference engine, whose ids are right by definition."""
+        """Returns the reference engine `tokenizers`, whose ids are correct by definition."""
         return EngineSpec("tokenizers", self.tokenizer, self.versions).open()
 
 
 class TokenEngine(Protocol):
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Returns the ids of all texts, one after the other, and the number of each text's ids."""
+        """Returns (ids of all texts, number of ids of each text). The ids of the texts follow each other."""
 
 
 @lru_cache(maxsize=1)
@@ -92,7 +94,7 @@ def _open(spec: EngineSpec) -> TokenEngine:
 
 
 class FastEngine:
-    """The `fastokens` library. It releases Python's lock while it encodes, so threads run in parallel."""
+    """The `fastokens` engine. It releases the GIL while it encodes, so threads run in parallel."""
 
     def __init__(self, tokenizer: bytes) -> None:
         from fastokens import Tokenizer
@@ -109,7 +111,7 @@ class FastEngine:
 
 
 class ReferenceEngine:
-    """The `tokenizers` library, on one thread: there is a worker for each CPU."""
+    """The `tokenizers` engine. It uses one thread, because there is a worker for each CPU."""
 
     def __init__(self, tokenizer: bytes) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -124,8 +126,8 @@ class ReferenceEngine:
 
 
 def choose_engine(tokenizer: bytes) -> EngineSpec:
-    """Returns the spec with `fastokens` if it can load the tokenizer and agrees with `tokenizers` on PROBES, else with
-    `tokenizers`.
+    """Returns the spec with `fastokens` if `fastokens` loads the tokenizer and agrees with `tokenizers` on PROBES.
+    Otherwise returns the spec with `tokenizers`.
     """
     fast = EngineSpec("fastokens", tokenizer, engine_versions())
     slow = EngineSpec("tokenizers", tokenizer, engine_versions())
@@ -151,8 +153,10 @@ def agree(engine: TokenEngine, reference: TokenEngine, texts: Sequence[str]) -> 
 
 
 def sample_of(texts: Sequence[str]) -> list[str]:
-    """Returns pieces of evenly spaced texts, with about one in CHECKED_SHARE of all characters. Each piece is from
-    another part of its text, since texts that begin alike, as source files with a licence do, would show little.
+    """Returns pieces of evenly spaced texts. Together they have about one in CHECKED_SHARE of all characters.
+
+    Pieces are taken from different places in their texts. Pieces from the beginnings would show little if texts begin
+    alike, as source files with a licence do.
     """
     if not texts:
         return []
@@ -163,7 +167,7 @@ def sample_of(texts: Sequence[str]) -> list[str]:
 
 
 def encode_marked(engine: TokenEngine, texts: Sequence[str], start_id: int, end_id: int) -> tuple[Ids, Lengths]:
-    """Encodes rendered conversations: their marks become the ids of a turn's start and end."""
+    """Encodes rendered conversations. The marks in them become the ids of the start and the end of a turn."""
     pieces: list[str] = []
     marks: list[int] = []
     """The token that follows each piece: a turn's start or end, or -1 for none."""
@@ -191,7 +195,7 @@ def _pieces(text: str) -> list[tuple[str, str]]:
 
 
 def turn_ids(tokenizer: bytes, start: str, end: str) -> tuple[int, int]:
-    """Returns the ids of a turn's start and end. Raises DataError for a tokenizer without such tokens."""
+    """Returns the ids of the tokens that start and end a turn. Raises DataError if the tokenizer has no such tokens."""
     loaded = load_bpe(tokenizer, "the tokenizer")
     start_id, end_id = loaded.token_to_id(start), loaded.token_to_id(end)
     if start_id is None or end_id is None:

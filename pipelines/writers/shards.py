@@ -1,5 +1,6 @@
-"""Divides a dataset's tokens into shards, and writes shards. The tokens of a shard depend on the documents alone, so
-shards can be written in any order, by any worker.
+"""Divides a dataset's tokens into shards, and writes the shards.
+
+The tokens of a shard depend only on the documents, so any worker can write any shard, in any order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChunkTokens:
-    """The documents of one stored chunk that a dataset keeps."""
+    """The tokens of one stored chunk, with a mask of the documents that the dataset keeps."""
 
     tokens: str
     """The name of the chunk's tokens in the store."""
@@ -40,7 +41,10 @@ class ChunkTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """A shard: tokens `start` to `end` of the dataset, and the ends of the documents that end in it."""
+    """The plan of a shard, which has the tokens `start` to `end` of the dataset.
+
+    `ends` has the positions at which documents end in this shard.
+    """
 
     number: int
     start: int
@@ -53,8 +57,11 @@ class ShardPlan:
 
 
 def plan_shards(chunks: Sequence[ChunkTokens], shard_tokens: int, form: ShardFormat) -> Iterator[ShardPlan]:
-    """Yields the shards of a dataset, in order. A bin shard has exactly `shard_tokens`, except the last; a Parquet
-    shard ends with the document that reaches `shard_tokens`."""
+    """Yields the plans of a dataset's shards, in order.
+
+    A bin shard has exactly `shard_tokens` tokens, except the last one. A Parquet shard ends with the document that
+    reaches `shard_tokens`.
+    """
     kept = [chunk.lengths[chunk.keep] for chunk in chunks]
     ends = np.cumsum(np.concatenate([np.zeros(0, np.int64), *kept]))
     chunk_ends = np.cumsum([int(lengths.sum()) for lengths in kept], dtype=np.int64)
@@ -96,7 +103,7 @@ class ShardStage:
 
 
 def write_shard(out: str, plan: ShardPlan, pieces: Sequence[Tokens], form: ShardFormat) -> Shard:
-    """Writes a shard from the tokens of its chunks, and the shard's index, each file atomically."""
+    """Writes a shard and its index from the tokens of the shard's chunks. Each file is written atomically."""
     name = f"{SHARDS}/{plan.number:05d}"
     data = [bytes_of(piece) for piece in pieces] if form == "bin" else [_parquet(np.concatenate(pieces), plan)]
     index = plan.ends.astype("<u8").tobytes()
@@ -120,7 +127,8 @@ def _parquet(tokens: Tokens, plan: ShardPlan) -> bytes:
 
 
 def clear(out: str) -> None:
-    """Removes a build's output from `out`, the manifest first, so that no reader opens shards that are being removed.
+    """Removes a build's output from `out`. The manifest is removed first, so that no reader opens shards that are being
+    removed.
 
     Only files with names that a build uses are removed.
     """

@@ -1,4 +1,4 @@
-"""Writes the texts of kept documents, as gzipped JSON Lines or Parquet, each with its source file and row."""
+"""Writes the texts of kept documents as gzipped JSON Lines or Parquet. Each text has its source file and row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUFFIXES = {"jsonl": "jsonl.gz", "parquet": "parquet"}
 
 
 def texts_blob(texts: Sequence[str]) -> bytes:
-    """Returns the texts of a chunk, compressed."""
+    """Packs and compresses the texts of a chunk."""
     import pyarrow as pa
 
     bodies = [text.encode() for text in texts]
@@ -51,7 +51,7 @@ def texts_from(blob: bytes, name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTexts:
-    """The texts of one stored chunk, with a mask of those that the dataset keeps."""
+    """The texts of one stored chunk, with a mask of the texts that the dataset keeps."""
 
     texts: str
     """The name of the chunk's texts in the store."""
@@ -69,7 +69,7 @@ class TextPlan:
 
 
 def plan_texts(chunks: Iterator[ChunkTexts]) -> Iterator[TextPlan]:
-    """Yields the text files of a dataset, each of consecutive chunks."""
+    """Yields plans for the text files of a dataset. Each file covers consecutive chunks."""
     number, group, size = 0, list[ChunkTexts](), 0
     for chunk in chunks:
         group.append(chunk)

@@ -1,6 +1,7 @@
 """raytide: one elastic pool on which teams prepare data, train and serve language models.
 
-The whole public API. Names load when they are first used, so that `import raytide` costs nothing: no torch, no ray.
+This module is the whole public API. Each name is loaded when it is first used, so `import raytide` is cheap: it imports
+neither torch nor ray.
 """
 
 from __future__ import annotations

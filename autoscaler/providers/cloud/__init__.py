@@ -1,1 +1,1 @@
-"""Clouds through Ray's own node providers (AWS, GCP, Azure)."""
+"""Buys nodes from clouds through Ray's own node providers (AWS, GCP, Azure)."""

@@ -1,8 +1,9 @@
-"""Any cloud that Ray's cluster launcher supports, through Ray's own NodeProvider and the `provider` section of
-cluster.yaml. raytide chooses node type, zone and time; Ray's code calls the cloud.
+"""The provider for every cloud that Ray's cluster launcher supports. It uses Ray's own NodeProvider and the `provider`
+section of cluster.yaml.
 
-Machines are listed by tags, so a restarted controller finds them again. Notices come from the watcher on each node
-(raytide.autoscaler.providers.notices), since a cloud notifies only the machine itself.
+raytide chooses node type, zone and time. Ray's code calls the cloud. Machines are listed by tags, so a restarted
+controller finds them again. A cloud sends an interruption notice only to the machine itself, so a watcher on each node
+passes it on (raytide.autoscaler.providers.notices).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ log = logger(__name__)
 class CloudProvider:
     """Buys and ends machines of a cloud through Ray's NodeProvider.
 
-    `config` is cluster.yaml as `ray up` completes it, `cloud` Ray's NodeProvider for it: see `ray_internals`.
+    `config` is cluster.yaml as `ray up` completes it. `cloud` is Ray's NodeProvider for this configuration (see
+    `ray_internals`).
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class CloudProvider:
         return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices on the board for machines bought here, and removes those of ended machines."""
+        """Returns the interruption notices of machines that this provider bought. Deletes the stored notices of ended
+        machines.
+        """
         pinned = [notice for notice in self._board.notices() if self._purchases.find(notice.node_id) is not None]
         for notice in pinned:
             if self._purchases.is_over(notice.node_id):
@@ -121,11 +125,11 @@ class CloudProvider:
         return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns spot prices on AWS; other clouds have the configured prices."""
+        """Returns the present spot prices on AWS. On other clouds it returns none, and the configured prices hold."""
         return {} if self._spot_prices is None else self._spot_prices.now()
 
     def problems(self) -> tuple[str, ...]:
-        """Returns the failed set-ups of machines that run."""
+        """Returns one sentence for each running machine whose set-up failed."""
         failed = self._set_up.failures().items()
         return tuple(f"{node_id} could not be set up: {why}" for node_id, why in failed if self._runs(node_id))
 

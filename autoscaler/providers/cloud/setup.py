@@ -1,6 +1,7 @@
-"""Sets up a new machine as a node: the files, set-up and start commands of cluster.yaml, over ssh, by Ray's updater.
+"""Sets up a new machine as a node of the cluster. Ray's updater copies the files and runs the set-up and start commands
+of cluster.yaml over ssh.
 
-Each worker is started with raytide's node id and labels, which match it to Ray's reports.
+Each worker is started with raytide's node id and labels, by which raytide finds it in Ray's reports.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ log = logger(__name__)
 
 
 class SetUp:
-    """The interface by which a bought machine becomes a node of the cluster. This class does nothing, for callers that
-    only end machines.
+    """The interface that turns a bought machine into a node of the cluster. This base class does nothing: it serves
+    callers that only end machines.
     """
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
@@ -39,8 +40,10 @@ class SetUp:
 
 
 class CloudSetUp(SetUp):
-    """Sets up machines in one thread each, AT_ONCE of them at a time. The threads do not delay the end of the process:
-    the next controller starts unfinished set-ups again."""
+    """Sets up each machine in a thread of its own, at most AT_ONCE machines at a time.
+
+    The threads are daemons, so a process can end while they run. The next controller starts unfinished set-ups again.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class CloudSetUp(SetUp):
             return dict(self._failures)
 
     def wait(self, node_id: str, timeout_s: float) -> bool:
-        """Waits for the set-up to end. Returns True if it succeeded."""
+        """Waits for the set-up to end, for at most `timeout_s`. Returns True if it succeeded."""
         self._under_way[node_id].join(timeout_s)
         return node_id in self._done
 
@@ -112,8 +115,11 @@ def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, A
 def start_commands(
     config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str, *, has_token: bool = False
 ) -> list[str]:
-    """Returns the `worker_start_ray_commands` with raytide's environment variables, the notice watcher where the cloud
-    gives notices, and the exporter where there are GPUs."""
+    """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
+
+    They are the `worker_start_ray_commands` of cluster.yaml and, on a cloud that gives notices, the notice watcher and
+    (if the node has GPUs) the metrics exporter.
+    """
     variables = {
         "RAY_HEAD_IP": head_ip,
         "RAY_NODE_TYPE_NAME": node_type.name,

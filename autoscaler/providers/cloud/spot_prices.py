@@ -26,7 +26,7 @@ log = logger(__name__)
 class SpotPrices:
     """Polls AWS's present spot prices in a thread.
 
-    `ec2` is boto3's client, `types` the AWS instance type of each spot node type.
+    `ec2` is boto3's client. `types` maps each spot node type to its AWS instance type.
     """
 
     def __init__(self, ec2: Any, types: Mapping[str, str], clock: Clock) -> None:
@@ -37,9 +37,9 @@ class SpotPrices:
         self._thread = threading.Thread(target=self._run, name="spot-prices", daemon=True)
 
     def now(self) -> Prices:
-        """Returns the last prices in micro-dollars an hour by node type and zone; the first call starts the polling.
+        """Returns the last prices in micro-dollars an hour by node type and zone. The first call starts the polling.
 
-        Raises ClusterError if they are too old: then the configured prices hold.
+        Raises ClusterError if the last prices are too old. The configured prices hold in that case.
         """
         if self._types and not self._thread.is_alive() and not self._stop.is_set():
             self._thread.start()
@@ -52,11 +52,11 @@ class SpotPrices:
         )
 
     def last(self) -> Prices:
-        """Returns the last prices; none if they are too old."""
+        """Returns the last prices. The result is empty if they are too old."""
         return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:
-        """Polls once; a failure is stored, and `now` raises it."""
+        """Polls AWS once. An error is stored, and `now` raises it later."""
         try:
             prices = self._ask()
         except Exception as error:  # botocore has its own errors for each service
@@ -94,7 +94,7 @@ class SpotPrices:
 
 
 def instance_types(config: Mapping[str, Any], node_types: Iterable[NodeType]) -> dict[str, str]:
-    """Returns the AWS instance type of each spot node type of a cluster.yaml."""
+    """Returns the AWS instance type of each spot node type in a cluster.yaml."""
     ray_types = config["available_node_types"]
     machines = {
         t.name: ray_types[t.name].get("node_config", {}).get("InstanceType")

@@ -1,11 +1,12 @@
-"""The agent on one of the operator's own machines, started once for each request: it reads one JSON object from stdin
-and answers with one on stdout.
+"""The agent on one of the operator's own machines. It is started anew for each request, reads one JSON object from
+stdin and answers with one JSON object on stdout.
 
 Run as `python -m raytide.autoscaler.providers.hosts.agent`.
 
-`start` starts a node, `list` shows the nodes that were started here, `end` ends one. A node has a folder like a node of
-the local provider. Its process holds the folder's lock and is identified by pid and start time. So no other process is
-ever ended, and every request can be repeated.
+The request `start` starts a node, `list` shows the nodes that were started on this machine, and `end` ends a node. A
+node has a folder like that of a node of the local provider. The node's process holds a lock on the folder, and the
+agent identifies the process by pid and start time. Therefore the agent never ends another process, and every request
+can be repeated.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def versions() -> dict[str, str]:
 
 
 def start(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts the node, unless it runs already, and returns its state. Other nodes of this cluster that still run here
-    are ended first.
+    """Starts the node, unless it runs already, and returns its state. First ends other nodes of this cluster that still
+    run on this machine.
     """
     check_versions(request["versions"])
     root, node_id = _root(request), str(request["node_id"])
@@ -77,14 +78,14 @@ def start_in(root: Path, request: Mapping[str, Any], *, dies_with_caller: bool =
 
 
 def list_nodes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of each node of this cluster on this machine. A node whose process is gone has ended, with a
-    reason.
+    """Returns the state of each node of this cluster on this machine. If a node's process is gone, the node is shown as
+    ended.
     """
     return {"nodes": {folder.node_id: _state(folder) for folder in _folders(_root(request))}}
 
 
 def end(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Ends the node; does nothing if it has ended or was never started here."""
+    """Ends the node. Does nothing if the node has ended or was never started on this machine."""
     folder = NodeFolder(_root(request) / str(request["node_id"]))
     if folder.machine() is None:
         return {"is_running": False, "reason": "it was not started here"}
@@ -96,7 +97,7 @@ VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"start": s
 
 
 def check_versions(wanted: Mapping[str, str]) -> None:
-    """Raises a ProviderError that names each version on this machine that differs from the head's."""
+    """Raises a ProviderError if a version on this machine differs from the head's. The error names it."""
     here = versions()
     wrong = [f"{name} {here[name]} instead of {wanted[name]}" for name in wanted if here[name] != wanted[name]]
     if wrong:

@@ -1,8 +1,8 @@
-"""The process of the node on one of the operator's own machines.
+"""The process of a node on one of the operator's own machines.
 
 Run as `python -m raytide.autoscaler.providers.hosts.node FOLDER LOCK_FD`.
 
-With `--dies-with-parent` it ends, and with it the node, as soon as the process that started it has ended.
+With `--dies-with-parent` the process ends its node, and itself, as soon as its parent process has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.core.io.process import Process, die_with_parent
 
 
 def how_it_ended(raylet: Process) -> str:
-    """Returns the reason of a raylet's end. A drained raylet ends by itself, without a signal and with exit code 0."""
+    """Returns why a raylet ended. A drained raylet ends by itself, without a signal and with exit code 0."""
     try:
         _, status = os.waitpid(raylet.pid, os.WNOHANG)
     except ChildProcessError:
@@ -31,8 +31,9 @@ def how_it_ended(raylet: Process) -> str:
 
 
 def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
-    """Starts the machine's exporter in a thread, so that the node goes on if a broken driver fails or hangs. Returns ""
-    instead of an address: the exporter announces itself in Ray's GCS.
+    """Starts the machine's metrics exporter in a thread. If a broken driver fails or hangs, the node still runs.
+
+    Returns an empty string instead of an address, because the exporter registers itself in Ray's GCS.
     """
     arguments = (purchase.node_id, purchase.address, purchase.gcs_address)
     threading.Thread(target=start_exporter, args=arguments, name="exporter", daemon=True).start()

@@ -18,15 +18,19 @@ log = logger(__name__)
 
 
 class PowerSwitch:
-    """Runs the operator's commands on this machine, without a shell. A machine without commands is assumed to be on."""
+    """Runs the operator's power commands on the controller's machine, without a shell. Machines without commands count
+    as on.
+    """
 
     def __init__(self, hosts: HostsSection) -> None:
         self._hosts = hosts
         self._closed = threading.Event()
 
     def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> None:
-        """Switches the machine on if `reach` raises ClusterError, and waits until `reach` succeeds. Raises the last
-        error of `reach` after `power_on_timeout_s`, and ProviderError if the command fails.
+        """Switches the machine on if it cannot be reached, and waits until it can.
+
+        `reach` tries to reach the machine and raises ClusterError if that fails. After `power_on_timeout_s` the call
+        raises the last error of `reach`. Raises ProviderError if the power command fails.
         """
         argv = self._hosts.power_on_of(host)
         if not argv:
@@ -46,7 +50,7 @@ class PowerSwitch:
                 raise ClusterError(f"host {host.name} was not waited for: the controller ends.")
 
     def off(self, host: Host) -> None:
-        """Switches the machine off. A failure is only logged, since the machine's node has ended."""
+        """Switches the machine off. A failure is only logged, because the machine's node has ended already."""
         if argv := self._hosts.power_off_of(host):
             try:
                 _run(argv, host)

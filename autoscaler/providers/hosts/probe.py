@@ -1,7 +1,7 @@
-"""Prints a description of the machine that it runs on, as one JSON object: `python - PORTS` with this file on stdin.
+"""Prints a description of the machine on which it runs, as one JSON object: `python - PORTS` with this file on stdin.
 
-It changes nothing, and needs only Python, so that it also runs where raytide is not installed. PORTS is a JSON list of
-`host:port` to connect to.
+The program changes nothing on the machine. It needs only Python, so it runs even where raytide is not installed. PORTS
+is a JSON list of `host:port` addresses to which the program tries to connect.
 """
 
 from __future__ import annotations

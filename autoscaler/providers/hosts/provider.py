@@ -1,9 +1,9 @@
-"""The operator's own machines as nodes: a launch takes a free machine and starts a raylet there over ssh; the machine
-is free again when the node ends.
+"""The provider that uses the operator's own machines as nodes. A launch takes a free machine and starts a raylet there
+over ssh. When the node ends, the machine is free again.
 
-A node's machine is recorded before anything runs there, so that a new controller finds it again. A machine that fails
-goes into quarantine, and the node gets another one. The node of a machine that cannot be reached ends in the records
-only; its processes are ended before the machine becomes a node again.
+The choice of a machine is recorded before anything runs there, so that a new controller finds the machine again. A
+machine that fails goes into quarantine, and the node gets another machine. If a machine cannot be reached, its node is
+recorded as ended. Processes that still run on that machine are ended before the machine becomes a node again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class HostCluster:
-    """The values of the cluster that a machine needs to join it."""
+    """The addresses, variables and token with which a machine joins the cluster."""
 
     cluster_id: str
     gcs_address: str
@@ -92,8 +92,9 @@ class HostCluster:
 
 
 class HostsProvider(Provider):
-    """A provider over the operator's own machines. `run_dir` is the cluster's run folder. With `starts_nodes` it
-    continues the starts that an earlier controller left unfinished.
+    """A provider that uses the operator's own machines. `run_dir` is the cluster's run folder.
+
+    With `starts_nodes` the provider finishes the node starts that an earlier controller left unfinished.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class HostsProvider(Provider):
             self._begin(node.id, self._start)
 
     def terminate(self, node_id: str) -> None:
-        """Starts ending the node and returns; the machine is free again once its raylet has ended."""
+        """Begins to end the node and returns at once. The machine is free again once its raylet has ended."""
         with self._lock:
             if self._purchases.find(node_id) is None or self._purchases.is_over(node_id):
                 return
@@ -159,12 +160,14 @@ class HostsProvider(Provider):
         return in_order([*over, *live])
 
     def problems(self) -> tuple[str, ...]:
-        """Returns, as sentences, the machines that are in quarantine, and those that have a node but do not answer."""
+        """Returns one sentence for each machine in quarantine, and for each machine that has a node but does not
+        answer.
+        """
         silent = (f"{error} Its node goes on as long as Ray reaches it." for error in dict(self._silent).values())
         return (*(entry.describe() for entry in self._quarantine.all_held()), *silent)
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Asks each machine that has a node whether its raylet runs, every three seconds."""
+        """Starts a thread that checks every three seconds, on each machine with a node, that the node's raylet runs."""
         self._on_change = on_change
         self._watcher = PollWatcher("hosts", _POLL_S, self.check_nodes, on_change)
 
@@ -178,8 +181,8 @@ class HostsProvider(Provider):
         self._connection.close()
 
     def check_nodes(self) -> frozenset[str]:
-        """Records the ends of nodes whose raylets have ended, and ends raylets that still run on machines in
-        quarantine. Returns the nodes that run.
+        """Records as ended the nodes whose raylets have ended. Ends raylets that still run on machines in quarantine.
+        Returns the ids of the nodes that run.
         """
         with self._lock:
             nodes = {bound.host: node_id for node_id, bound in self._bound.items() if bound.is_started}

@@ -1,8 +1,8 @@
-"""The quarantine keeps one of the operator's own machines out of use: after a failure for a time that grows with each
-failure, or until an operator lifts it.
+"""The quarantine of the operator's own machines: a machine in quarantine gets no node.
 
-Each machine in quarantine has a file in the run folder, so that a new controller knows it and an operator's order needs
-no controller.
+After a failure a machine stays in quarantine for a time that grows with each failure. An operator can also put a
+machine into quarantine until the operator lifts it. Each machine in quarantine has a file in the run folder. Therefore
+a new controller knows the quarantine, and an operator can change it while no controller runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ FIRST_S, LONGEST_S = 60.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedHost:
-    """A machine that has failed, with the last reason. It is tried again after `until_s`; never if that is None."""
+    """A machine in quarantine, with the reason of its last failure. It is used again after `until_s`. If `until_s` is
+    None, only an operator ends the quarantine.
+    """
 
     host: str
     reason: str
@@ -40,15 +42,16 @@ def quarantine_folder(run_dir: Path) -> Path:
 
 
 class HostQuarantine:
-    """The quarantine of one cluster's machines, in one folder."""
+    """The quarantine of one cluster's machines. Its records are files in one folder."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder, self._clock = folder, clock
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add(self, host: str, reason: str, *, is_until_lifted: bool = False) -> QuarantinedHost:
-        """Quarantines the machine after a failure, for a time that grows with each failure. With `is_until_lifted`,
-        which is an operator's order, it lasts until it is lifted.
+        """Puts the machine into quarantine after a failure, for a time that grows with each failure.
+
+        `is_until_lifted` marks an operator's order. Such a quarantine lasts until an operator lifts it.
         """
         before, now_s = self._read(host), self._clock.now_s()
         failures = 1 + (before.failures if before is not None else 0)
@@ -61,14 +64,16 @@ class HostQuarantine:
         return entry
 
     def lift(self, host: str) -> bool:
-        """Forgets the machine's failures. Returns whether there were any."""
+        """Ends the machine's quarantine and deletes the record of its failures. Returns whether there was such a
+        record.
+        """
         path = self._folder / f"{host}.json"
         was_there = path.exists()
         path.unlink(missing_ok=True)
         return was_there
 
     def succeed(self, host: str) -> None:
-        """Forgets failures after a success, but never an operator's order."""
+        """Deletes the record of the machine's failures after a success. An operator's order stays in force."""
         entry = self._read(host)
         if entry is not None and entry.until_s is not None:
             self.lift(host)

@@ -1,5 +1,7 @@
-"""Requests to the operator's own machines through the OpenSSH client. Host keys are always checked, and nothing is ever
-asked at a terminal. All requests to a machine share one connection (ControlMaster), which ends soon after its last use.
+"""Sends requests to the operator's own machines through the OpenSSH client.
+
+Host keys are always checked, and ssh never prompts for input. All requests to one machine share one connection
+(ControlMaster), which closes soon after its last use.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ _HINTS = {
 
 
 class HostConnection(Protocol):
-    """Requests to machines. A call raises ClusterError if the machine cannot be reached, and ProviderError if it
-    refuses.
+    """The interface for requests to machines. A call raises ClusterError if the machine cannot be reached, and
+    ProviderError if the machine refuses.
     """
 
     def request(self, host: Host, verb: str, content: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Returns the answer of the machine's agent."""
+        """Sends a request to the machine's agent and returns the agent's answer."""
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections to all machines."""
 
 
 def agent_command(hosts: HostsSection) -> str:
-    """Returns the shell command that starts the agent on a machine; every request runs it."""
+    """Returns the shell command that starts the agent on a machine. The command is run once for every request."""
     return f"exec {hosts.python} -m {AGENT}"
 
 
@@ -61,7 +63,7 @@ def _ip_of(host: Host) -> str:
 
 
 class SshConnection:
-    """Connections of one process to the machines of a cluster."""
+    """The ssh connections from one process to the machines of a cluster."""
 
     def __init__(self, hosts: HostsSection, cluster_id: str) -> None:
         self._hosts = hosts

@@ -1,1 +1,1 @@
-"""Kubernetes through KubeRay."""
+"""The provider for Kubernetes, through KubeRay."""

@@ -17,7 +17,9 @@ Patch = Sequence[dict[str, object]]
 
 
 class KubeApi:
-    """The API of one namespace. The token is read from its file at each call, since Kubernetes renews it there."""
+    """The Kubernetes API of one namespace. Each call reads the token from its file, because Kubernetes renews the token
+    there.
+    """
 
     def __init__(self, url: str, namespace: str, *, account: Path = _ACCOUNT) -> None:
         import httpx
@@ -46,7 +48,7 @@ class KubeApi:
         self._call("PATCH", self._cluster_path(name), patch)
 
     def workers(self, cluster: str) -> list[dict[str, Any]]:
-        """Returns the cluster's worker pods, terminating ones included."""
+        """Returns the cluster's worker pods, including terminating ones."""
         selector = f"ray.io/cluster={cluster},ray.io/node-type=worker"
         found: list[dict[str, Any]] = self._call("GET", f"{self._pods_path}?labelSelector={selector}")["items"]
         return found

@@ -1,9 +1,10 @@
-"""Nodes as pods of a RayCluster: raytide patches the worker groups, KubeRay's operator does the rest.
+"""Nodes as pods of a RayCluster. raytide patches the worker groups, and KubeRay's operator creates and deletes the
+pods.
 
-A node type is a worker group. The patch sets how many pods a group has and which to delete. The operator also counts
-terminating pods, and deletes an arbitrary pod when it counts too many; therefore the patch names a pod to delete until
-Kubernetes no longer lists it. Every patch is derived from purchases and listed pods, so the next call makes up for a
-call that was lost.
+A node type is a worker group. The patch sets the number of pods of each group and names the pods to delete. The
+operator counts terminating pods as pods of the group. If it counts too many, it deletes an arbitrary pod. Therefore the
+patch names a pod to delete until Kubernetes no longer lists it. Every patch is computed anew from purchase records and
+listed pods, so the next call makes up for a call that was lost.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class _Pod:
 
 
 class KubeRayProvider(Provider):
-    """Buys and ends pods of a RayCluster.
+    """Creates and deletes pods of a RayCluster.
 
-    `cluster` is the RayCluster's name; its spec has `enableInTreeAutoscaling: false`.
+    `cluster` is the name of the RayCluster. The spec of the RayCluster must have `enableInTreeAutoscaling: false`.
     """
 
     def __init__(self, api: KubeApi, cluster: str, run_dir: Path, clock: Clock) -> None:
@@ -104,7 +105,7 @@ class KubeRayProvider(Provider):
             return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices of terminating pods, and of pods on machines with one of TAINTS."""
+        """Returns notices for terminating pods, and for pods on machines that have one of the taints in TAINTS."""
         with self._lock:
             pods = [pod for pod in self._pods() if pod.node_id]
             ending_machines = self._going_machines() if pods else {}

@@ -1,4 +1,4 @@
-"""Wakes a running provider when a node ends (pidfd) or gets a notice (a FIFO in the run folder)."""
+"""Wakes a running provider when a node ends (by a pidfd) or gets a notice (by a FIFO in the run folder)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.core.io.process import Process
 
 
 def poke(run_dir: Path) -> None:
-    """Wakes the watcher of this cluster, if one runs."""
+    """Wakes this cluster's watcher, if one runs."""
     try:
         fd = os.open(run_dir / "nodes" / "events", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -27,7 +27,7 @@ def poke(run_dir: Path) -> None:
 
 
 class Watcher:
-    """One thread that calls back on every event until it is closed."""
+    """A thread that calls a function whenever a watched node ends or gets a notice. It runs until it is closed."""
 
     def __init__(self, run_dir: Path, on_event: Callable[[], None]) -> None:
         self._run_dir = run_dir
@@ -45,7 +45,7 @@ class Watcher:
         self._thread.start()
 
     def add(self, process: Process) -> None:
-        """Watches a node's process. Its end is an event, even if it ended before this call."""
+        """Watches a node's process. The end of the process is an event, even if it happened before this call."""
         fd = process.open()
         if fd is None:
             poke(self._run_dir)

@@ -1,4 +1,5 @@
-"""The folder of one local node, `<run>/nodes/<node-id>/`: its purchase and end, safe against kills at any time.
+"""The folder of one local node, `<run>/nodes/<node-id>/`. It records the node's purchase and end, and stays correct if
+a process is killed at any time.
 
 `machine.json` is written before anything runs, and the node is billed from then on. The node's process holds `lock` for
 its whole life. `ended.json` is written once, by the first reader that finds the lock free.
@@ -56,11 +57,13 @@ class NodeFolder:
         return None if record is None else LocalMachine(**record)
 
     def buy(self, purchase: LocalMachine) -> bool:
-        """Writes the purchase. Returns True if this call was the first."""
+        """Records the purchase of the node. Returns True if it was not recorded before."""
         return create_json(self.path / "machine.json", asdict(purchase))
 
     def take_lock(self) -> int | None:
-        """Returns a locked file descriptor for the node's process to inherit; None while another process holds it."""
+        """Returns a locked file descriptor for the node's process to inherit. Returns None while another process holds
+        the lock.
+        """
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,8 +75,8 @@ class NodeFolder:
     def spawn(
         self, module: str, lock: int, environment: Mapping[str, str], options: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """Starts a module as the node's process, in a session of its own. The process inherits the lock and writes to
-        the log.
+        """Starts a Python module as the node's process, in a session of its own. The process inherits the lock and
+        writes to the node's log.
         """
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -95,14 +98,14 @@ class NodeFolder:
         return False
 
     def process(self) -> Process | None:
-        """Returns the node's first process; None until it has started."""
+        """Returns the node's first process, or None before that process has started."""
         return Process.read(self.path / "process.json")
 
     def record_process(self, process: Process) -> None:
         process.write(self.path / "process.json")
 
     def announce_end(self, reason: str) -> None:
-        """Records why the node will end; the first record stays."""
+        """Records why the node will end. If a reason is recorded already, it stays."""
         create_json(self.path / "reason.json", {"reason": reason})
 
     def end(self) -> End | None:
@@ -110,7 +113,7 @@ class NodeFolder:
         return None if record is None else End(**record)
 
     def record_end(self, now_s: float) -> End:
-        """Kills the remaining processes of the node, then records the end unless it is recorded already.
+        """Kills the remaining processes of the node, and records the node's end unless an end is recorded already.
 
         The recorded end is never before the start, even if the clock was set back.
         """
@@ -124,11 +127,11 @@ class NodeFolder:
         return end
 
     def record_earlier_end(self, ended_at_s: float, reason: str) -> None:
-        """Records the end of a node of a restored cluster, unless it is recorded. Ends no process."""
+        """Records the end of a node of a restored cluster, unless an end is recorded already. Kills no process."""
         create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": reason})
 
     def meter(self) -> str:
-        """Returns `host:port` of the node's fake GPU exporter; empty without one."""
+        """Returns `host:port` of the node's fake GPU exporter, or an empty string if the node has none."""
         record = read_json(self.path / "meter.json")
         return "" if record is None else str(record["address"])
 
@@ -136,7 +139,7 @@ class NodeFolder:
         write_json(self.path / "meter.json", {"address": address})
 
     def notice(self) -> float | None:
-        """Returns the deadline of the node's notice; None if it got none."""
+        """Returns the deadline of the node's interruption notice, or None if the node got no notice."""
         record = read_json(self.path / "notice.json")
         return None if record is None else float(record["deadline_s"])
 
@@ -145,13 +148,13 @@ class NodeFolder:
 
 
 def node_names(run_dir: Path) -> list[str]:
-    """Returns the ids of all nodes with a folder, bought or not."""
+    """Returns the ids of all nodes that have a folder, including nodes that were not bought."""
     with os.scandir(run_dir / "nodes") as found:
         return [entry.name for entry in found if entry.is_dir()]
 
 
 def node_folders(run_dir: Path) -> list[NodeFolder]:
-    """Returns the folders of all nodes ever bought, in order of purchase."""
+    """Returns the folders of all nodes that were ever bought, in order of purchase."""
     folders = (NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json"))
     bought = [(purchase, folder) for folder in folders if (purchase := folder.machine()) is not None]
     return [folder for _, folder in sorted(bought, key=lambda item: (item[0].started_at_s, item[0].slot))]

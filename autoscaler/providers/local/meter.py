@@ -1,9 +1,9 @@
-"""The fake GPU exporter of a local node: it shows Ray's metric of GPU use, and the metrics of NVIDIA's DCGM exporter
+"""The fake GPU exporter of a local node. It shows Ray's metric of GPU use, and the metrics of NVIDIA's DCGM exporter
 under their own names.
 
-It is needed because Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the
-utilization of the node's GPUs, which is zero at first, and `set_gpu` sets their other values. Any process may call
-both.
+It is needed because all local nodes share one machine, so Ray's agents on them all measure the same values. `set_use`
+sets the utilization of the node's GPUs, which is zero at first. `set_gpu` sets the GPUs' other values. Any process may
+call these functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _USE, _SETTINGS = "use.json", "gpu.json"
 
 
 class GpuSettings(Config):
-    """The values that `set_gpu` gives each GPU of a node. A value of None is derived from the GPU's use."""
+    """The values that `set_gpu` sets for every GPU of a node. A value of None is derived from the GPU's utilization."""
 
     temperature_c: float | None = None
     power_w: float | None = None
@@ -59,12 +59,12 @@ def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
 
 
 def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
-    """Sets the utilization of each GPU of the node; None removes all its metrics."""
+    """Sets the utilization of each GPU of the node. None removes all metrics of the node's GPUs."""
     write_json(run_dir / "nodes" / node_id / _USE, {"gpu": gpu})
 
 
 def set_gpu(run_dir: Path, node_id: str, settings: GpuSettings) -> None:
-    """Sets the values that each GPU of the node reports besides its utilization, such as its count of ECC errors."""
+    """Sets the metrics other than utilization that each GPU of the node reports, such as the count of ECC errors."""
     write_json(run_dir / "nodes" / node_id / _SETTINGS, settings.model_dump())
 
 

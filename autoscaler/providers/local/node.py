@@ -44,9 +44,11 @@ def run_node(
     start_meter: Callable[[NodeFolder, LocalMachine], str] | None = None,
     how_it_ended: Callable[[Process], str] = lambda raylet: RAYLET_ENDED,
 ) -> int:
-    """Runs the node of this folder until its raylet ends or a SIGTERM comes. Without `object_store_bytes` and a
-    resource of that name, Ray chooses the size of the object store. `start_meter` returns `host:port` of an exporter
-    that it has started, or ""."""
+    """Runs the node of this folder until its raylet ends or a SIGTERM comes.
+
+    If `object_store_bytes` is None and the node's resources do not set it, Ray chooses the size of the object store.
+    `start_meter` may start a metrics exporter. It returns the exporter's `host:port`, or an empty string.
+    """
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone
     folder = NodeFolder(Path(path))
     purchase = folder.machine()
@@ -76,7 +78,7 @@ def run_node(
 
 
 def start_raylet(purchase: LocalMachine, object_store_bytes: int | None = _OBJECT_STORE_BYTES) -> Process:
-    """Starts the raylet and returns at once; it joins the cluster a few seconds later."""
+    """Starts the raylet and returns at once. The raylet joins the cluster a few seconds later."""
     raylet = Process.of(ray_internals.start_raylet(_parameters(purchase, object_store_bytes)), "raylet")
     if raylet is None:
         raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")

@@ -1,6 +1,7 @@
-"""The local provider: each node is a real raylet, with its agents and workers, in its own session on 127.0.K.N.
+"""The local provider. Each node is a real raylet with its agents and workers, in its own session.
 
-Nodes outlive the provider that launched them; the next one reads everything from the run folder (files.py).
+A node has the loopback address 127.0.K.N, where K stands for the cluster and N for the node. Nodes outlive the provider
+that launched them. The next provider reads everything from the run folder (files.py).
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ _TERMINATE_GRACE_S = 3.0
 
 
 class LocalProvider(Provider):
-    """A provider whose machines are processes. They inherit `environment`: the cluster's, or this process's.
+    """A provider whose machines are processes. They get the environment variables `environment`. If it is None, they
+    get those of this process.
 
-    `node_module` is run with the node's folder and its locked file descriptor; tests pass a lighter one.
+    `node_module` is the Python module run as a node's process, with the node's folder and its locked file descriptor as
+    arguments. Tests pass a module that needs less time and memory.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class LocalProvider(Provider):
                 os.close(lock)
 
     def terminate(self, node_id: str) -> None:
-        """Starts ending the node and returns; a thread kills the node's remaining processes within a few seconds."""
+        """Begins to end the node and returns. A thread kills the node's remaining processes within a few seconds."""
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
         if folder.machine() is None or folder.end() is not None:
             return

@@ -17,13 +17,13 @@ Pool = tuple[str, str]
 
 
 def give_notice(run_dir: Path, node_id: str, deadline_s: float) -> None:
-    """Announces that the node will be reclaimed at `deadline_s` (seconds since the epoch). Nothing else happens."""
+    """Announces that the node will be reclaimed at `deadline_s` (seconds since the epoch). Does not reclaim it."""
     _bought(run_dir, node_id).give_notice(deadline_s)
     poke(run_dir)
 
 
 def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
-    """Reclaims the node: SIGKILLs all its processes at once."""
+    """Reclaims the node at once, with SIGKILL to all its processes."""
     folder = _bought(run_dir, node_id)
     if folder.end() is not None:
         return
@@ -36,7 +36,7 @@ def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
 
 
 def set_stockouts(run_dir: Path, pools: Iterable[Pool]) -> None:
-    """Makes exactly these pools refuse to launch."""
+    """Sets which pools are out of stock and refuse launches: exactly the given pools."""
     write_json(run_dir / "stockouts.json", {"pools": [list(pool) for pool in pools]})
 
 

@@ -1,1 +1,3 @@
-"""Interruption notices. Clouds give them to the machine itself, so a watcher on each node passes them on."""
+"""Interruption notices of clouds. A cloud notifies only the machine itself, so a watcher on each node passes notices
+on.
+"""

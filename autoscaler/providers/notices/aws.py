@@ -1,4 +1,6 @@
-"""AWS notices by IMDSv2: spot interruptions two minutes ahead; rebalance recommendations earlier, if at all."""
+"""AWS's interruption notices, read through IMDSv2: spot interruptions two minutes ahead, rebalance recommendations
+earlier, if AWS sends any.
+"""
 
 from __future__ import annotations
 

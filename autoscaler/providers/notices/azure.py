@@ -1,4 +1,4 @@
-"""Azure notices by Scheduled Events: spot evictions 30 s ahead, maintenance minutes ahead."""
+"""Azure's interruption notices, read from Scheduled Events: spot evictions 30 s ahead, maintenance minutes ahead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 
 class AzureMetadata:
-    """Azure's metadata service. It lists the events of all machines of a scale set; only this machine's count."""
+    """Azure's metadata service. It lists the events of all machines of a scale set. Events of other machines are
+    ignored.
+    """
 
     def __init__(self, url: str = "") -> None:
         self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})

@@ -1,4 +1,4 @@
-"""The notice that a cloud gives its machine, and the interface of its metadata service."""
+"""The interruption notice that a cloud gives to its machine, and the interface of the cloud's metadata service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CloudNotice:
-    """A notice that the machine ends at `deadline_s` (seconds since the epoch), or should be empty by then."""
+    """A notice that the machine ends at `deadline_s` (seconds since the epoch), or should be empty by that time."""
 
     deadline_s: float
     what: str
@@ -29,7 +29,7 @@ class Metadata(Protocol):
     """One cloud's metadata service, as seen from one of its machines."""
 
     def pending_notice(self, now_s: float) -> CloudNotice | None:
-        """Returns the most urgent present notice, None if there is none. Raises ClusterError if the service does not
+        """Returns the most urgent pending notice, or None if there is none. Raises ClusterError if the service does not
         answer.
         """
 
@@ -37,8 +37,8 @@ class Metadata(Protocol):
 class MetadataService:
     """Queries the metadata service of a cloud machine.
 
-    The queries are plain HTTP to an address that only the machine itself can reach. A 404 means that there is no
-    notice.
+    The queries are plain HTTP to an address that only the machine itself can reach. The service answers 404 if there is
+    no notice.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -70,7 +70,9 @@ class MetadataService:
 
 
 def read(body: str, parse: Callable[[Any], T]) -> T:
-    """Returns `parse(answer)`; raises ClusterError if the JSON is not in the documented form."""
+    """Returns the result of `parse` for the service's JSON answer. Raises ClusterError if the answer is not in the
+    documented form.
+    """
     try:
         return parse(json.loads(body))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -1,4 +1,6 @@
-"""GCP notices: spot preemptions 30 s ahead, maintenance of machines that cannot migrate up to an hour ahead."""
+"""GCP's interruption notices: spot preemptions 30 s ahead, maintenance up to an hour ahead for machines that cannot
+migrate.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _INSTANCE = "/computeMetadata/v1/instance"
 
 
 class GcpMetadata:
-    """GCP's metadata service. Its events have no time, so each deadline counts from when this watcher first saw the
+    """GCP's metadata service. Its events have no time, so a deadline is counted from when this watcher first saw the
     event.
     """
 

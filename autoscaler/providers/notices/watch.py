@@ -1,6 +1,6 @@
 """The watcher of one node: `python -m raytide.autoscaler.providers.notices.watch CLOUD NODE_ID GCS_ADDRESS`.
 
-It polls the cloud's metadata service every two seconds and stores notices on the board while they hold.
+It polls the cloud's metadata service every two seconds, and writes a pending notice into Ray's GCS at each poll.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ log = logger(__name__)
 
 
 class NoticeBoard:
-    """The notices of all nodes: each node's watcher stores its notice in Ray's GCS, where the controller reads it."""
+    """The interruption notices of all nodes, stored in Ray's GCS. Each node's watcher writes its notice, and the
+    controller reads the notices.
+    """
 
     def __init__(self, connect: Callable[[], GcsClient]) -> None:
         self._entries = GcsEntries("notice/", connect)
@@ -47,9 +49,9 @@ class NoticeBoard:
 
 
 class NoticeWatcher:
-    """Polls a cloud for notices and writes them to the board.
+    """Polls a cloud for notices of this node and writes them to the NoticeBoard.
 
-    `look` is one poll. If one fails, the next poll tries again.
+    Each call of `look` polls once. If a poll fails, the next one tries again.
     """
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:

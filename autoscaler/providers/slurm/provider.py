@@ -1,8 +1,9 @@
-"""Slurm jobs as nodes: a launch submits a job that starts a raylet, and Slurm decides when and where it runs.
+"""The provider that uses Slurm jobs as nodes. A launch submits a job that starts a raylet. Slurm decides when and where
+the job runs.
 
-The comment of a job names its node, so a new controller finds each job again, and nothing is submitted twice. A node is
-billed from the start of its job. Slurm reclaims a job's machine by a requeue, a preemption, a cancellation or the time
-limit. `squeue` shows each of these before the machine is lost; this serves as the node's notice.
+The comment of a job names its node, so a new controller finds each job again and submits no job twice. A node is billed
+from the start of its job. Slurm reclaims a job's machine by a requeue, a preemption, a cancellation or the time limit.
+`squeue` shows each of these events before the machine is lost, which serves as the node's interruption notice.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def job_script(section: SlurmSection, request_file: str) -> str:
 
 
 class SlurmProvider(Provider):
-    """A provider over the jobs of a Slurm cluster. `run_dir` is the cluster's run folder. Without `starts_nodes` it
-    cancels jobs that have not started.
+    """A provider that uses jobs of a Slurm cluster as nodes. `run_dir` is the cluster's run folder.
+
+    If `starts_nodes` is False, the provider cancels jobs that have not started.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class SlurmProvider(Provider):
         self._watcher: PollWatcher | None = None
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Submits the node's job, unless it was submitted before: the call is repeated while the job waits in Slurm's
-        queue.
+        """Submits the node's job, unless it was submitted before. The caller repeats the call while the job waits in
+        Slurm's queue.
         """
         with self._lock:
             if self._purchases.find(node.id) is not None:
@@ -101,8 +103,8 @@ class SlurmProvider(Provider):
                 raise ProviderError(f"Slurm's job {job.job_id} ended before it was a node: {self._why(node.id, job)}")
 
     def terminate(self, node_id: str) -> None:
-        """Ends the node by a signal to its job; a job that does not leave is cancelled. The node has ended once its job
-        has.
+        """Sends the node's job a signal to end. A job that does not end in time is cancelled. The node has ended once
+        its job has ended.
         """
         with self._lock:
             self._look_if_due()
@@ -132,7 +134,7 @@ class SlurmProvider(Provider):
             return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices of jobs that Slurm is ending, and of those whose time limit is near."""
+        """Returns notices for jobs that Slurm is ending, and for jobs whose time limit is near."""
         with self._lock:
             now_s, found = self._clock.now_s(), []
             for purchase in self._purchases.open():
@@ -147,7 +149,9 @@ class SlurmProvider(Provider):
             return tuple(found)
 
     def problems(self) -> tuple[str, ...]:
-        """Returns how many jobs wait in Slurm's queue, by Slurm's reason."""
+        """Returns a sentence that says how many nodes wait in Slurm's queue, with Slurm's reasons. Empty if no node
+        waits.
+        """
         with self._lock:
             waiting = Counter(
                 jobs[0].why_pending

@@ -1,4 +1,4 @@
-"""Slurm's own commands: `sbatch`, `squeue`, `scancel` and `scontrol`, as the user of the head."""
+"""Runs Slurm's own commands `sbatch`, `squeue`, `scancel` and `scontrol`, as the user of the head."""
 
 from __future__ import annotations
 
@@ -55,31 +55,35 @@ class SlurmJob:
 
     @property
     def is_ending(self) -> bool:
-        """True from the SIGTERM of a requeue, a cancellation or a time limit to the SIGKILL after KillWait."""
+        """True from Slurm's SIGTERM to its SIGKILL after KillWait. A requeue, a cancellation or the time limit causes
+        the SIGTERM.
+        """
         return self.state == "COMPLETING"
 
 
 class SlurmQueue(Protocol):
-    """The jobs of this user. A call raises ClusterError if Slurm does not answer, and ProviderError if it refuses."""
+    """The Slurm jobs of this user. A call raises ClusterError if Slurm does not answer, and ProviderError if Slurm
+    refuses.
+    """
 
     def jobs(self) -> list[SlurmJob]:
-        """Returns the jobs that Slurm knows, ended ones included for some minutes."""
+        """Returns the jobs that Slurm lists. Slurm lists an ended job for some minutes."""
 
     def submit(self, arguments: Sequence[str], script: str) -> str:
-        """Returns the id of the new job."""
+        """Submits a job and returns its id."""
 
     def cancel(self, job_id: str) -> None:
-        """Makes Slurm end the job: SIGTERM, and SIGKILL after KillWait."""
+        """Makes Slurm end the job, with SIGTERM first and SIGKILL after KillWait."""
 
     def interrupt(self, job_id: str) -> None:
-        """Sends SIGINT to the job's script alone."""
+        """Sends SIGINT to the job's script, and to none of the script's child processes."""
 
     def kill_wait_s(self) -> float:
-        """Returns the time between a SIGTERM and the SIGKILL."""
+        """Returns Slurm's KillWait: the seconds between SIGTERM and SIGKILL."""
 
 
 class SlurmCommands:
-    """The queue of a real Slurm."""
+    """The queue of a real Slurm cluster, through Slurm's commands."""
 
     def __init__(self, section: SlurmSection) -> None:
         self._bin = Path(section.bin).expanduser() if section.bin else None
@@ -140,7 +144,7 @@ class SlurmCommands:
 
 
 def parse_jobs(output: str) -> list[SlurmJob]:
-    """Returns the jobs of squeue's output in `_FORMAT`."""
+    """Returns the jobs in the output of `squeue`, which must have the format `_FORMAT`."""
     found = []
     for line in output.splitlines():
         parts = line.strip().split("|", 6)

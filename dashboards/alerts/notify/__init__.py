@@ -1,1 +1,1 @@
-"""Messages about alerts: the times at which they are due, and the format of each kind of receiver."""
+"""Messages about alerts: the times at which they are due, and the format for each type of receiver."""

@@ -1,5 +1,6 @@
-"""Sends receivers the news of alerts that they have not received yet: grouped, rate-limited, and retried until
-delivered.
+"""Sends each receiver messages about those changes of alerts that are new to the receiver.
+
+Messages are grouped, rate-limited and retried until they are delivered.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ Told = Mapping[tuple[str, str], tuple[str, str, float]]
 def due_alerts(
     alerts: Iterable[Alert], told: Told, silenced: Collection[str], config: NotifySection, now_s: float
 ) -> list[Alert]:
-    """Returns the alerts of the next message to a receiver; an empty list while the message still waits for more
-    alerts.
+    """Returns the alerts of the next message to a receiver. The list is empty while the message waits for more alerts.
 
-    `told` has the last state of each alert that was sent to the receiver. A receiver gets a message when an episode of
-    an alert begins and when it ends, and repetitions in between.
+    `told` maps each alert to its state in the last message to this receiver. A receiver gets a message when an episode
+    of an alert begins and when it ends, and repetitions in between.
     """
     due: list[Alert] = []
     waited_s = 0.0
@@ -58,14 +58,14 @@ class _Retry:
 
 
 class Dispatcher:
-    """Sends messages to the receivers of one cluster. Its methods block and are called from one thread."""
+    """Sends messages to the receivers of one cluster. Its methods block and must all be called from one thread."""
 
     def __init__(self, records: AlertRecords, receivers: Sequence[Receiver], config: NotifySection) -> None:
         self._records, self._receivers, self._config = records, receivers, config
         self._retries = {receiver.name: _Retry() for receiver in receivers}
 
     def send_due(self, source: AlertSource, now_s: float) -> int:
-        """Sends all messages that are due, and returns the number of delivered ones."""
+        """Sends all messages that are due. Returns the number of messages that were delivered."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
         alerts = self._records.alerts(source)
         return sum(self._send(receiver, alerts, silenced, now_s) for receiver in self._receivers)

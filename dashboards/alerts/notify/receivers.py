@@ -1,4 +1,4 @@
-"""The kinds of receivers: mail, Slack-compatible webhooks, PagerDuty, and webhooks in Alertmanager's format."""
+"""The types of receivers: mail, Slack-compatible webhooks, PagerDuty, and webhooks in Alertmanager's format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Receiver(Protocol):
 
 
 def receivers_of(config: NotifySection, cluster: str, environment: Mapping[str, str]) -> list[Receiver]:
-    """Returns the configured receivers."""
+    """Returns the receivers that the configuration lists."""
     found: list[Receiver] = []
     if config.email is not None:
         found.append(_Email(config.email, cluster, environment))

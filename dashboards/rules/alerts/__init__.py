@@ -1,4 +1,4 @@
-"""All alert rules, by layer."""
+"""All alert rules, grouped by layer: application, client, cost, infrastructure, model, operations and training."""
 
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.alerts import (

@@ -1,4 +1,4 @@
-"""Alerts from the gateway's metrics: SLOs, errors, latencies, limits, and the replicas behind the gateway."""
+"""Alert rules on the gateway's metrics: SLOs, errors, latencies, limits, and the replicas behind the gateway."""
 
 from functools import partial
 

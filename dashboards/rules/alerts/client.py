@@ -1,4 +1,4 @@
-"""Alerts from the experience of users and probes."""
+"""Alert rules on what users and probes experience."""
 
 from functools import partial
 

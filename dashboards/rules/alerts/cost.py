@@ -1,4 +1,4 @@
-"""Alerts of budgets and unit costs."""
+"""Alert rules on budgets and unit costs."""
 
 from functools import partial
 

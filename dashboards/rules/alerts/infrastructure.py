@@ -1,4 +1,4 @@
-"""Alerts of nodes, GPUs, spot markets and launches."""
+"""Alert rules on nodes, GPUs, spot markets and launches."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Alerts of models and the engines that run them."""
+"""Alert rules on models and the engines that run them."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Alerts of the parts that operate the cluster: the control plane and the monitoring itself."""
+"""Alert rules on the control plane and on the monitoring itself."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Alerts of jobs that train, and of gangs that wait."""
+"""Alert rules on training jobs, and on gangs that wait."""
 
 from functools import partial
 

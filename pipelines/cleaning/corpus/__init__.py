@@ -1,1 +1,1 @@
-"""Steps that compare documents with others: near-duplicates, repeated substrings and evaluation sets."""
+"""Cleaning steps that compare documents with others: near-duplicates, repeated substrings and evaluation sets."""

@@ -18,14 +18,16 @@ from raytide.pipelines.cleaning.corpus.hashing import hash_n_grams, hash_words
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSets:
-    """The n-grams of words of all evaluation sets, as sorted 64-bit hashes; case and punctuation do not count."""
+    """The n-grams of words of all evaluation sets, as sorted 64-bit hashes. Case and punctuation are ignored."""
 
     n: int
     n_grams: NDArray[np.uint64]
 
     @staticmethod
     def read(spec: Decontamination) -> EvaluationSets:
-        """Reads the sets. Raises DataError for a set without a text of n words, because it would protect nothing."""
+        """Reads the evaluation sets. Raises DataError for a set whose texts are all shorter than one n-gram, because
+        such a set would have no effect.
+        """
         found = [np.zeros(0, np.uint64)]
         for url in spec.sets:
             n_grams = _n_grams([text.encode() for text in _texts(url)], spec.n_gram)
@@ -38,7 +40,7 @@ class EvaluationSets:
         return EvaluationSets(spec.n_gram, np.unique(np.concatenate(found)))
 
     def overlap(self, text: str) -> int:
-        """Returns how many n-grams of the text occur in an evaluation set."""
+        """Returns how many n-grams of the text occur in at least one evaluation set."""
         own = _n_grams([text.encode()], self.n)
         at = np.minimum(np.searchsorted(self.n_grams, own), len(self.n_grams) - 1)
         return int(np.count_nonzero(self.n_grams[at] == own))

@@ -1,7 +1,8 @@
-"""Hashes of words and of n-grams, for whole batches of documents at once in numpy.
+"""Hashes of words and of n-grams, computed in numpy for whole batches of documents.
 
-A word is a run of ASCII letters, digits and underscores, in lower case, or a single character that is not ASCII; ASCII
-punctuation and space are ignored. Hashes depend on no tokenizer, so datasets of different tokenizers can be compared.
+A word is a run of ASCII letters, digits and underscores, in lower case, or a single character that is not ASCII. ASCII
+punctuation and space are ignored. The hashes do not depend on a tokenizer, so datasets with different tokenizers can be
+compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPACE, _ASCII, _LEAD, _CONTINUED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of some documents, one document after the other."""
+    """The words of a batch of documents, one document after the other."""
 
     hashes: NDArray[np.uint64]
     lengths: NDArray[np.int64]
@@ -41,7 +42,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash_words(documents: Sequence[bytes]) -> Words:
-    """Returns the hashed words of UTF-8 documents."""
+    """Returns the hashed words of documents in UTF-8."""
     parts: list[Words] = []
     batch: list[bytes] = []
     size = 0
@@ -63,8 +64,8 @@ def hash_words(documents: Sequence[bytes]) -> Words:
 def hash_n_grams(
     ids: NDArray[np.uint64], lengths: NDArray[np.int64], n: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Returns the hashes of the n-grams of each document, and their number for each. A document of fewer than n words
-    is one n-gram.
+    """Returns the hashes of all documents' n-grams, and the number of n-grams of each document. A document of fewer
+    than n words is one n-gram.
     """
     counts = np.where(lengths >= n, lengths - n + 1, np.minimum(lengths, 1))
     total = int(lengths.sum())

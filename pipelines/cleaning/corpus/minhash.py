@@ -1,9 +1,9 @@
 """MinHash signatures of documents, by fast similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv 1704.04370).
 
 One hash assigns each n-gram to a slot, and a slot keeps the least hash value assigned to it. A slot that stays empty,
-as in short documents, is filled by a hash function of its own. Every slot orders all n-grams in the same way for every
-document, so two documents of Jaccard similarity J agree in a slot with probability J. This equals one permutation per
-slot, but costs only one hash per n-gram.
+as in short documents, is filled by a hash function of its own. Each slot orders n-grams in the same way for every
+document. Therefore two documents of Jaccard similarity J agree in a slot with probability J. The method is as good as
+one permutation per slot, but costs only one hash per n-gram.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EMPTY = np.uint32(0xFFFFFFFF)
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """MinHash signatures of documents: slots [N, bands * rows], and a hash of each band [N, bands]."""
+    """MinHash signatures of N documents: the slots [N, bands * rows], and a hash of each band [N, bands]."""
 
     slots: NDArray[np.uint16]
     """The low 16 bits of each slot, by which candidates are verified."""
@@ -34,7 +34,8 @@ class Signatures:
 
 
 def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicates) -> Signatures:
-    """Returns the signatures of documents of integer ids (hashed words, or tokens), `lengths` ids each.
+    """Returns the signatures of documents. `ids` are the hashed words (or tokens) of all documents, `lengths` the
+    number in each.
 
     All documents without ids have the same signature.
     """

@@ -1,5 +1,6 @@
-"""Finds near-duplicates among documents with signatures: bands propose pairs, signatures verify them, and one
-document of each cluster is kept.
+"""Finds near-duplicates among documents by their MinHash signatures.
+
+Equal bands propose pairs, the signatures' slots verify each pair, and one document of each cluster is kept.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Clusters:
 
 
 class SignatureStore:
-    """Collects signatures: the hashes of bands in memory, 8 bytes for each band of a document, and the slots in a
-    temporary file.
+    """Collects signatures. Hashes of bands stay in memory, 8 bytes for each band of a document. Slots go to a temporary
+    file.
     """
 
     def __init__(self, slots: int) -> None:
@@ -44,7 +45,7 @@ class SignatureStore:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
 
     def add(self, signatures: Signatures) -> int:
-        """Appends the signatures of a part, and returns the part's number, which `signatures` takes."""
+        """Appends the signatures of a part. Returns the part's number, by which `signatures` finds it again."""
         self._bands.append(signatures.bands)
         self._file.write(np.ascontiguousarray(signatures.slots, np.uint16).tobytes())
         return len(self._bands) - 1
@@ -53,7 +54,9 @@ class SignatureStore:
         self._file.close()
 
     def signatures(self, order: Sequence[int]) -> Signatures:
-        """Returns the signatures of all parts in this order. Their slots are read from the file only when used."""
+        """Returns the signatures of these parts, in this order. Their slots are read from the file only when they are
+        used.
+        """
         self._file.flush()
         bands = [self._bands[part] for part in order]
         sizes = [len(each) for each in self._bands]
@@ -66,14 +69,14 @@ class SignatureStore:
 
 
 def slots_of(signatures: Signatures, documents: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Returns the MinHash slots of these documents, [documents, slots]."""
+    """Returns the MinHash slots of these documents, as an array [documents, slots]."""
     found: NDArray[np.uint16] = signatures.slots[documents if signatures.rows is None else signatures.rows[documents]]
     return found
 
 
 def cluster(parts: Sequence[Signatures], min_similarity: float) -> Clusters:
-    """Returns the clusters of all documents of `parts`, in order. The parts of earlier datasets must precede those of
-    the dataset that is built.
+    """Clusters all documents of `parts`, in order. Parts of earlier datasets must precede those of the dataset being
+    built.
     """
     slots = _Slots(parts)
     least = _least_agreement(min_similarity, slots.count)

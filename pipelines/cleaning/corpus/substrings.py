@@ -1,5 +1,7 @@
-"""Finds repeated runs of words across documents (Lee et al. 2021, arXiv 2107.06499) with rolling hashes, verified
-word by word."""
+"""Finds repeated runs of words across documents (Lee et al. 2021, arXiv 2107.06499).
+
+Rolling hashes find candidates, which are verified word by word.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ COMPARED = 1 << 16
 
 
 def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_words: int) -> NDArray[np.bool_]:
-    """Returns a mask of the words in runs of at least `min_words` words that already occurred, in an earlier document
-    or earlier in the same one. `ids` are the words of all documents, `lengths` the number of words in each.
+    """Returns a mask of the words in runs that repeat an earlier run of at least `min_words` words.
 
-    The function needs about 40 bytes of memory per word. A run never crosses a document's end.
+    The earlier run may be in an earlier document or in the same one. `ids` are the words of all documents, `lengths`
+    the number of words in each. A run never crosses a document's end. The function needs about 40 bytes of memory per
+    word.
     """
     is_repeat = np.zeros(len(ids), np.bool_)
     is_long = lengths >= min_words
@@ -37,7 +40,7 @@ def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_word
 
 
 def cut(text: bytes, is_repeat: NDArray[np.bool_], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
-    """Returns a document's UTF-8 without the repeated words, and without the bytes between two of them."""
+    """Returns a document's UTF-8 without its repeated words and the text between adjacent repeated words."""
     if not is_repeat.any():
         return text
     edges = np.diff(np.concatenate([[False], is_repeat, [False]]).astype(np.int8))
@@ -49,7 +52,7 @@ def cut(text: bytes, is_repeat: NDArray[np.bool_], starts: NDArray[np.int64], en
 
 
 def cut_words(texts: list[str], cuts: Cuts) -> list[str]:
-    """Returns the texts without the words that `cuts` marks."""
+    """Returns the texts without repeated words. `cuts` maps a text's index to a mask of its repeated words."""
     result = list(texts)
     for i, is_repeat in cuts.items():
         text = texts[i].encode()

@@ -1,1 +1,3 @@
-"""Rules that decide from a document's text alone. Each returns the reason to drop it, or None."""
+"""Cleaning rules that use only a document's text. Each rule returns the reason to drop the document, or None to keep
+it.
+"""

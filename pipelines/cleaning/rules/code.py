@@ -1,5 +1,8 @@
-"""Rules for source code: line lengths and letters as in The Stack (arXiv 2211.15533) and StarCoder (arXiv 2305.06161),
-generated files as in StarCoder 2 (arXiv 2402.19173, section 3.1)."""
+"""Rules for source code, from published datasets.
+
+- Line lengths and shares of letters: The Stack (arXiv 2211.15533) and StarCoder (arXiv 2305.06161).
+- Generated files: StarCoder 2 (arXiv 2402.19173, section 3.1).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _GENERATED = (
 
 
 def code_quality(text: str, rules: CodeRules) -> str | None:
-    """Returns the first rule that the text violates, or None. A line's newline is not counted."""
+    """Returns the first rule that the text violates, or None. The length of a line does not include its newline."""
     lines = text.splitlines() or [""]
     lengths = [len(line) for line in lines]
     if max(lengths) > rules.max_line_chars:

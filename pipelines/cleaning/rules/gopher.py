@@ -15,7 +15,7 @@ _ELLIPSES = ("...", "…")
 
 
 def gopher_quality(text: str, rules: GopherRules) -> str | None:
-    """Returns the first rule that the text violates, or None."""
+    """Returns the first of Gopher's quality rules that the text violates, or None."""
     words = split_words(text)
     lengths = [len(word) for word in words if not SYMBOLS.issuperset(word)]
     if len(lengths) < max(rules.min_words, 1):
@@ -53,7 +53,7 @@ def _vocabulary(words: list[str], rules: GopherRules) -> str | None:
 
 
 def gopher_repetition(text: str, rules: GopherRepetitionRules) -> str | None:
-    """Returns the first rule of repetition that the text violates, or None. Shares are of the text's characters."""
+    """Returns the first of Gopher's repetition rules that the text violates, or None."""
     if not text:
         return None
     paragraphs = _PARAGRAPHS.split(text.strip())

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def language_of(text: str, max_chars: int) -> tuple[str, float]:
-    """Returns the language of a text's start as an ISO 639-1 code, and the probability that it is right."""
+    """Returns the language of the start of a text, as an ISO 639-1 code, and the probability that it is correct."""
     code, confidence = _identifier().classify(text[:max_chars])
     return str(code), float(confidence)
 
 
 def language_rule(language: str, confidence: float, rule: LanguageRule) -> str | None:
-    """Returns the reason to drop a text in this language, or None."""
+    """Returns the reason to drop a text in this language, or None to keep it."""
     if language not in rule.keep:
         return "language_other"
     return "language_unsure" if confidence < rule.min_confidence else None

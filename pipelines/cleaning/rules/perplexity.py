@@ -1,4 +1,4 @@
-"""Perplexity of a text under a small language model, on the CPU, with the trainer's model code."""
+"""The perplexity of a text under a small language model, computed on the CPU with the trainer's model code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def perplexity_rule(text: str, rule: PerplexityRule) -> str | None:
-    """Returns the reason to drop the text, or None. Texts of fewer than two tokens are kept."""
+    """Returns the reason to drop the text, or None to keep it. Texts of fewer than two tokens are kept."""
     perplexity = perplexity_of(text, rule.model, rule.max_tokens)
     if perplexity > rule.max_perplexity:
         return "perplexity_high"
@@ -26,10 +26,10 @@ def perplexity_rule(text: str, rule: PerplexityRule) -> str | None:
 
 
 def perplexity_of(text: str, model: str, max_tokens: int) -> float:
-    """Returns the perplexity exp(L), where L is the mean negative log-likelihood in nats of tokens 2 to `max_tokens`;
-    NaN without a second token.
+    """Returns the perplexity exp(L) of a text, or NaN if the text has fewer than two tokens.
 
-    Each text is scored alone and on one thread, so that no value depends on the batch or the machine's load.
+    L is the mean negative log-likelihood, in nats, of tokens 2 to `max_tokens`. Each text is scored alone and on one
+    thread, so no value depends on the batch or on the machine's load.
     """
     import torch
     import torch.nn.functional as F
@@ -51,7 +51,7 @@ def perplexity_of(text: str, model: str, max_tokens: int) -> float:
 
 
 def check_model(model: str) -> Path:
-    """Returns the folder of a model. Raises DataError if the config or the tokenizer is missing, DeniedError for a
+    """Returns the folder of a model. Raises DataError if its config or tokenizer is missing, and DeniedError for a
     private path.
     """
     check_path(model, f"perplexity model {model}")

@@ -1,4 +1,4 @@
-"""Rules for web pages: C4's (arXiv 1910.10683) and FineWeb's (arXiv 2406.17557), decided as in datatrove's filters."""
+"""Rules for web pages from C4 (arXiv 1910.10683) and FineWeb (arXiv 2406.17557), decided as in datatrove's filters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FINEWEB_ENDS = tuple(SENTENCE_ENDS)
 
 
 def c4_quality(text: str, rules: C4Rules) -> tuple[str, str | None]:
-    """Returns the text without bad lines, and the reason to drop it, or None."""
+    """Returns (text without bad lines, reason to drop the text). The reason is None if the text is kept."""
     kept: list[str] = []
     sentences = 0
     for line in text.splitlines():
@@ -50,7 +50,7 @@ def _c4_line(line: str, rules: C4Rules) -> str | None:
 
 
 def fineweb_quality(text: str, rules: FineWebRules) -> str | None:
-    """Returns the first rule that the text violates, or None."""
+    """Returns the first of FineWeb's rules that the text violates, or None."""
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         return "fineweb_empty"

@@ -30,8 +30,8 @@ def split_words(text: str) -> list[str]:
 
 
 def count_sentences(text: str) -> int:
-    """Returns the number of sentences. A sentence starts at the first word after the end of the one before, as in
-    spaCy's sentencizer.
+    """Returns the number of sentences. As in spaCy's sentencizer, the first word after a sentence's end starts a new
+    sentence.
     """
     sentences, ended = 0, True
     for word in split_words(text):
@@ -43,7 +43,7 @@ def count_sentences(text: str) -> int:
 
 
 def repeated(elements: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of elements that equal an earlier one, and the number of their characters."""
+    """Returns how many elements equal an earlier element, and the number of characters in those elements."""
     seen: set[str] = set()
     count = chars = 0
     for element in elements:

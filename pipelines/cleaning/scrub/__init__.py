@@ -1,1 +1,1 @@
-"""Steps that change a document: personal data, secrets and licence headers."""
+"""Cleaning steps that change a document: they scrub personal data, secrets and licence headers."""

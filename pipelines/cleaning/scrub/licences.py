@@ -1,4 +1,4 @@
-"""Removes the licence header of a source file: its first comment, if that mentions copyright or a licence."""
+"""Removes the licence header of a source file: the first comment, if it mentions copyright or a licence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_LINES = re.compile(r"(?:#![^\n]*\n|#[^\n]*coding[:=][^\n]*\n|<\?(?:php|xm
 
 
 def strip_licence_header(text: str) -> str:
-    """Returns the text without its first comment if that is a licence header. A `#!` line stays."""
+    """Returns the text without its first comment if that comment is a licence header. A `#!` line stays."""
     start = match.end() if (match := _FIRST_LINES.match(text)) else 0
     end = _comment_end(text, start)
     if end is None or not _LICENCE.search(text[start:end]):

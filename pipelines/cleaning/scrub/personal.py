@@ -1,5 +1,6 @@
-"""Replaces personal data in text by placeholders. google-re2 finds candidates by patterns, in linear time, and each
-candidate is checked before it is replaced.
+"""Replaces personal data in text by placeholders.
+
+google-re2 finds candidates by patterns in linear time. Each candidate is checked before it is replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NOT_DIGIT = re.compile(r"\D")
 
 
 def scrub_personal(text: str, kinds: Sequence[PiiKind]) -> tuple[str, Counter[str]]:
-    """Returns the text with placeholders such as `<EMAIL>`, and the number of replaced matches by kind."""
+    """Returns the text with placeholders such as `<EMAIL>`, and the number of replacements of each type."""
     counts: Counter[str] = Counter()
 
     def replace(match: Any) -> str:
@@ -51,7 +52,7 @@ def _compiled(kinds: tuple[PiiKind, ...]) -> tuple[Any, ...]:
 
 
 def is_luhn(digits: str) -> bool:
-    """Returns whether the last digit is the right check digit (ISO/IEC 7812-1, annex B)."""
+    """Returns whether the last digit is the correct Luhn check digit (ISO/IEC 7812-1, annex B)."""
     total = 0
     for i, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + i % 2)
@@ -60,7 +61,7 @@ def is_luhn(digits: str) -> bool:
 
 
 def is_iban(text: str) -> bool:
-    """Returns whether the check digits of an account number are right: the number modulo 97 is 1 (ISO 13616)."""
+    """Returns whether the check digits of an account number are correct: the number modulo 97 must be 1 (ISO 13616)."""
     number = text.replace(" ", "")
     if not 15 <= len(number) <= 34:
         return False

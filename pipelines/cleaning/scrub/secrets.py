@@ -1,4 +1,4 @@
-"""Finds keys, tokens and passwords in code. The formats are those that their issuers document."""
+"""Finds keys, tokens and passwords in code, by the formats that their issuers document."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLACEHOLDERS = ("example", "your", "xxx", "changeme", "placeholder", "${", "{{"
 
 
 def replace_secrets(text: str) -> tuple[str, Counter[str]]:
-    """Returns the text with `<SECRET>` for each secret, and their number by kind."""
+    """Returns the text with each secret replaced by `<SECRET>`, and the number of secrets of each type."""
     counts: Counter[str] = Counter()
     formats, assigned = _compiled()
 
@@ -71,5 +71,5 @@ def _is_random(secret: str) -> bool:
 
 
 def entropy_bits(text: str) -> float:
-    """Returns the Shannon entropy per character, in bits."""
+    """Returns the Shannon entropy per character of the text, in bits."""
     return -sum(count / len(text) * math.log2(count / len(text)) for count in Counter(text).values())

@@ -1,1 +1,1 @@
-"""Pruning: weights are cut out of the model, or set to zero."""
+"""Pruning: parts of a model are removed, or weights are set to zero."""

@@ -1,4 +1,4 @@
-"""A model's activations on calibration text, by the trainer's forward pass in float32.
+"""Measures a model's activations on calibration text, with the trainer's forward pass in float32.
 
 Shape suffixes: B batch, T time, F features, D model width, H heads, C head size.
 """
@@ -26,7 +26,9 @@ _BATCH = 8
 
 @dataclass(slots=True)
 class Importance:
-    """Minitron's importance of the parts of a model: the L2 norm over a batch, averaged over tokens."""
+    """The importance of a model's parts as Minitron defines it: the L2 norm of activations over a batch, averaged over
+    tokens.
+    """
 
     hidden_D: Tensor
     ffn_LF: list[Tensor]
@@ -48,7 +50,7 @@ def open_model(source: Path, window: int) -> tuple[Transformer, Architecture, to
 def measure_importance(
     source: Path, windows: list[list[int]], on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Importance:
-    """Returns the importance of every neuron, head, hidden dimension and layer, from forward passes alone."""
+    """Returns the importance of every neuron, head, hidden dimension and layer. It needs only forward passes."""
     model, arch, device = open_model(source, max(map(len, windows)))
     found = Importance(
         hidden_D=torch.zeros(arch.hidden_size, device=device),
@@ -97,7 +99,7 @@ def measure_importance(
 
 
 def measure_input_norms(source: Path, windows: list[list[int]]) -> dict[str, Tensor]:
-    """Returns the L2 norm of each input of every linear layer, by the layer's name in the trainer."""
+    """Returns the L2 norms of all inputs of each linear layer, by the layer's name in the trainer."""
     model, _, device = open_model(source, max(map(len, windows)))
     squares: dict[str, Tensor] = {}
 
@@ -119,7 +121,7 @@ def measure_input_norms(source: Path, windows: list[list[int]]) -> dict[str, Ten
 
 @torch.inference_mode()
 def forward(model: Transformer, ids_BT: Tensor) -> None:
-    """Runs the layers; the head's logits are not computed."""
+    """Runs the model's layers without computing the head's logits."""
     model(ids_BT, torch.full_like(ids_BT, -100))
 
 

@@ -1,8 +1,7 @@
-"""Cuts the least important neurons, hidden dimensions, heads and layers out of a model and writes the rest as a plain
-model.
+"""Removes the least important neurons, hidden dimensions, heads and layers, and writes the rest as an ordinary model.
 
-The kept hidden dimensions are the same in the whole model; the kept neurons and heads differ between layers. A KV head
-is cut together with all of its query heads. The size of a head never changes, because rotary embeddings need it.
+The kept hidden dimensions are the same in the whole model. The kept neurons and heads differ between layers. A KV head
+is removed together with all of its query heads. The size of a head never changes, because rotary embeddings need it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NO_HEAD_DIM = ("gpt2", "phi3")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The indices of the parts that stay, ascending."""
+    """The indices of the parts that pruning keeps, in ascending order."""
 
     layers: list[int]
     hidden: list[int]
@@ -85,7 +84,7 @@ def run_prune(step: PruneStep, task: StepTask) -> None:
 
 
 def choose(step: PruneStep, arch: Architecture, importance: Importance) -> Kept:
-    """Returns the parts to keep: the most important ones, as many as the step's shares say."""
+    """Returns the parts to keep: the most important ones. The step's shares decide how many are kept."""
     heads_per_group = arch.num_heads // arch.num_kv_heads
     return Kept(
         layers=_top(importance.layers_L, max(1, round(step.layers * arch.num_layers))),
@@ -102,7 +101,7 @@ def choose(step: PruneStep, arch: Architecture, importance: Importance) -> Kept:
 
 
 def pruned_config(config: Mapping[str, object], arch: Architecture, kept: Kept) -> dict[str, object]:
-    """Returns the config with the sizes after pruning."""
+    """Returns the model's config with the sizes after pruning."""
     groups = len(kept.kv_groups[0])
     sizes = {
         "hidden_size": len(kept.hidden),
@@ -125,7 +124,7 @@ def pruned_config(config: Mapping[str, object], arch: Architecture, kept: Kept) 
 
 
 def pruned_parameter(name: str, weights: HfWeights, arch: Architecture, kept: Kept) -> Tensor:
-    """Returns a parameter of the smaller model, in float32, by its name there."""
+    """Returns a parameter of the pruned model, in float32. `name` is the parameter's name in the pruned model."""
     hidden = torch.tensor(kept.hidden)
     if not name.startswith("layers."):
         return weights.whole(name).index_select(-1, hidden)
@@ -217,8 +216,10 @@ def _check(step: PruneStep, arch: Architecture, source: Path) -> None:
 
 
 def run_mask(step: MaskStep, task: StepTask) -> None:
-    """Writes the model with the least important weights of each output set to zero. This is for research: the tensors
-    keep their size, and no kernel here or in vLLM skips zeros. Head, embeddings and experts stay unchanged.
+    """Writes the model with the least important weights of each output set to zero. Head, embeddings and experts stay
+    unchanged.
+
+    This is for research: the tensors keep their size, and neither raytide's kernels nor vLLM's skip zeros.
     """
     source = task.source
     config = plain_config(source)
@@ -244,8 +245,9 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight with zeros where the score is least in a row. The score is |w|, or for Wanda |w| times the
-    norm of the weight's input.
+    """Returns the weight with the elements of least score in each row set to zero.
+
+    The score is |w|. For Wanda it is |w| times the norm of the weight's input.
     """
     scores_NK = weight_NK.abs() if norms_K is None else weight_NK.abs() * norms_K
     n, k = scores_NK.shape

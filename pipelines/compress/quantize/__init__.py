@@ -1,1 +1,1 @@
-"""Quantisation, fewer bits for each weight: by rounding in this package, or calibrated by llm-compressor."""
+"""Quantisation to fewer bits for each weight: by rounding in this package, or calibrated by llm-compressor."""

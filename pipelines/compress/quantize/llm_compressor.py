@@ -1,4 +1,6 @@
-"""Runs llm-compressor as a subprocess in a venv of its own, since it pins other versions of shared libraries."""
+"""Runs llm-compressor as a subprocess in a virtual environment of its own, because it pins other versions of shared
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARAL
 
 
 def run_llm_compressor(task: StepTask) -> None:
-    """Runs gptq, awq or smoothquant. Raises ConfigError if llm-compressor's venv is missing, ScriptError with the end
-    of its output if it fails. A killed step starts again from its beginning.
+    """Runs a gptq, awq or smoothquant step. A killed step starts again from its beginning.
+
+    Raises ConfigError if llm-compressor's virtual environment is missing. Raises ScriptError, with the last part of its
+    output, if llm-compressor fails.
     """
     step = task.step.gptq or task.step.awq or task.step.smoothquant
     assert step is not None  # as the recipe made sure

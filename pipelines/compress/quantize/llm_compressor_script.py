@@ -1,7 +1,8 @@
-"""Quantises a model with llm-compressor: `python llm_compressor_script.py TASK.json`, in llm-compressor's venv.
+"""Quantises a model with llm-compressor: `python llm_compressor_script.py TASK.json`, in llm-compressor's virtual
+environment.
 
-It imports nothing from raytide, which needs other versions of the same libraries. The task is a JSON object with
-source, out, tokens (lists of ids), method, bits, group, symmetric, activations, ignore and strength.
+The script imports nothing from raytide, which needs other versions of the same libraries. The task is a JSON object
+with source, out, tokens (lists of ids), method, bits, group, symmetric, activations, ignore and strength.
 """
 
 from __future__ import annotations

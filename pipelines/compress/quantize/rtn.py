@@ -1,4 +1,4 @@
-"""Quantises a model's linear layers by rounding to nearest, and writes compressed-tensors, one layer at a time."""
+"""Quantises a model's linear layers by rounding to nearest. Writes compressed-tensors, one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ Tensor = torch.Tensor
 
 
 def run_rtn(step: RtnStep, source: Path, files: LayerFiles, on_layer: Callable[[int, int], None]) -> None:
-    """Writes the quantised model. Raises DataError for tensors that the architecture does not have, and for weights
-    that are not finite; ConfigError for a group that does not divide a layer."""
+    """Writes the quantised model.
+
+    Raises DataError if a tensor does not belong to the architecture or a weight is not finite. Raises ConfigError if
+    the group size does not divide the inputs of a layer.
+    """
     config = plain_config(source)
     arch = architecture_of(config, str(source / "config.json"))
     HfWeights(source, arch)  # raises for tensors that are missing, stray or of another shape
@@ -54,7 +57,7 @@ def run_rtn(step: RtnStep, source: Path, files: LayerFiles, on_layer: Callable[[
 
 
 def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -> dict[str, object]:
-    """Returns `quantization_config` as compressed-tensors reads it."""
+    """Returns the `quantization_config` section of config.json, in the format of compressed-tensors."""
     group, activations = step.group_size, None
     kind = "float" if step.scheme == "fp8" else "int"
     if step.scheme in ("w8a8", "fp8"):

@@ -1,4 +1,4 @@
-"""The command line: a thin client of the API.
+"""The command line, a thin client of the API.
 
 Exit codes: 0 ok, 1 error, 2 usage, 3 quota or budget, 4 not found, 5 timeout.
 """

@@ -1,5 +1,6 @@
-"""The table of commands. A module is imported when one of its commands is run, so that `raytide ps` does not wait for
-the imports of other commands."""
+"""The table of commands. The module of a command is imported only when the command is run, so that `raytide ps` does
+not wait for the imports of other commands.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ _HIDDEN = {"watch-notices": "cluster:watch_notices", "export-metrics": "cluster:
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command's module when the command is asked for."""
+    """A command group that imports a command's module only when the command is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -83,7 +84,7 @@ class LazyGroup(TyperGroup):
         return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the table, without importing a command."""
+        """Writes the table of commands for `--help`, without importing any command."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
@@ -113,4 +114,4 @@ def options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handles the options before the command."""
+    """Handles the options that precede the command."""

@@ -48,7 +48,8 @@ def up(
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
 
-    With --local it runs on this machine; otherwise in the cloud that the file names, through Ray's cluster launcher.
+    With --local the cluster runs on this machine. Otherwise Ray's cluster launcher starts it in the cloud that the file
+    names.
     """
     if local and not dry_run:
         _up_here(config, name or "local", owner, monitoring=monitoring, json=json)
@@ -165,7 +166,8 @@ def head(
     """Start controller and API beside the Ray head of this machine.
 
     This command is the last of cluster.yaml's head_start_ray_commands. If controller and API already run, it restarts
-    them with the current file. With --standby it also starts Ray's head, once this machine leads the cluster.
+    them with the current file. With --standby, a guard process starts them and Ray's head once this machine leads the
+    cluster.
     """
     from raytide.control.bootstrap.head import cloud_head
 
@@ -198,14 +200,16 @@ def _join_heads(config: Path, name: str | None, *, block: bool, insecure: bool, 
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
-    """Start this node's watcher of its cloud's notices; raytide runs this itself on every node that it buys."""
+    """Start this node's watcher of its cloud's interruption notices. raytide runs this itself on every node that it
+    buys.
+    """
     from raytide.control.bootstrap.node_agent import watch_notices as start
 
     print(f"notices of {cloud} are watched by process {start(cloud).pid}")
 
 
 def export_metrics() -> None:
-    """Start this node's exporter of GPU and energy metrics; raytide runs this itself on every GPU node that it buys."""
+    """Start this node's exporter of GPU and energy metrics. raytide runs this itself on every GPU node that it buys."""
     from raytide.control.bootstrap.node_agent import export_metrics as start
 
     print(f"the metrics of this node are exported by process {start().pid}")
@@ -214,7 +218,7 @@ def export_metrics() -> None:
 def down(name: Name = "local", json: Json = False) -> None:
     """End a cluster and check that no process of it is left.
 
-    On a cloud's head it ends every node that raytide bought; `ray down` then ends the head.
+    On a cloud's head, the command ends every node that raytide bought. Then use `ray down` to end the head.
     """
     from raytide.control.bootstrap import local
     from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of

@@ -1,4 +1,4 @@
-"""The options that several commands share: the resources of a job, and its options for the queue."""
+"""The options that several commands share: the resources of a job, and its settings for the queue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resources(
     labels: Sequence[str] | None,
     shapes: Sequence[str] | None = None,
 ) -> GangOptions:
-    """Returns the given options for resources as keyword arguments of the SDK."""
+    """Returns the resource options that were given, as keyword arguments of the SDK."""
     options: GangOptions = {}
     if gpus is not None:
         options["gpus"] = gpus
@@ -96,7 +96,7 @@ def resources(
 
 
 def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h: float | None) -> JobOptions:
-    """Returns the given options for the queue as keyword arguments of the SDK."""
+    """Returns the queue options that were given, as keyword arguments of the SDK."""
     options: JobOptions = {"priority": priority, "deadline": _with_zone(deadline), "estimate_h": estimate_h}
     if budget is not None:
         options["budget_usd"], options["budget_per"] = parse_limit(budget)
@@ -104,9 +104,7 @@ def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h
 
 
 def parse_limit(text: str) -> tuple[float, BudgetPer]:
-    """Returns the dollars and the period that a text such as `500` or `500/month` names. Raises UsageError for other
-    texts.
-    """
+    """Parses a limit such as `500` or `500/month` into dollars and period. Raises UsageError for other texts."""
     amount, slash, period = text.partition("/")
     wrong, hint = f"{text} is not a budget.", "Write 250 or 250/month."
     if slash and period != "month":
@@ -134,7 +132,7 @@ def _with_zone(deadline: str | None) -> str | None:
 
 
 def packages(pip: Sequence[str] | None, requirements: Path | None) -> list[str]:
-    """Returns the packages of --pip, and those of a requirements file without its comments."""
+    """Returns the packages of --pip and of the requirements file. Comments in the file are left out."""
     if requirements is None:
         return [*(pip or ())]
     try:

@@ -1,4 +1,4 @@
-"""Output: JSON when asked, a table on a terminal, tab-separated values in a pipe."""
+"""The output of commands: JSON on request, a table on a terminal, tab-separated values in a pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster'
 
 
 def as_json(value: Any) -> None:
-    """Prints JSON. Records in it are printed as the API sends them."""
+    """Prints a value as JSON. Records in it have the form in which the API sends them."""
     print(json.dumps(value, indent=2, default=_plain))
 
 
@@ -38,7 +38,7 @@ def _plain(value: object) -> object:
 
 
 def as_result(value: Any, text: str, is_json: bool) -> None:
-    """Prints the result of a command: `value` as JSON, or else `text`."""
+    """Prints the result of a command: `value` as JSON if that is requested, otherwise `text`."""
     if is_json:
         as_json(value)
     else:
@@ -53,7 +53,7 @@ def as_list(
     *,
     height: int = 0,
 ) -> None:
-    """Prints records as JSON, or as a table with one `row` for each record."""
+    """Prints records as JSON, or as a table. `row` returns the table's row for a record."""
     if is_json:
         as_json(records)
     else:
@@ -61,7 +61,9 @@ def as_list(
 
 
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height: int = 0) -> None:
-    """Prints a table: aligned on a terminal, at most `height` lines (0 for all); tab-separated in a pipe."""
+    """Prints a table. On a terminal it is aligned and has at most `height` lines (0 means all). In a pipe it is
+    tab-separated.
+    """
     shown = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)[: height or None]))
@@ -75,15 +77,18 @@ def local_time(at_s: float) -> str:
 
 
 def as_lines(lines: Iterable[str], *, indent: int) -> None:
-    """Prints the lines; on a terminal, long ones are wrapped and continue at column `indent`."""
+    """Prints the lines. On a terminal, long lines are wrapped, and continuations begin at column `indent`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for line in lines:
         print("\n".join(_wrapped(line, width, indent)) if len(line) > width > 0 else line)
 
 
 def fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Returns the lines of a table. If it is too wide, columns that are empty in every row are left out. If it is still
-    too wide, its last column is wrapped, or printed below its row when it would be too narrow."""
+    """Returns the lines of a table that fits the width.
+
+    If the table is too wide, columns that are empty in every row are left out. If it is still too wide, the last column
+    is wrapped. If the last column would become too narrow, it is printed below its row.
+    """
     table = [[cell.replace("\n", " ") for cell in row] for row in [columns, *rows]]
     if _width(table) > width:
         last = len(columns) - 1

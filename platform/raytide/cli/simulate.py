@@ -1,5 +1,5 @@
-"""The commands `simulate`, which run production decisions on recorded traces beside baselines, or forward from the live
-cluster.
+"""The commands `simulate`. They run production decisions on recorded traces beside baselines, or forward in time from
+the live cluster.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def options(
 ) -> None:
     """Replay recorded traces, or look ahead (--from-live).
 
-    A look ahead assumes that load and prices stay the same, nothing is submitted, every pool has stock, and no node is
-    lost.
+    The look ahead assumes that load and prices stay the same, that nothing is submitted, that every pool has stock, and
+    that no node is lost.
     """
     if context.invoked_subcommand is not None:
         if from_live:
@@ -88,7 +88,7 @@ def deadline(
 ) -> None:
     """Run a job with a deadline on recorded spot markets.
 
-    Costs are relative to the job's on-demand cost, averaged over the start times.
+    Costs are relative to the job's on-demand cost and averaged over the start times.
     """
     from raytide.simulate.deadline.compare import run
     from raytide.simulate.deadline.policies import policy as named

@@ -1,4 +1,4 @@
-"""The demo's report: the measurements, the table at the end, and the check that everything promised has happened."""
+"""The demo's report: its measurements, the table printed at its end, and the check of its promises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Report:
     """The promises of the demo that were not met."""
 
     def check(self, *, kept: bool) -> None:
-        """Compares the report with the demo's promises and adds those that were not met to `problems`."""
+        """Compares the report with the demo's promises. Adds each promise that was not kept to `problems`."""
         self._expect(self.documents > 0 and self.tokens > 0, "no dataset was built")
         self._expect(
             self.last_loss < self.first_loss, f"the loss did not fall ({self.first_loss:g} to {self.last_loss:g})"
@@ -81,7 +81,7 @@ class Report:
             console.print(f"did not happen: {problem}", style="red", markup=False)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the table's rows; stages that were not reached have none."""
+        """Returns the rows of the table. A stage that was not reached has no row."""
         rows: list[tuple[str, str]] = []
         if self.documents:
             rows.append(("dataset", f"{self.documents:,} documents, {self.tokens:,} tokens"))

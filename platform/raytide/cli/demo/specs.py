@@ -35,8 +35,8 @@ LOAD: Mapping[str, Any] = {
 
 
 def data(out: Path) -> DataSpec:
-    """Returns the spec of a dataset from the source of Python's standard library, because every machine with Python has
-    it.
+    """Returns the spec of the demo's dataset. Its text is Python's standard library, which every machine with Python
+    has.
     """
     return DataSpec(
         name="stdlib",

@@ -38,7 +38,7 @@ def build_dataset(client: Client, out: Path, say: Say, report: Report) -> None:
 
 
 def train(client: Client, run_dir: Path, out: Path, say: Say, report: Report) -> str:
-    """Trains, reclaims one node after a third of the steps, and returns the exported model's directory."""
+    """Trains a model, and reclaims one node after a third of the steps. Returns the directory of the exported model."""
     spec = specs.train(out)
     run = client.train(spec)
     reclaimed_s = 0.0
@@ -74,7 +74,7 @@ def start_endpoint(client: Client, model: str, say: Say) -> EndpointHandle:
 
 
 def ask(handle: EndpointHandle, report: Report) -> None:
-    """Requests one completion, which the demo prints at its end."""
+    """Requests one completion. The demo prints it at the end."""
     answer = handle.openai(timeout=_STAGE_TIMEOUT_S).completions.create(
         model=handle.name, prompt=specs.PROMPT, max_tokens=32, temperature=0.7, frequency_penalty=1.0, seed=7
     )
@@ -82,7 +82,7 @@ def ask(handle: EndpointHandle, report: Report) -> None:
 
 
 def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
-    """Sends waves of concurrent streams until replicas and nodes have scaled up; reports on the last wave."""
+    """Sends waves of concurrent streams until replicas and nodes have scaled up. Reports on the last wave."""
     deadline, wave = time.monotonic() + _LONGEST_LOAD_S, 0
     while wave == 0 or time.monotonic() < deadline:
         wave += 1

@@ -1,4 +1,6 @@
-"""The demo's live view: a line for each stage with its present activity; without a terminal, it prints plain lines."""
+"""The demo's live view. It has a line for each stage with its current activity. Without a terminal, it prints plain
+lines.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ class View:
 
 
 class Say:
-    """Shows the present activity of a stage in the view."""
+    """A function that shows the current activity of a stage in the view."""
 
     def __init__(self, view: View, stage: Stage) -> None:
         self._view, self._stage = view, stage

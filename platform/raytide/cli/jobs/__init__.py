@@ -1,1 +1,1 @@
-"""The commands for jobs: submitting them, watching them, and reading the records of training runs."""
+"""The commands that submit jobs, watch jobs, and read the records of training runs."""

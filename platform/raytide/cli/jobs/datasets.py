@@ -1,5 +1,5 @@
-"""The commands `data inspect`, which shows what a build dropped, and `data list`, `show`, `diff` and `register`, for
-the registered versions of datasets.
+"""The commands for datasets. `data inspect` shows what a build dropped. `data list`, `show`, `diff` and `register`
+manage registered versions.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def run(
 
 @flow.command()
 def resume(which: Which, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
-    """Run the failed and skipped stages of a workflow again; finished stages are kept."""
+    """Run the failed and skipped stages of a workflow again. Finished stages are kept."""
     _follow(_flow(ApiClient.find(cluster), which).resume(), wait=wait, json=json)
 
 
@@ -86,7 +86,7 @@ def flows(
 
 
 def value_of(text: str) -> Value:
-    """Returns a value as YAML reads it: a number, true or false, else the text."""
+    """Returns the value that YAML reads in a text: a number, a boolean, or the text itself."""
     import yaml
 
     value = yaml.safe_load(text) if text else ""

@@ -33,7 +33,7 @@ def logs(
 ) -> None:
     """Print the output of a job's driver, or of an endpoint's replicas.
 
-    The output of an endpoint includes replicas that have ended. Each line begins with the replica's name; texts that
+    The output of an endpoint includes replicas that have ended. Each line begins with the replica's name. Texts that
     look like secrets are removed.
     """
     client = ApiClient.find(cluster)

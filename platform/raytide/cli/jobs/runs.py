@@ -1,5 +1,5 @@
-"""The commands `metrics`, `plot`, `profile` and `checkpoint verify`, for training runs, which are named by their job or
-directory.
+"""The commands `metrics`, `plot`, `profile` and `checkpoint verify`, for training runs. A run is named by its job or
+its directory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def checkpoint() -> None:
 
 @checkpoints.command()
 def verify(target: Target, json: Json = False) -> None:
-    """Read every byte of the checkpoints and compare it with their manifests. Exit with 1 if one is damaged or none is
-    complete.
+    """Read every byte of the checkpoints and compare it with their manifests.
+
+    The exit code is 1 if a checkpoint is damaged or none is complete.
     """
     from raytide.actors.trainer.checkpoint.verify import verify as read_all
 

@@ -81,7 +81,7 @@ def run(
 ) -> None:
     """Run a script on every node of a gang.
 
-    Options stand before the script; everything after it is passed to the script.
+    Options stand before the script. Everything after the script is passed to it.
     """
     if own := {name for option in context.command.params for name in option.opts}.intersection(args or ()):
         note = (
@@ -112,13 +112,15 @@ def run(
 
 
 def end_with(job: Run, *, wait: bool, json: bool) -> None:
-    """Ends a command that has submitted a script: follows the job if asked to, and exits with 1 if it failed."""
+    """Ends a command that has submitted a script. If asked to, follows the job and exits with 1 if the job failed."""
     finish(job, partial(_follow_script, job, quiet=json), wait=wait, json=json)
 
 
 def finish(job: Run, follow: Callable[[], None], how: str = "", *, wait: bool, json: bool) -> None:
-    """Follows a job if asked to, and exits with 1 if it failed. `how` tells the user how to follow it later; by default
-    it names `raytide logs -f`."""
+    """Follows a job if asked to, and exits with 1 if the job failed.
+
+    `how` is the text that tells the user how to follow the job later. By default it names `raytide logs -f`.
+    """
     how = how or f"`raytide logs -f {job.id}` follows it"
     try:
         if wait:
@@ -196,7 +198,8 @@ def train(
 ) -> None:
     """Train a model on a gang.
 
-    Options for nodes replace the `gang` of the file, packages its `pip`, and an image its `image`.
+    Options for nodes replace the `gang` of the file. Options for packages replace its `pip`. An image option replaces
+    its `image`.
     """
     wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
     options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
@@ -206,7 +209,7 @@ def train(
 
 
 def follow(run: Run, *, quiet: bool) -> None:
-    """Prints the state of a job until it ends, and then the location of its result."""
+    """Prints a job's state until the job ends, and then the location of its result."""
     if sys.stderr.isatty() and not quiet:
         run.watch()
     else:

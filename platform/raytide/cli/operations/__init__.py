@@ -1,1 +1,1 @@
-"""Commands of a cluster's operator: decisions, alerts and nodes."""
+"""The commands of a cluster's operator, for decisions, alerts and nodes."""

@@ -1,4 +1,4 @@
-"""The commands `alerts`, for alerts and their actions, and `nodes`, for nodes that are replaced or kept out of use."""
+"""The commands `alerts`, for alerts and their actions, and `nodes`, for replacing nodes and keeping them out of use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def history(
 
 @alerts.command()
 def probes(cluster: ClusterName = None, json: Json = False) -> None:
-    """Show whether each probe got its known answer last, and how fast."""
+    """Show for each probe if its last answer was correct, and how fast it was."""
     found = ApiClient.find(cluster).call("GET", "/v1/probes")
     as_list(found, ("ENDPOINT", "PROBE", "ANSWERED", "RIGHT", "SECONDS"), _probe_row, json)
 
@@ -103,15 +103,16 @@ def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
 def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
     """Drain a node and keep its machine out of use, until `nodes release`.
 
-    NODE may also be the name of one of your own machines in cluster.yaml; no further node is then started there.
+    NODE may also name one of your own machines in cluster.yaml. No new node is then started on that machine.
     """
     _order("quarantine_node", node, reason, cluster, json)
 
 
 @nodes.command()
 def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Lift the quarantine of a node or one of your own machines. A node in quarantine then ends, because Ray does not
-    take a drained node back.
+    """Lift the quarantine of a node or one of your own machines.
+
+    A node in quarantine then ends, because Ray does not take a drained node back.
     """
     _order("release_node", node, reason, cluster, json)
 

@@ -1,5 +1,5 @@
 """The commands `autoscaler explain`, which shows past decisions with their reasons, and `autoscaler --dry-run`, which
-shows the present one.
+shows the decision for the present state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def explain(
 ) -> None:
     """Show decisions with their reasons.
 
-    Each line shows what was launched, drained, placed or left waiting, why, its cost, and the rejected alternatives.
+    Each line shows what was launched, drained, placed or left waiting, the reason, the cost, and the rejected
+    alternatives.
     """
     until_s = None if at is None else moment(at, datetime.now().astimezone()).timestamp()
     plans = ApiClient.find(cluster).plans(limit=limit or (20 if at is None else 1), until_s=until_s)
@@ -70,7 +71,9 @@ def explain(
 
 
 def moment(text: str, now: datetime) -> datetime:
-    """Returns the point in time. A time without a date is the latest one before `now`; without a zone it is local."""
+    """Returns the time that a text names. A time without a date is the latest such time before `now`. A time without a
+    zone is local.
+    """
     try:
         if "-" in text:
             return datetime.fromisoformat(text).astimezone(now.tzinfo)

@@ -1,5 +1,7 @@
-"""The commands `backup`, for snapshots of a cluster in a restic repository, restores and drills, and `resume`, which
-ends a hold.
+"""The commands `backup` and `resume`.
+
+`backup` makes snapshots of a cluster in a restic repository, restores them, and drills a restore. `resume` lets a
+restored controller act.
 """
 
 from __future__ import annotations
@@ -138,7 +140,10 @@ def restore(
 
 @backups.command()
 def drill(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -> None:
-    """Restore the newest snapshot into a scratch folder, check and measure it. Exit code 1 if anything is wrong."""
+    """Restore the newest snapshot into a scratch folder, check it and measure it.
+
+    The exit code is 1 if anything is wrong.
+    """
     from raytide.control.backup.drill import drill as run_drill
 
     found = run_drill(_place(cluster), is_cold=cold)
@@ -160,7 +165,7 @@ def drill(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -
 
 @backups.command()
 def forget(cluster: ClusterName = None, json: Json = False) -> None:
-    """Remove the snapshots that the retention does not keep, and their data."""
+    """Remove the snapshots that the retention rule does not keep, and their data."""
     from raytide.control.backup.upkeep import forget as remove
 
     kept, removed = remove(_place(cluster))

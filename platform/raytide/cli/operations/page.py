@@ -28,7 +28,7 @@ def page(
 ) -> None:
     """Show the address of the web page, and open it.
 
-    Without a screen, it only prints the address; `raytide token` prints the token that the page asks for.
+    Without a screen, it only prints the address. `raytide token` prints the token that the page asks for.
     """
     access = ApiClient.find(cluster).access
     address = access["RAYTIDE_API"].rstrip("/") + "/"

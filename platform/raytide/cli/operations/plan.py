@@ -1,4 +1,4 @@
-"""The command `plan`, which shows without a cluster what a training or an endpoint needs, and what a budget buys."""
+"""The command `plan`. Without a cluster, it shows what a training or an endpoint needs, and what a budget buys."""
 
 from __future__ import annotations
 

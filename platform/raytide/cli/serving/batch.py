@@ -1,4 +1,4 @@
-"""The command `batch`, which answers the requests of a file in a job of the queue."""
+"""The command `batch`, which answers the requests in a file by a job of the queue."""
 
 from __future__ import annotations
 

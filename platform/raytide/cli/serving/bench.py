@@ -1,5 +1,5 @@
-"""The commands `bench endpoint`, which loads an endpoint, and `bench node`, which measures a node type before it is
-used.
+"""The commands `bench endpoint`, which puts load on an endpoint, and `bench node`, which measures a node type before it
+is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDTH = 110
 
 
 class EndpointFirst(TyperGroup):
-    """Reads `bench chat` as `bench endpoint chat`."""
+    """A command group that takes `bench chat` as `bench endpoint chat`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help", "-h"):
@@ -97,7 +97,7 @@ def endpoint(
     """Load an endpoint and measure its time to first token, inter-token latency, throughput, and goodput against its
     SLO.
 
-    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt ends the load and reports the results until then.
+    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt ends the load and reports the results so far.
     """
     options: dict[str, Any] = {
         "api": "chat" if chat else "completions",
@@ -154,7 +154,7 @@ def node(
 ) -> None:
     """Measure a node type before it is used: memory, matrix products, all-reduce and disk, and its `speed`.
 
-    The measurement is a job of the queue, which takes whole nodes and is charged for them.
+    The measurement is a job of the queue. The job takes whole nodes and is charged for them.
     """
     from raytide.cli.serving.node_job import measure
     from raytide.sdk.bench.node.report import yaml_line

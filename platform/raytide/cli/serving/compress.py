@@ -1,4 +1,4 @@
-"""The command `compress`, which makes a model smaller by a recipe, here or in a job of the queue."""
+"""The command `compress`, which makes a model smaller by a recipe, on this machine or in a job of the queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def compression(
 ) -> None:
     """Make a model smaller by a recipe: prune, distil, quantise.
 
-    Run it again after an interruption to continue. The exit code is 1 if the recipe's gate is not passed.
+    After an interruption, run the command again to continue. The exit code is 1 if the model does not pass the recipe's
+    quality gate.
     """
     from raytide.pipelines.compress.chain import compress
     from raytide.pipelines.compress.recipe import CompressRecipe

@@ -1,4 +1,4 @@
-"""The commands `endpoint`, for the revisions of endpoints, their rollouts, and the starts of their replicas."""
+"""The commands `endpoint`, for an endpoint's revisions, rollouts and adapters, and for the starts of its replicas."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ endpoint = typer.Typer(
 def history(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """List the revisions of an endpoint, newest first, and its rollouts: who began each, when and why, and how it
-    ended.
+    """List the revisions of an endpoint, newest first, and its rollouts.
+
+    A rollout is shown with its author, time, reason and outcome.
     """
     client = ApiClient.find(cluster)
     revisions = client.revisions(name)
@@ -50,10 +51,10 @@ def history(
 def startup(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """Show how long each phase took in the starts of an endpoint's replicas, or has taken so far.
+    """Show how long each phase took in the starts of an endpoint's replicas.
 
-    A start waits for a node, then for a Ray process on it, copies the model from its object store, loads it, and warms
-    up the engine.
+    A running phase shows its time so far. These are the phases of a start: wait for a node, wait for a Ray process on
+    the node, copy the model from the object store to the node, load the model, warm up the engine.
     """
     startups = ApiClient.find(cluster).endpoint(name).startups
     if json:
@@ -80,7 +81,7 @@ def rollout(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the last rollout of an endpoint, its state and the counts of both revisions; or end it."""
+    """Show the last rollout of an endpoint, with its state and the counts of both revisions, or end it."""
     if (stop and promote) or (why and not (stop or promote)):
         raise UsageError(
             "give one of --stop and --promote; --why explains it.", hint="`raytide endpoint rollout NAME`."
@@ -104,7 +105,7 @@ def rollout(
 
 
 def rollout_line(status: RolloutStatus) -> str:
-    """Returns a rollout's state in one line."""
+    """Returns one line that describes a rollout's state."""
     each = status.rollout
     share = f" with {each.percent:g} % of the traffic" if each.state is RolloutState.RUNNING else ""
     state = each.state.replace("_", " ")
@@ -125,7 +126,7 @@ def adapters(
 ) -> None:
     """Load and unload LoRA adapters while the endpoint runs, or list them.
 
-    Each is the model NAME:ADAPTER of the OpenAI API.
+    In the OpenAI API, each adapter is the model NAME:ADAPTER.
     """
     client = ApiClient.find(cluster)
     if load or unload:

@@ -1,4 +1,6 @@
-"""The command `eval`, which measures a model beside its parent on a suite of held-out text and tasks with a gate."""
+"""The command `eval`, which evaluates a model and its parent by a suite of held-out texts and tasks with a quality
+gate.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def evaluation(
 ) -> None:
     """Evaluate a model by a suite, beside its parent.
 
-    The exit code is 1 if the gate is not passed. A key for an endpoint is taken from RAYTIDE_API_KEY.
+    The exit code is 1 if the model does not pass the gate. A key for an endpoint is taken from RAYTIDE_API_KEY.
     """
     from raytide.actors.quality.evaluate import evaluate
     from raytide.actors.quality.suite import QualitySuite, broken_limits
@@ -52,7 +54,7 @@ def evaluation(
 
 
 def show(report: QualityReport) -> None:
-    """Prints a table of the corpora, and one of the tasks."""
+    """Prints a table of the held-out corpora, and a table of the tasks."""
     if report.corpora:
         columns = ("CORPUS", "TOKENS", "PERPLEXITY", "PARENT", "CHANGE", "DNLL", "KL", "KL P99", "SAME TOP-1")
         rows = []

@@ -46,10 +46,10 @@ def register(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Register a version of a model, which never changes.
+    """Register a version of a model. A version never changes.
 
-    Its files are read on this machine, and their digest is stored. Registering the same version again returns the
-    existing one.
+    The model's files are read on this machine, and their digest is stored. Registering the same version again returns
+    the existing one.
     """
     metrics = _metrics(metric or ())
     version = _models(cluster).register(name, source, job=job, metrics=metrics, note=note, team=team)
@@ -102,8 +102,8 @@ def promote(
 ) -> None:
     """Point an alias of a model at a version.
 
-    A rule has bounds of metrics and of their gains, and the result that the last A/B test of both versions must have.
-    An endpoint that was started by the alias keeps its version until it is served again.
+    The rule of --rule has bounds on the version's metrics and on their gains. It can also require a result of the last
+    A/B test of both versions. An endpoint that was started by the alias keeps its version until it is served again.
     """
     models = _models(cluster)
     if remove:
@@ -150,7 +150,7 @@ def diff(before: Reference, after: Reference, cluster: ClusterName = None, json:
 
 @model.command()
 def verify(which: Reference, cluster: ClusterName = None, json: Json = False) -> None:
-    """Check that the files of a version are still those that were registered."""
+    """Check that the files of a version have not changed since it was registered."""
     found = _models(cluster).verify(which)
     as_result(found, f"{which} is intact: {found.files} files, {found.bytes:,} bytes, sha256 {found.sha256[:12]}", json)
 

@@ -1,4 +1,4 @@
-"""Measures a node type in a job that waits in the queue for whole nodes of the type and is charged for them."""
+"""Measures a node type in a job. The job waits in the queue for whole nodes of the type and is charged for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = ("CPU", "GPU")
 def measure(
     client: Client, name: str, *, nodes: int = 1, seconds: float = 2.0, disk_mib: int = 512, timeout_s: float = 3600.0
 ) -> NodeReport:
-    """Measures nodes of a type and returns their figures. Raises NotFoundError for an unknown type."""
+    """Measures nodes of a type and returns the results. Raises NotFoundError for an unknown type."""
     node_type = type_of(client, name)
     view = client.client.submit(job_of(node_type, nodes, seconds, disk_mib))
     run = Run(client.client, view).wait(timeout_s=timeout_s)
@@ -26,7 +26,7 @@ def measure(
 
 
 def job_of(node_type: NodeType, nodes: int, seconds: float, disk_mib: int) -> JobSpec:
-    """Returns the job that measures: one process on each of `nodes` whole nodes."""
+    """Returns the spec of the measuring job, which runs one process on each of `nodes` whole nodes."""
     command = ("python", "-m", "raytide.sdk.bench.node.measure", str(seconds), str(disk_mib))
     script = ScriptSpec.parse({"command": command}, where="bench node")
     resources = {name: amount for name, amount in node_type.resources.items() if name in WHOLE and amount}

@@ -90,7 +90,7 @@ def serve(
 ) -> None:
     """Serve a model, or list what is served.
 
-    Every OpenAI client can use the address that it prints. Options override the fields of a YAML file.
+    The command prints an address that every OpenAI client can use. Options override the fields of a YAML file.
     """
     asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
     if replicas:

@@ -1,1 +1,1 @@
-"""Quotas, budgets, costs and API keys: which team or key may use and spend how much."""
+"""The commands for quotas, budgets, costs, API keys and the audit log."""

@@ -1,4 +1,4 @@
-"""The commands `audit`, for the log of all changes and of the gateway's requests, and the check of its chain."""
+"""The commands `audit`, which show the log of all changes and of the gateway's requests, and check its hash chain."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def verify(
 ) -> None:
     """Check that no entry was changed, removed or moved.
 
-    Exits with 1 if one was. Keep the printed last entry elsewhere: given it as --head, a later check also detects a log
-    that was rewritten as a whole.
+    The exit code is 1 if an entry was. The command prints the last entry. Keep this entry outside the cluster: given as
+    --head, it lets a later check detect that the whole log was rewritten.
     """
     verdict = ApiClient.find(cluster).verify_audit(head)
     if json:

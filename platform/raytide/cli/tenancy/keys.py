@@ -1,4 +1,4 @@
-"""The commands `key`, for the API keys of the gateway, and `usage`, which shows what was requested with them."""
+"""The commands `key`, for the API keys of the gateway, and `usage`, which shows the requests made with them."""
 
 from __future__ import annotations
 

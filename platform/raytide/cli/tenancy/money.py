@@ -1,5 +1,5 @@
-"""The commands `quota`, `budget` and `cost`: limits on the resources and spending of teams, their usage, and the costs
-by group.
+"""The commands `quota`, `budget` and `cost`: limits on the resources and the spending of teams, what teams use, and
+costs by group.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def set_quota(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Change a team's quota. Resources that are not named keep their quota and follow cluster.yaml."""
+    """Change a team's quota. Resources that are not named keep their quota and still follow cluster.yaml."""
     changes: dict[str, object] = {} if weight is None else {"weight": weight}
     for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
         if given:
@@ -81,7 +81,7 @@ def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> 
 
 @budget.callback(invoke_without_command=True)
 def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """Shows the budgets and this month's cost of each team, and active jobs that have their own budgets."""
+    """Shows the budget and this month's cost of each team, and active jobs that have budgets of their own."""
     if context.invoked_subcommand is not None:
         return
     client = ApiClient.find(cluster)
@@ -225,7 +225,7 @@ def cost(
 
 
 def seconds(text: str) -> float:
-    """Returns the seconds of a duration such as `30d`. Raises UsageError for other texts."""
+    """Returns the number of seconds in a duration such as `30d`. Raises UsageError for other texts."""
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
         raise UsageError(f"{text!r} is not a duration.", hint="Write 45m, 12h, 30d or 4w.")
     return float(found[1]) * _UNITS_S[found[2]]

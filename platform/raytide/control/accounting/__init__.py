@@ -1,1 +1,1 @@
-"""The accounting of one controller tick: billing intervals, lost work, team usage and final accounts."""
+"""The accounting in each controller tick: billing intervals, lost work, team usage and final accounts."""

@@ -1,6 +1,7 @@
-"""Ends the records of a cluster: its nodes become GONE and their costs are booked; unfinished jobs become FAILED.
+"""Ends the records of a cluster. Its nodes become GONE and their costs are booked. Unfinished jobs become FAILED or
+STOPPED.
 
-Its cost report compares the costs up to now with the provider's bill.
+The cost report compares the costs up to now with the provider's bill.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _WHY = "the cluster was ended"
 
 
 def cost_report(books: LedgerQueries, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
-    """Returns all costs up to now, and the sums that were booked and billed for ended machines.
+    """Returns all costs up to now. For ended machines, also returns the sum in the ledger and the sum in the provider's
+    bill.
 
     With `team`, returns only the team's costs and no bill, because a machine may serve several teams.
     """
@@ -52,7 +54,7 @@ def cost_report(books: LedgerQueries, machines: Iterable[Machine], now_us: int, 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The final records of a cluster."""
+    """The final accounts of a cluster whose records have been ended."""
 
     nodes: tuple[Node, ...]
     """All nodes that the cluster ever had, newest first."""
@@ -63,7 +65,7 @@ class Closed:
 
 @contextmanager
 def sole_lead(store: Store, holder: str) -> Iterator[None]:
-    """Keeps other controllers from leading inside the block. Raises ConflictError if one leads."""
+    """A context manager that keeps other controllers from leading. Raises ConflictError if one leads already."""
     if other := store.lead(holder):
         raise ConflictError(
             f"the records were not changed: {other} leads on the same state.",
@@ -76,7 +78,7 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
-    """Ends the records of a cluster whose processes are gone, and returns the final accounts. May be called again."""
+    """Ends the records of a cluster whose processes are gone, and returns the final accounts. Is idempotent."""
     records = store.load()
     by_id = {machine.node_id: machine for machine in machines}
     nodes = {

@@ -1,7 +1,7 @@
-"""Books work that a gang lost to a disruption, once its driver has reported the amount.
+"""Books the work that a gang lost to a disruption, once the gang's driver has reported the amount.
 
-Only the driver knows its last checkpoint. It reports `lost_s`, the seconds of work that it has repeated in total, and
-`lost_at_s`, the time of its last interruption. Work lost through the job's own fault stays the job's cost.
+Only the driver knows the gang's last checkpoint. It reports `lost_s`, the total seconds of work that it had to repeat,
+and `lost_at_s`, the time of its last interruption. Work lost through the job's own fault remains the job's cost.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Losses:
 
 
 def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
-    """Returns the nodes that members lost between two states of a lease, except members that were unusable or giving
-    way.
+    """Returns the nodes that members of a lease lost between two states of the lease. Members that were unusable or
+    were giving way are ignored.
     """
     pairs = zip(before.members, after.members, strict=True)
     gone = [was.node_id for was, now in pairs if was.is_usable and not was.gives_way and now.node_id != was.node_id]
@@ -39,8 +39,8 @@ def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
 
 
 def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns the job with a disruption by the causes in `by`. Disruptions within SAME_DISRUPTION_S of each other count
-    as one.
+    """Returns the job with the causes `by` recorded as a disruption. Disruptions within SAME_DISRUPTION_S of each other
+    count as one.
     """
     if not by:
         return job
@@ -50,17 +50,20 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns the job with a preemption by the causes in `by`, unless an earlier disruption explains the loss.
+    """Returns the job with the causes `by` recorded as a preemption, unless an earlier disruption explains the loss of
+    work.
 
-    A preempted gang saves its work first, so a loss soon after a disruption is due to the disruption, until the driver
-    has reported that loss.
+    A preempted gang saves its work first. Therefore a loss soon after a disruption is due to the disruption, unless the
+    driver has already reported the disruption's loss.
     """
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= CAUSE_WINDOW_S
     return job if is_struck and not _is_reported(job) else on_disruption(job, by, now_s)
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Returns the ids of jobs with a newly reported loss whose cause is known, or can no longer become known."""
+    """Returns the ids of jobs whose newly reported loss can be booked: the loss's cause is known, or can no longer
+    become known.
+    """
     return frozenset(
         job.id
         for job in jobs
@@ -72,10 +75,9 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
 def book_losses(
     jobs: Iterable[Job], new: Sequence[Entry], booked: Callable[[str, int], Sequence[Entry]], now_s: float
 ) -> Losses:
-    """Returns the jobs with their losses counted, and the ledger's entries for these losses.
+    """Returns the jobs with their new losses counted, and the ledger entries for these losses.
 
-    `new` are the entries of this tick up to now; `booked(job_id, after_us)` returns earlier entries that end after
-    `after_us`.
+    `new` are this tick's ledger entries. `booked(job_id, after_us)` returns earlier entries that end after `after_us`.
     """
     settled, entries = list[Job](), list[Entry]()
     for job in jobs:

@@ -1,7 +1,7 @@
 """Keeps a restored controller from acting until `raytide resume`, and then reconciles its records with the provider.
 
 A restored database names nodes that are gone, and lacks nodes that were bought since the backup. A controller that
-trusted it would end the machines without a record, and buy other machines for work that no longer exists.
+relied on it would end the machines without a record, and buy machines for work that no longer exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN = "bought after the backup, which has no record of its work"
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """The nodes whose restored records the provider's list contradicts."""
+    """The nodes for which the restored records and the provider's list of machines disagree."""
 
     gone: tuple[Node, ...] = ()
     """Nodes that the provider does not list. Their end is unknown; they are booked until the backup."""
@@ -42,10 +42,10 @@ def step_hold(
     node_types: Mapping[str, NodeType],
     now_s: float,
 ) -> str:
-    """Returns why the controller must do nothing in this tick; an empty string if it may act.
+    """Returns the reason why the controller must not act in this tick, or an empty string if it may act.
 
-    On a `resume` order it records the reconciliation and ends the hold in one transaction; the next tick acts on these
-    records. The hold stays while the provider does not answer.
+    On a `resume` order, the call records the reconciliation and ends the hold in one transaction. The next tick then
+    acts on these records. The hold continues while the provider does not answer.
     """
     hold = next((order for order in records.orders if order.kind == HOLD), None)
     if hold is None:
@@ -71,9 +71,10 @@ def reconcile_with_provider(
     backup_at_s: float,
     now_s: float,
 ) -> Reconciliation:
-    """Returns the nodes whose records change. `newest` is the highest node number that the records contain.
+    """Compares the records with the provider's machines, and returns the nodes whose records must change.
 
-    Machines that ended after the backup are booked to their end as usual, because the provider lists their end.
+    `newest` is the highest node number in the records. Machines that ended after the backup need no change: the
+    provider lists their end, and they are booked as usual.
     """
     listed = {machine.node_id: machine for machine in machines}
     gone = tuple(_gone(node, backup_at_s) for node in records.nodes if node.id not in listed)

@@ -1,4 +1,4 @@
-"""Adds teams, their usage and spending to the Snapshot."""
+"""Adds teams, their resource usage and their spending to the Snapshot."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _EVERY_S = 30.0
 
 
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
-    """Returns the configured teams with the limits set at run time. Each team's parent is always the configured one,
-    because a stored parent could form a cycle."""
+    """Returns the configured teams with the limits that were set at run time. A team's parent is always the configured
+    one, because a stored parent could form a cycle.
+    """
     given = {team.name: team.given for team in stored if team.given}
     return {
         name: overlaid(spec, given[name]) if name in given else spec for name, spec in config.settings.teams.items()
@@ -31,7 +32,9 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """Returns the snapshot with teams, priority classes and spending. `old_s` is stored in its field of that name."""
+    """Returns the snapshot with teams, priority classes and spending. `old_s` is stored in the snapshot's field of that
+    name.
+    """
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
@@ -58,9 +61,9 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
 
 
 def recent_usage(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
-    """Returns the teams whose recent usage is due to be stored, with their new usage.
+    """Returns new values of the teams' recent usage, for teams whose value is due to be stored.
 
-    The new usage is the stored usage after decay, plus the GPU-seconds that the team's jobs have held since.
+    The new value is the stored value after decay, plus the GPU-seconds that the team's jobs have held since then.
     """
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The API: HTTP with a token, the only interface of the SDK, the CLI and drivers to a cluster.
+"""The API: HTTP with a token. The SDK, the CLI and drivers use a cluster only through it.
 
 Run as `python -m raytide.control.api RUN_DIR`.
 """

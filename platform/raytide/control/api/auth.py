@@ -1,4 +1,4 @@
-"""Authentication: a token names a user and a team, and a job's token names its job too."""
+"""Authentication of requests. A token stands for a user and a team. A job's token stands for its job as well."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Caller:
 
     @property
     def only_team(self) -> str | None:
-        """The only team whose records the caller may see; None for all."""
+        """The only team whose records the caller may see. None means all teams."""
         return None if self.team == ANY_TEAM else self.team
 
     def sees(self, team: str) -> bool:
@@ -62,7 +62,9 @@ class Caller:
             )
 
     def acting_on(self, job: Job) -> Job:
-        """Returns the job if this caller may change it: a job token may only change jobs of the same user."""
+        """Returns the job if this caller may change it, else raises DeniedError. A job token may change only jobs of
+        its own user.
+        """
         self.require_team(job.spec.team)
         if self.job and job.user != self.user:
             raise DeniedError(
@@ -80,8 +82,11 @@ class Caller:
         return self
 
     def require_route(self, path: str) -> None:
-        """Raises DeniedError if this caller may not use the path: the gateway uses only its own routes, which nobody
-        else uses, and Alertmanager only the webhook for alerts."""
+        """Raises DeniedError if this caller may not use the path.
+
+        The gateway may use only the gateway's routes, and no other caller may use these. Alertmanager may use only its
+        webhook.
+        """
         if self.is_alertmanager and path != ALERTS_ROUTE:
             raise DeniedError(f"the token of {self.user} opens only {ALERTS_ROUTE}.", hint="Use raytide's client.")
         if path.startswith(GATEWAY_ROUTES) is not self.is_gateway:
@@ -102,7 +107,7 @@ class JobTokens:
     store: Store
 
     def caller(self, job_id: str) -> Caller:
-        """Returns the job's user and team. Raises AuthError if the job is over."""
+        """Returns the caller of a job's token: the job's user and team. Raises AuthError if the job is over."""
         if (owner := self.store.census.job_owner(job_id)) is None:
             raise AuthError(f"{job_id}, the job of this token, does not exist.", hint="Submit the job again.")
         user, team, state = owner
@@ -112,10 +117,10 @@ class JobTokens:
 
 
 class Tokens:
-    """Authenticates the tokens of jobs, and those in `tokens.json`: of users ({token: {"user": ..., "team": ...}}), of
-    the gateway and of Alertmanager.
+    """Authenticates the tokens of jobs, and the tokens in `tokens.json`.
 
-    The file is read again when it changes. While it is missing or invalid, the tokens read last stay valid.
+    `tokens.json` has the tokens of users ({token: {"user": ..., "team": ...}}), of the gateway and of Alertmanager. The
+    file is read again when it changes. While it is missing or invalid, the tokens that were read last stay valid.
     """
 
     def __init__(self, path: Path, jobs: JobTokens | None = None) -> None:
@@ -126,8 +131,10 @@ class Tokens:
         self._problem = ""
 
     async def caller(self, authorization: str | None) -> Caller:
-        """Returns the caller that an Authorization header names. Raises AuthError if its token is not valid. The store
-        is read only for job tokens."""
+        """Returns the caller that an Authorization header authenticates. Raises AuthError if the token is not valid.
+
+        The store is read only for job tokens.
+        """
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()
         if scheme.lower() == "bearer" and given:

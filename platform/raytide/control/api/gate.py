@@ -1,8 +1,9 @@
 """ASGI middleware that authenticates requests and limits their bodies.
 
-The sender is authenticated before the body is read. Bodies have a size limit that depends on the route, and a deadline,
-so that neither huge nor slow bodies hold memory or a connection. Routes find the caller in `request.state.caller`.
-Uploaded packages are streamed to their route; every other body is complete before its route runs.
+The sender is authenticated before the body is read. A body has a deadline and a size limit that depends on the route.
+Therefore huge or slow bodies hold neither memory nor a connection for long. Routes find the caller in
+`request.state.caller`. Uploaded packages are streamed to their route. Every other body is received whole before its
+route runs.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ _CLOSE = {"Connection": "close"}
 
 
 class Gate:
-    """Middleware that authenticates requests and bounds their bodies.
+    """Middleware that authenticates requests and limits their bodies.
 
-    Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow.
+    It responds with 401 if there is no valid token, with 413 if a body is too large, and with 408 if a body is too
+    slow.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Problems of the control plane that the API can detect: a full disk, a failing store, a stalled controller."""
+"""Detects problems of the control plane: a full disk, a failing store, a stalled controller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ControlPlaneHealth:
 
 
 class HealthMonitor:
-    """Checks the run folder, the store and live.json on request."""
+    """Checks the run folder, the store and the controller's live.json each time it is asked."""
 
     def __init__(
         self, live_path: Path, store: Store, clock: Clock, monotonic_s: Callable[[], float] = time.monotonic
@@ -40,8 +40,9 @@ class HealthMonitor:
         self._changed_s: float | None = None
 
     def live(self) -> Live:
-        """Returns the content of the controller's live.json: empty before its first tick; while the file is unreadable,
-        the content that was read last.
+        """Returns the content of the controller's live.json. It is empty before the controller's first tick.
+
+        If the file cannot be read, returns the content of the last successful read.
         """
         try:
             live = from_json(Live, json.loads(self._live_path.read_text()))
@@ -58,7 +59,7 @@ class HealthMonitor:
         return live
 
     def controller_age_s(self) -> float | None:
-        """Returns the seconds since the controller's last tick; None if it never ticked.
+        """Returns the seconds since the controller's last tick, or None if it has never ticked.
 
         It measures when live.json last changed, because the controller's clock may differ.
         """
@@ -66,7 +67,7 @@ class HealthMonitor:
         return None if self._changed_s is None else self._monotonic_s() - self._changed_s
 
     def free_bytes(self) -> int:
-        """Returns the bytes that this user may still write to the run folder's disk."""
+        """Returns the bytes that this user can still write to the disk of the run folder."""
         found = os.statvfs(self._live_path.parent)
         return found.f_bavail * found.f_frsize
 

@@ -1,4 +1,4 @@
-"""The routes of registered models and datasets, and of the revisions of endpoints."""
+"""The API's routes for registered models and datasets, and for the revisions of endpoints."""
 
 from typing import Any, Literal
 

@@ -1,5 +1,6 @@
-"""The routes of the cluster's history, of latencies at clients, of alerts and their actions, and of orders to the
-controller."""
+"""The API's routes for metrics history, latencies measured by clients, alerts and their actions, and orders to the
+controller.
+"""
 
 from typing import Annotated, Any
 

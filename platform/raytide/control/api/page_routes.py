@@ -1,4 +1,4 @@
-"""The routes of the web page: its files, which need no token, and the data that only the page reads, which need one."""
+"""The routes of the web page. Its files need no token. The data that only the page reads needs one."""
 
 from __future__ import annotations
 

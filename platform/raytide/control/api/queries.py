@@ -1,7 +1,7 @@
-"""The types of request paths, queries and bodies, with their bounds; and the thread pools in which routes block.
+"""The types of request paths, queries and bodies, with their bounds, and the thread pools for routes that block.
 
-Every route takes its input through these types. So no number is infinite or beyond 64 bits, no text contains control
-characters, and no body has more depth or values than a spec.
+Every route takes its input through these types. Therefore no number is infinite or beyond 64 bits, no text contains
+control characters, and no body has more depth or values than a spec.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Poll(BaseModel):
-    """The query of a poll for a lease or the API keys. Polls are frequent, so FastAPI's validation is bypassed."""
+    """The query parameters of a long poll for a lease or for the API keys. Polls are frequent, so they bypass FastAPI's
+    validation.
+    """
 
     newer_than: int = Field(default=-1, ge=-1, le=2**63 - 1)
     timeout_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
@@ -77,7 +79,7 @@ class Poll(BaseModel):
 
 
 async def in_pool(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Runs blocking work in a thread of this pool, and returns its result."""
+    """Runs a blocking function in a thread of this pool and returns its result."""
     return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
@@ -88,8 +90,8 @@ def checked_name(name: str) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a body. Raises UsageError if it is not an object, or contains something that no spec
-    may contain.
+    """Returns the JSON object in a request body. Raises UsageError if the body is not an object, or contains something
+    that no spec may contain.
     """
     try:
         found = json.loads(raw.decode(), parse_constant=_no_constant)

@@ -1,4 +1,4 @@
-"""The routes: each passes the caller and the input to the service, and returns the service's result as JSON."""
+"""The API's routes. Each passes the caller and the input to a service and returns the service's result as JSON."""
 
 import asyncio
 import time
@@ -35,7 +35,9 @@ _METRICS_S = 1.0
 
 
 class Pools:
-    """Thread pools for requests that wait for something other than the store, so that they never delay other routes."""
+    """Thread pools for requests that wait for something other than the store. Such requests therefore never delay other
+    routes.
+    """
 
     def __init__(self) -> None:
         self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)

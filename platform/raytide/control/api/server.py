@@ -1,4 +1,4 @@
-"""The API's HTTP server. It bounds the connections that send nothing or never finish a request."""
+"""The API's HTTP server. It limits connections that send nothing or never finish a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _END_S = 3.0
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with bounded request heads: h11 bounds their size, and this class the time until they are complete."""
+    """HTTP/1.1 with limits on request heads. h11 limits their size, and this class limits the time until a head is
+    complete.
+    """
 
     _headless: ClassVar[OrderedDict[BoundedProtocol, None]] = OrderedDict()
     _late: asyncio.TimerHandle | None = None
@@ -74,7 +76,7 @@ def _find_dead_peers(connection: socket.socket) -> None:
 
 
 def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
-    """Returns the API's server, which is not started yet."""
+    """Returns the API's server without starting it."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -94,7 +96,7 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
 
 
 def allow_connections() -> None:
-    """Raises the soft limit of open files, within the hard limit, to what all connections need."""
+    """Raises the soft limit on open files to what all connections need, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,1 +1,1 @@
-"""The API without HTTP: one module for each group of routes."""
+"""The API's operations without HTTP, with one module for each group of routes."""

@@ -72,8 +72,9 @@ class EndpointService:
         return self.get(spec.name, caller)
 
     def start_rollout(self, body: Mapping[str, object], caller: Caller) -> RolloutStatus:
-        """Starts a rollout: a new revision, the challenger, runs beside the revision that serves. Returns its
-        status."""
+        """Starts a rollout and returns its status. A new revision, the challenger, runs beside the current one, the
+        champion.
+        """
         asked = NewRollout.parse(body, where="rollout")
         spec = self._checked(asked.serve_spec(caller.home), caller)
         plan = asked.rollout.model_dump(mode="json")
@@ -81,7 +82,7 @@ class EndpointService:
         return self._status(self._store.rollouts.start(spec, asked.rollout.kind, plan, caller.user, now_s, asked.why))
 
     def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str, caller: Caller) -> RolloutStatus:
-        """Asks for the end of the live rollout: "stop" returns to the champion, "promote" keeps the challenger."""
+        """Requests the end of the live rollout: "stop" returns to the champion, "promote" keeps the challenger."""
         caller.require_team(self._store.endpoint(name).spec.team)
         self._rate.take_change(caller.home)
         return self._status(self._store.rollouts.ask(name, end, caller.user, why))
@@ -92,15 +93,17 @@ class EndpointService:
         return [self._status(rollout) for rollout in self._store.rollouts.page(name, team=team, limit=limit)]
 
     def count_rollouts(self, body: Mapping[str, object]) -> None:
-        """Stores the counts of rollouts that a gateway reports."""
+        """Stores the request counts that a gateway reports for rollouts."""
         self._store.rollouts.report(RolloutReport.parse(body, where="rollouts"))
 
     def save_feedback(self, body: Mapping[str, object]) -> int:
-        """Stores a user's feedback on an answer, as a gateway passes it on; returns the revision that answered."""
+        """Stores a user's feedback on a response, which a gateway forwards. Returns the number of the revision that
+        gave the response.
+        """
         return self._store.feedback.save(Feedback.parse(body, where="feedback"), self._clock.now_s())
 
     def feedback(self, name: str, caller: Caller) -> tuple[RevisionFeedback, ...]:
-        """Returns the thumbs up and down of each revision of an endpoint, newest revision first."""
+        """Returns the number of thumbs up and down for each revision of an endpoint, newest revision first."""
         caller.require_team(self._store.endpoint(name).spec.team)
         return self._store.feedback.sums(name)
 
@@ -134,7 +137,9 @@ class EndpointService:
         return spec
 
     def all(self, caller: Caller) -> list[EndpointStatus]:
-        """Returns the endpoints, and beside them the revisions that a rollout tests or that still finish requests."""
+        """Returns the status of all endpoints. Revisions that a rollout tests, or that still finish requests, are
+        listed separately.
+        """
         booked = self._store.books.booked("endpoint", team=caller.only_team)
         pending = accrued(self._store.books.intervals(), to_us(self._clock.now_s()))
         spent = costs(booked, (entry for entry in pending if caller.sees(entry.team)), "endpoint")
@@ -213,7 +218,7 @@ class EndpointService:
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
 
     def logs(self, name: str, after: str, tail: int | None, caller: Caller) -> EndpointLogPart:
-        """Returns a part of the output of the endpoint's replicas, including the newest of those that have ended."""
+        """Returns a part of the output of the endpoint's replicas, including those that ended most recently."""
         caller.require_team(self._store.endpoint(name).spec.team)
         loads = [load for each, load in self._live().loads.items() if endpoint_of(each) == name]
         running = [start.id for load in loads for start in load.startups]
@@ -222,14 +227,16 @@ class EndpointService:
         return endpoint_log.part(self._files, logs, after, tail, running, gone)
 
     def report(self, name: str, body: Mapping[str, object], caller: Caller) -> None:
-        """Stores reported values of the signals that the endpoint scales on. Each counts for five minutes."""
+        """Stores values that users report for the signals on which the endpoint scales. A value is used for five
+        minutes.
+        """
         caller.require_team((endpoint := self._store.endpoint(name)).spec.team)
         report = SignalReport.parse({"values": body}, where="signals")
         report.check(endpoint.spec)
         self._store.signals.save(name, report.values, self._clock.now_s())
 
     def change_weights(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
-        """Changes the weights that the endpoint serves. Its replicas swap them in place, without a restart."""
+        """Changes the weights that the endpoint serves. Its replicas swap the weights in place, without a restart."""
         change = WeightsChange.parse(body, where="weights")
         with self._changing:
             spec = self.get(name, caller).endpoint.spec
@@ -247,7 +254,7 @@ class EndpointService:
                 )
 
     def change_adapters(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
-        """Loads and unloads adapters on the running replicas. Concurrent changes are applied one after the other."""
+        """Loads and unloads adapters on the running replicas. Concurrent changes are applied one after another."""
         change = AdapterChange.parse(body, where="adapters")
         with self._changing:
             spec = self.get(name, caller).endpoint.spec

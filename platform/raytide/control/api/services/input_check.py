@@ -1,9 +1,10 @@
 """Checks the local files that a spec names before its job or endpoint is queued.
 
-URLs are checked by their form only; the driver reports what is missing behind them. Local files are checked in separate
-threads with a timeout, so a hanging file system blocks only these threads, and specs are then accepted unchecked. The
-API may read more files than teams may, so a caller with a team's token learns only of files that every user of the
-machine can read; the driver reports on the remaining files. Only regular files are opened.
+For URLs, only the form is checked. The driver later reports URLs that lead to nothing. Local files are checked in
+separate threads with a timeout, so a hanging file system blocks only these threads. After a timeout, the spec is
+accepted unchecked. The API may read more files than teams may. Therefore the API tells a caller with a team's token
+only about files that every user of the machine can read. The driver reports on the others. Only regular files are
+opened.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIN
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """The result of checking a path: all fields keep their defaults if nothing is known or may be revealed."""
+    """The result of checking a path. If nothing is known or may be revealed, all fields have their defaults."""
 
     content: bytes | None = None
     is_missing: bool = False
@@ -55,16 +56,16 @@ _UNKNOWN = FileCheck()
 
 
 class Inputs:
-    """Checks the files that specs name, in a bounded number of threads of this API process."""
+    """Checks the files that specs name, in a limited number of threads of this API process."""
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(THREADS)
 
     def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
-        """Raises DeniedError if `config`, which errors call `where`, names a private path.
+        """Raises DeniedError if `config` names a private path. Error messages refer to the config as `where`.
 
-        Resolving links may hang, so it runs in a thread. On a timeout it raises DataError, unless the driver also
-        checks the paths (`is_checked_later`).
+        The resolution of links may hang, so it runs in a thread. On a timeout the method raises DataError, unless the
+        driver checks the paths later (`is_checked_later`).
         """
 
         def check() -> bool:
@@ -98,9 +99,9 @@ class Inputs:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
 
     def training_inputs(self, spec: TrainSpec, caller: Caller) -> dict[str, int]:
-        """Returns the sizes in bytes of the datasets and of the initial model of a training, by URL.
+        """Returns the sizes in bytes of a training's datasets and initial model, by URL.
 
-        Inputs whose size is not known here are left out.
+        Inputs whose size the API does not know are left out.
         """
         found = {dataset: self._dataset_bytes(dataset, caller) for dataset in spec.datasets}
         if spec.init_from is not None:
@@ -115,7 +116,7 @@ class Inputs:
         return manifest.tokens * ITEM_BYTES[manifest.dtype]
 
     def training_config(self, spec: TrainSpec, caller: Caller) -> dict[str, object] | None:
-        """Returns the `config.json` of the model that a spec trains; None if it cannot be read here."""
+        """Returns the `config.json` of the model that a spec trains, or None if the API cannot read it."""
         data: dict[str, object] = {}
         first = next(iter(spec.datasets), None)
         if first is not None and (content := self._look(join(first, MANIFEST), caller).content):
@@ -138,14 +139,15 @@ class Inputs:
         return None
 
     def check_build(self, spec: DataSpec) -> None:
-        """Raises DataError if a URL is not allowed. It does not list the inputs, which may be many; the driver does."""
+        """Raises DataError if a URL is not allowed. The driver lists the inputs, because there may be many."""
         beside = spec.cleaning.urls if spec.cleaning else ()
         for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else []), *beside):
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if a local path is not a model or an adapter, or if a URL is not allowed. The nodes, not
-        this check, look for packaged models.
+        """Raises DataError if a local path is neither a model nor an adapter, or if a URL is not allowed.
+
+        A model in PACKAGED_MODELS is part of an installed Python package. Only the nodes look for that package.
         """
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
         from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
@@ -164,7 +166,7 @@ class Inputs:
                 raise DataError(f"{location} is not {kind}: {lacks}.", hint="Use an exported one.")
 
     def weight_bytes(self, model: str, caller: Caller) -> int:
-        """Returns the bytes of a model's weights on its disk; 0 if they are not known here."""
+        """Returns the size in bytes of a model's weights on disk, or 0 if the API does not know it."""
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
 
         if is_gguf(model):
@@ -179,8 +181,8 @@ class Inputs:
         return size if isinstance(size, int) and 0 < size < _MOST_WEIGHTS else 0
 
     def check_weights(self, model: str, weights: str, caller: Caller) -> None:
-        """Raises DataError if the weights are not a model, ConflictError if their architecture is known to differ from
-        the model's.
+        """Raises DataError if `weights` is not a model. Raises ConflictError if its architecture is known to differ
+        from that of `model`.
         """
         from raytide.actors.models.families import architecture_of, is_same_architecture
 
@@ -197,7 +199,7 @@ class Inputs:
             )
 
     def check_registered(self, model: str, caller: Caller) -> None:
-        """Raises DataError if the local path of a model to register holds neither a model nor an adapter."""
+        """Raises DataError if a local path that is to be registered is neither a model nor an adapter."""
         adapter = self._look(join(model, "adapter_config.json"), caller, most=0)
         if adapter.is_missing:
             self.check_model(model, caller)
@@ -235,8 +237,10 @@ class Inputs:
 
 
 def check_file(path: str, most: int, *, for_everybody: bool) -> FileCheck:
-    """Returns a file's content, if it has at most `most` bytes, its size in bytes and whether it is missing. With
-    `for_everybody`, the check reveals only what every user of the machine can see."""
+    """Returns a file's content (if it has at most `most` bytes), its size in bytes, and whether it is missing.
+
+    With `for_everybody`, the result reveals only what every user of the machine can see.
+    """
     try:
         real = os.path.realpath(path)
         if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # only read  # nosec B108

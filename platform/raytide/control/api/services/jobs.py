@@ -43,8 +43,10 @@ _ALL = 2**31 - 1
 
 
 class JobService:
-    """Submits, shows and changes jobs, and serves their drivers. Each method reads the store a few times and writes to
-    it at most once."""
+    """Submits, shows and changes jobs, and serves the jobs' drivers.
+
+    Each method reads the store a few times and writes to it at most once.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class JobService:
         self.learned = LearnedCorrections(store, config.node_types, self._config_of, clock)
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
-        """Queues a job and returns its view. `digest` identifies the request; by default it is that of the spec."""
+        """Queues a job and returns its view. `digest` identifies the request. The default is a digest of the spec."""
         spec = JobSpec.parse({"team": caller.home, **body}, where="job")
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)
@@ -128,8 +130,8 @@ class JobService:
         return spec.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
-        """Returns jobs, newest first; with `active`, only unfinished ones. Fewer than `limit` are returned if their
-        specs are large.
+        """Returns at most `limit` jobs, newest first. `active` selects unfinished jobs. If specs are large, fewer jobs
+        are returned.
         """
         team = caller.only_team
         most_bytes = bounds.MOST_PAGE_BYTES
@@ -144,7 +146,7 @@ class JobService:
         return self.view(self._store.request_stop(job_id))
 
     def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
-        """Submits the spec of an ended job again; its deadline is dropped if it has passed.
+        """Submits the spec of an ended job again. A deadline that has passed is dropped.
 
         Training continues from the last checkpoint, because `out` is the same. Raises ConflictError for a job that has
         not ended.
@@ -157,7 +159,10 @@ class JobService:
         return self.submit(body, caller, key, digest=f"retry of {job_id}")
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
-        """Returns why a job waits or why it ended; for the id `unmanaged`, why work in Ray without a lease waits."""
+        """Returns why a job waits or why it ended.
+
+        For the id `unmanaged`, it returns why unmanaged work (Ray work without a lease) waits.
+        """
         if job_id == UNMANAGED:
             found = self._live().waiting.get(UNMANAGED, Waiting("", "no work without a lease is waiting."))
             return WhyView(UNMANAGED, None, None, found.constraint, found.reason, found.remedy, None)
@@ -171,14 +176,15 @@ class JobService:
         return WhyView(job.id, job.state, view.position, *details, view.stance, view.data)
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
-        """Sets the job's budget; None removes it."""
+        """Sets the job's budget. None removes it."""
         job = self._owned(job_id, caller)
         self._rate.take_change(job.spec.team)
         return self.view(self._accounts.set_job_budget(job, usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
-        """Returns a part of the job's log that begins at the position `after`, or at its last `tail` lines. An empty
-        position is the beginning.
+        """Returns a part of the job's log. It begins at the position `after`, or with the last `tail` lines.
+
+        An empty position means the beginning of the log.
         """
         job = self._owned(job_id, caller)
         if job.spec.kind is JobKind.GANG:
@@ -189,14 +195,16 @@ class JobService:
         return job_log.part(self._drivers, job, after if tail is None else job_log.tail(self._drivers, job, tail))
 
     def curves(self, job_id: str, caller: Caller, points: int) -> RunCurves:
-        """Returns the logged values of a training run; empty before its first step."""
+        """Returns the logged values of a training run. They are empty before the run's first step."""
         job = self._owned(job_id, caller)
         if job.spec.kind is not JobKind.TRAIN:
             raise UsageError(f"{job_id} is a {job.spec.kind} job.", hint="Name a training job: only those log steps.")
         return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
-        """Returns the file of a package. Raises DeniedError for a team without an unfinished job that uses it."""
+        """Returns the path of an uploaded package. Raises DeniedError if no unfinished job of the caller's team uses
+        the package.
+        """
         if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
             raise DeniedError(
                 f"no unfinished job of team {caller.team} uses package {digest[:12]}.",
@@ -205,7 +213,7 @@ class JobService:
         return self._packages.path(digest)
 
     def make_room(self, caller: Caller, announced: int | None) -> None:
-        """Frees space for a package of `announced` bytes; of the largest possible size if it is None."""
+        """Frees space for a package of `announced` bytes. None means the largest size that is allowed."""
         size = MOST_BYTES if announced is None else min(announced, MOST_BYTES)
         self._packages.make_room(self._digests_in_use(), caller.home, size)
 
@@ -230,7 +238,9 @@ class JobService:
         self._store.release(job_id, error=bounds.shortened(error))
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
-        """Returns the job's lease; before admission, a WAITING one with epoch -1. Raises LeaseLostError at its end."""
+        """Returns the job's lease. Before admission it is WAITING with epoch -1. Raises LeaseLostError after the lease
+        has ended.
+        """
         return self.leases.lease(caller.acting_on(self._store.job(job_id)))
 
     def view(self, job: Job) -> JobView:
@@ -291,8 +301,10 @@ class JobService:
 
 
 def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
-    """Returns the gang with the members of each shape at one provider, unless the shape sets `together`. Collectives
-    between clouds or regions take many times as long, and their traffic costs money."""
+    """Returns the gang with the members of each shape kept at one provider, unless the shape sets `together`.
+
+    Collectives between clouds or regions take many times as long, and their traffic costs money.
+    """
     if not any(node_type.provider for node_type in node_types):
         return gang
     shapes = [

@@ -1,8 +1,8 @@
 """Serves the long polls of drivers for their leases. All polls together read the store once every tenth of a second.
 
-A watcher reads a counter that each commit of jobs or leases increments. When it changed, one query finds the polled
-leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll of a GANG job's driver
-is its heartbeat; heartbeats are written in batches.
+A watcher reads a counter that each commit of jobs or leases increments. When the counter has changed, one query finds
+the polled leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll by a GANG
+job's driver is its heartbeat. Heartbeats are written in batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolledLease:
-    """A job and its lease as read at a version of the store; neither has changed since."""
+    """A job and its lease as read at one version of the store. Neither has changed since that version."""
 
     job: Job
     lease: Lease
@@ -66,7 +66,7 @@ class PolledLease:
 
 
 class LeasePolls:
-    """The long polls of one API process."""
+    """All long polls for leases in one API process."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
@@ -85,10 +85,10 @@ class LeasePolls:
     async def wait(
         self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
     ) -> bytes | None:
-        """Returns the lease as JSON once its epoch exceeds `newer_than`, or on a timeout; None if the client
-        disconnected.
+        """Returns the lease as JSON once its epoch exceeds `newer_than`, or on a timeout. Returns None if the client
+        disconnects.
 
-        `check` raises for callers who may not see the job. Raises LeaseLostError if the job is over.
+        `check` must raise an error if the caller may not see the job. Raises LeaseLostError if the job is over.
         """
         deadline_s = time.monotonic() + timeout_s
         gone: asyncio.Task[None] | None = None
@@ -116,13 +116,15 @@ class LeasePolls:
                 gone.cancel()
 
     def lease(self, job: Job) -> Lease:
-        """Returns the job's lease; before its admission, a WAITING one with epoch -1."""
+        """Returns the job's lease. Before the job's admission, it is WAITING with epoch -1."""
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 
     def on_disconnect(self, job_ids: Iterable[str]) -> None:
-        """Shortens the heartbeat timeout of drivers that disconnected from a pending poll, as killed drivers do. A live
-        driver polls again in time."""
+        """Shortens the heartbeat timeout of drivers that disconnected during a poll, as killed drivers do.
+
+        A live driver polls again before the shorter timeout ends.
+        """
         now_s = self._clock.now_s()
         jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
         self._store.heartbeats(

@@ -1,4 +1,4 @@
-"""Costs by group, and quotas and budgets of teams and jobs."""
+"""The API's operations on costs by group, and on the quotas and budgets of teams and jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class LimitsService:
         self._store, self._config = store, config
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
-        """Returns the costs of the caller's team. A token for all teams gets all costs, including those of no team."""
+        """Returns the costs of the caller's team. With a token for all teams, returns all costs, including those of no
+        team.
+        """
         intervals = self._store.books.intervals()
         booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
         pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
@@ -54,8 +56,10 @@ class LimitsService:
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Sets some of a team's limits and returns its new spec; None as a value restores the configured limit. Needs
-        a token for all teams."""
+        """Sets some of a team's limits and returns the team's new spec. The value None restores the configured limit.
+
+        The caller needs a token for all teams.
+        """
         caller.require_all()
         self.check_team(name)
         if "parent" in changes:
@@ -73,8 +77,10 @@ class LimitsService:
         return spec
 
     def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
-        """Returns the job with its hard or soft budget set, or removed if `usd` is None. Both budgets share one
-        period."""
+        """Sets the hard or the soft budget of a job and returns the job. If `usd` is None, removes the budget.
+
+        Both budgets of a job must have the same period.
+        """
         if job.is_final:
             raise ConflictError(f"{job.id} is {job.state}: its budget cannot be changed.", hint="Choose a live job.")
         name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")

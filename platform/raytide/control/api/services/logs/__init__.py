@@ -1,1 +1,1 @@
-"""Logs of jobs and of endpoints, read from the nodes that wrote them."""
+"""The logs of jobs and endpoints, read from the nodes that wrote them."""

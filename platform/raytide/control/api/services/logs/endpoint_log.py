@@ -1,6 +1,6 @@
 """Serves the output of an endpoint's replicas, which are processes on several nodes, in parts of whole lines.
 
-A position has one `REPLICA.FILE:BYTE` for each file, joined by commas. Files that it does not name are read from their
+A position consists of entries `REPLICA.FILE:BYTE`, joined by commas. A file without an entry is read from its
 beginning.
 """
 
@@ -29,7 +29,7 @@ _AGENT, _NAME = re.compile(r"[\w.:\[\]-]{3,300}"), re.compile(r"[\w.-]{1,255}")
 
 class LogFiles(Protocol):
     def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of a file from `start` on, and the file's size."""
+        """Returns up to `most` bytes of a file, beginning at byte `start`, and the file's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,10 @@ class _Piece:
 
 
 def gone_nodes(nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns why each dead node has no log agent, by Ray's node id: an agent ends with its raylet. These nodes are not
-    asked, because a call to a machine that is gone may take its whole timeout.
+    """Returns the dead nodes, as a map from Ray's node id to the reason why the node has no log agent.
+
+    An agent ends with its node's raylet. Callers skip these nodes, because a call to a machine that is gone may block
+    for its whole timeout.
     """
     found = dict[str, str]()
     for node in nodes:
@@ -60,11 +62,11 @@ def part(
     running: Iterable[str],
     gone: Mapping[str, str],
 ) -> EndpointLogPart:
-    """Returns the lines after a position, or the last `tail` lines of each file, in the order of their times.
+    """Returns the lines after a position, or the last `tail` lines of each file, in order of time.
 
-    `missing` in the result names the replicas whose node does not answer; their lines come with a later part. `running`
-    are the replicas that may still write; an incomplete last line of any other replica is returned as it is. `gone` has
-    the nodes that are not asked, by Ray's node id, with the reason.
+    `missing` in the result names the replicas whose node does not answer. A later part has their lines. `running` are
+    the replicas that may still write. For all other replicas, an incomplete last line is returned as it is. `gone` maps
+    the ids of nodes without a log agent to the reason. Such nodes are not asked.
     """
     places, alive = _parsed(after), set(running)
     lines: list[LogLine] = []
