@@ -23,7 +23,7 @@ its start.
 
 @dataclass(frozen=True, slots=True)
 class ServeObservation:
-    """What the last pass of ServeSync found."""
+    """The findings of the last pass of ServeSync."""
 
     gone: frozenset[tuple[str, float]] = frozenset()
     """Deleted endpoints that are gone from Serve, by name and creation time, because names are reused."""
