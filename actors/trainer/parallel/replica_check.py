@@ -39,8 +39,7 @@ def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) 
                 f"those of rank {outliers} differ from those of rank {others}" if others else f"all differ: {outliers}"
             )
             raise TrainError(
-                f"the replicas of {name} do not have the same weights after step {step}: "
-                f"{which if others else f'all differ: {outliers}'}.",
+                f"the replicas of {name} do not have the same weights after step {step}: {which}.",
                 hint="Test these ranks' devices and memory; replicas were equal at the last checkpoint. Devices "
                 "of different kinds may round differently: set replica_check_every to 0 for them.",
             )

@@ -117,8 +117,8 @@ def start_commands(
 ) -> list[str]:
     """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
 
-    They are the `worker_start_ray_commands` of cluster.yaml and, on a cloud that gives notices, the notice watcher and
-    (if the node has GPUs) the metrics exporter.
+    They are the `worker_start_ray_commands` of cluster.yaml, the notice watcher on a cloud that gives notices, and the
+    metrics exporter on a node with GPUs.
     """
     variables = {
         "RAY_HEAD_IP": head_ip,
@@ -133,6 +133,6 @@ def start_commands(
     commands = [*config["worker_start_ray_commands"]]
     if (cloud := config["provider"]["type"]) in CLOUDS:
         commands.append(f"raytide watch-notices {cloud}")
-    if cloud in CLOUDS and node_type.resources.get("GPU"):
+    if node_type.resources.get("GPU"):
         commands.append("raytide export-metrics")
     return [exports + command for command in commands]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.autoscaler.providers.notices.key_values import KeyValues
 
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
-from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp
+from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp, start_commands
 from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.autoscaler.ray_gcs import RayNode
@@ -291,6 +292,25 @@ def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
         ("RAY_OVERRIDE_RESOURCES", '"GPU": 8.0'),
     ):
         assert value in last.split(f"export {name}=")[1].split("export")[0], last
+
+
+@pytest.mark.parametrize(
+    ("cloud", "node_type", "started"),
+    [
+        ("aws", "h100x8.spot", ["raytide watch-notices aws", "raytide export-metrics"]),
+        ("aws", "cpu", ["raytide watch-notices aws"]),
+        ("vsphere", "h100x8.spot", ["raytide export-metrics"]),
+        ("vsphere", "cpu", []),
+    ],
+)
+def test_gpus_are_measured_on_every_cloud_and_notices_watched_where_there_are_any(
+    cloud: str, node_type: str, started: list[str]
+) -> None:
+    file = {"worker_start_ray_commands": ["ray start"], "provider": {"type": cloud}}
+    kind = TYPES["h100x8.spot"]
+    kind = kind if node_type == "h100x8.spot" else replace(kind, name="cpu", resources={"CPU": 8.0})
+    _, *after = start_commands(file, "10.0.0.1", "node-1", kind, "zone-a")
+    assert [command.rpartition("; ")[2] for command in after] == started
 
 
 def test_a_node_that_joined_ray_is_not_set_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
