@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +307,7 @@ def test_gpus_are_measured_on_every_cloud_and_notices_watched_where_there_are_an
 ) -> None:
     file = {"worker_start_ray_commands": ["ray start"], "provider": {"type": cloud}}
     kind = TYPES["h100x8.spot"]
-    kind = kind if node_type == "h100x8.spot" else replace(kind, name="cpu", resources={"CPU": 8.0})
+    kind = kind if node_type == "h100x8.spot" else kind.model_copy(update={"resources": {"CPU": 8.0}})
     _, *after = start_commands(file, "10.0.0.1", "node-1", kind, "zone-a")
     assert [command.rpartition("; ")[2] for command in after] == started
 
