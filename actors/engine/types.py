@@ -152,8 +152,8 @@ class GenRequest:
 
     @property
     def salt(self) -> str:
-        """The cache salt, combined with a digest of the images. An answer depends on both as well as on the prompt's
-        tokens.
+        """The cache salt, combined with a digest of the images. Two requests with different images may have the same
+        prompt tokens. Their salts differ, so that they share no prefix and no answer.
         """
         if not self.images:
             return self.cache_salt
@@ -386,7 +386,7 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which a request ends if it caused `error`.
+    """Returns the error with which a request ends after `error` was raised for it.
 
     A panic in a Rust library (tokenizers, llguidance) is a BaseException and is wrapped in RuntimeError. Exceptions
     that ask a thread or task to end are raised again.

@@ -1,7 +1,7 @@
 """Finds the part of a sequence's prompt that is cached, and the part that other sequences are computing.
 
-If another request is already computing the same prefix, a request waits for it instead of computing the prefix a second
-time (as in SGLang).
+If another request is already computing a prefix, a new request may wait for that prefix instead of computing the prefix
+a second time (as in SGLang).
 """
 
 from __future__ import annotations

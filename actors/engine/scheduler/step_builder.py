@@ -14,9 +14,9 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the whole blocks, on the device
-    or in host memory. If a partial block remains, `tail` is the parent sequence's block with these tokens, which `load`
-    copies.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the full blocks, on the device
+    or in host memory. If the last of these tokens fill only part of a block, `tail` is the block in which the parent
+    sequence has them. `load` copies that block.
     """
 
     num_tokens: int

@@ -1,7 +1,7 @@
 """Reads one member's part of a model's weights, as `shard.py` defines it.
 
-A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: there it reads
-whole rows, with all inputs of its outputs.
+A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: from them, a
+member reads whole rows, even if it needs only some of a row's inputs.
 """
 
 from __future__ import annotations
