@@ -114,8 +114,8 @@ class GenRequest:
     image files, in the order of the prompt's image tokens.
 
     A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival; the
-    policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no prefix.
-    Teams share an engine by the `weight` of each `team`.
+    scheduling policy "deadline" orders requests by that time. `lora` names a loaded adapter. Requests with different
+    `cache_salt` share no prefix. Teams share an engine by the `weight` of each `team`.
 
     `resume` continues a stream that another engine began. It has the progress of each sample by index, and the new
     stream has only the rest. Samples without progress start from the beginning. Ended samples stay ended. A resumed

@@ -93,9 +93,9 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of the blocks of the longest cached prefix. A place is (whether the block is in host
-        memory, the block's number). `hashes` are the chained hashes of the wanted blocks. Adds no references (see
-        `add_reference`).
+        """Returns the places of the blocks of the longest cached prefix. A place is a pair: True if the block is in
+        host memory, and the block's number. `hashes` are the chained hashes of the wanted blocks. Adds no references
+        (see `add_reference`).
         """
         places: list[Place] = []
         for block_hash in hashes:

@@ -24,8 +24,8 @@ class PrefixCache:
         self._producers: dict[bytes, Sequence] = {}  # the sequence that computes a block not cached yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
-        """Returns one hash for each block of a sequence that holds computed tokens. The hash is None if the block is
-        not full or is not kept in the cache.
+        """Returns a hash for each block that holds computed tokens of a sequence. The hash is None if the block is not
+        full or is not kept in the cache.
         """
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
         hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._keeps(seq) else []

@@ -166,7 +166,7 @@ class ModelRunner:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error with which the engine ended because another member process ended. None while it lives."""
+        """The error with which the engine ended because another member process ended. None while the engine lives."""
         return None if self._leader is None else self._leader.death
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded, it
-    is "last", since only the last token has seen the whole prompt.
+    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded,
+    the method is "last", since only the last token has seen the whole prompt.
     """
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():

@@ -79,7 +79,7 @@ class StepBuilder:
         return not (self.decodes or self.prompts)
 
     def room(self, seq: Sequence) -> int:
-        """Returns how many tokens a sequence may take of the budget that is not reserved for decodes."""
+        """Returns how many tokens of the unreserved budget `left` a sequence may take."""
         return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:

@@ -41,8 +41,8 @@ def is_quantized(weights: Weights) -> bool:
 
 
 class QuantizedDirectory(Weights):
-    """The tensors of a directory by name, as in `Weights`. `get` returns the weights of quantized modules dequantized;
-    `quantized` returns them in quantized form.
+    """The tensors of a directory by name, as in `Weights`. For a quantized module, `get` returns the dequantized
+    weight, and `quantized` returns the weight in quantized form.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:

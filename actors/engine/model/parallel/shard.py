@@ -114,8 +114,8 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
 
 
 def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns the ranges as ranges of the concatenation of several tensors. `parts` has, for each tensor, the size of
-    the whole tensor and a range within the tensor.
+    """Translates ranges within several tensors into ranges within the concatenation of these tensors. `parts` has, for
+    each tensor, the size of the whole tensor and a range within the tensor.
     """
     ranges, start = list[Range](), 0
     for size, (first, end) in parts:

@@ -178,7 +178,9 @@ class AdapterShard:
         }
 
     def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns A and B with only this member's part: A is cut to its columns, or B to its rows."""
+        """Returns A and B, one of them cut for this member. If the module is cut by input, A keeps only the member's
+        columns. Otherwise B keeps only the member's rows.
+        """
         cut = self._cuts[module]
         if not cut.by_input:
             return a_RN, torch.cat([b_MR[first:end] for first, end in cut.ranges])
