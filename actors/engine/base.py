@@ -77,8 +77,8 @@ class Engine(Protocol):
         """Returns the names of the tokens in the tokenizer's vocabulary. The name of an unknown token is ""."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the text of a token in the middle of a text. It is UTF-8 that may begin or end with part of a
-        character.
+        """Returns the bytes that a token adds in the middle of a text. The bytes are UTF-8, but may begin or end inside
+        a character.
         """
         refuse(self.backend, "logprobs")
 
@@ -211,8 +211,8 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
 def check_resume(
     request: GenRequest, prompt_len: int, *, max_len: int, vocab_size: int, stop_token_ids: frozenset[int]
 ) -> None:
-    """Raises UsageError if a resumed request has unknown tokens, or if its tokens complete the output although it has
-    no finish reason.
+    """Raises UsageError if a resumed request has unknown tokens, or if the tokens of a sample complete its output but
+    the sample has no finish reason.
     """
     for index, each in enumerate(request.resume):
         tokens = each.token_ids

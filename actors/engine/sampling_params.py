@@ -58,8 +58,8 @@ class SamplingParams:
     token. If `best_of` is set, that many samples run, and the `n` samples with the highest mean log probability are
     returned.
 
-    Before `min_tokens` tokens, no end token and no stop token is chosen, and stop strings are ignored. An output whose
-    grammar allows only the end still ends.
+    Before `min_tokens` tokens, no end token and no stop token is chosen, and stop strings are ignored. But if the
+    grammar allows nothing more, the output ends all the same.
     """
 
     max_tokens: int | None = 128

@@ -137,8 +137,8 @@ class ScheduledChunk:
 class Sampled:
     """The next token of a sequence. `ends` is True if the output is complete with this token.
 
-    `token` is -1 if no token could be sampled. The reason is `error`, or logits that are not finite if there is no
-    `error`.
+    `token` is -1 if no token could be sampled. The reason is then `error`. If there is no `error`, the logits were not
+    finite.
     """
 
     token: int

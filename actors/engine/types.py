@@ -114,8 +114,8 @@ class GenRequest:
     image files, in the order of the prompt's image tokens.
 
     A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival; the
-    policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no prefix.
-    Teams share an engine by the `weight` of each `team`.
+    scheduling policy "deadline" orders requests by that time. `lora` names a loaded adapter. Requests with different
+    `cache_salt` share no prefix. Teams share an engine by the `weight` of each `team`.
 
     `resume` continues a stream that another engine began. It has the progress of each sample by index, and the new
     stream has only the rest. Samples without progress start from the beginning. Ended samples stay ended. A resumed
@@ -152,8 +152,8 @@ class GenRequest:
 
     @property
     def salt(self) -> str:
-        """The cache salt, combined with a digest of the images. An answer depends on both as well as on the prompt's
-        tokens.
+        """The cache salt, combined with a digest of the images. Two requests with different images may have the same
+        prompt tokens. Their salts differ, so that they share no prefix and no answer.
         """
         if not self.images:
             return self.cache_salt
@@ -386,7 +386,7 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which a request ends if it caused `error`.
+    """Returns the error with which a request ends after `error` was raised for it.
 
     A panic in a Rust library (tokenizers, llguidance) is a BaseException and is wrapped in RuntimeError. Exceptions
     that ask a thread or task to end are raised again.

@@ -117,8 +117,8 @@ def name_of(image: str) -> str:
 
 
 def failure_of(image: str, output: str, code: int = 0) -> RaytideError:
-    """Returns the error for podman's output: ImagePullError if another try may succeed, else ConfigError. Ray's agent
-    may have quoted the output.
+    """Returns the error for podman's output: ImagePullError if another try may succeed, else ConfigError. The output
+    may come from podman directly, or quoted in an error of Ray's agent.
     """
     if "No such file or directory: 'podman'" in output:
         return _error(image, "there is no podman", _INSTALL)

@@ -87,7 +87,8 @@ class ProgressReporter:
     def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:
         """Sends what has changed since the last report, and waits briefly until it is sent.
 
-        The rest is not sent again, because the script may have reported other values under the same names.
+        Values that were already sent are not sent again. In the meantime, the script itself may have reported newer
+        values under the same names, and these must not be overwritten.
         """
         wait_futures([self._pool.submit(self._report_changes, dict(progress))], timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)

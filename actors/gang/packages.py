@@ -87,8 +87,8 @@ def keep_own() -> None:
 
 
 def content_key(requirements: Sequence[str]) -> str:
-    """Returns the name of an environment: a hash of the requirements, the Python version and the versions of the
-    packages below it.
+    """Returns the name of an environment. The name is a hash of the requirements, the Python version and prefix, and
+    the versions of raytide, Ray and torch.
     """
     below = {name: installed_version(name) or "" for name in ("raytide", "ray", "torch")}
     content = [sorted(requirements), sys.version, sys.prefix, below]

@@ -41,7 +41,7 @@ class ScriptRunner:
     """Runs a script on the lease of a job.
 
     `package` is the script's packed working directory, a Ray reference to it, or None. `done` is the progress that an
-    earlier driver of the job reported, whose counts this driver continues. `rights` are the rights of the script's
+    earlier driver of the job reported. This driver continues the counts in it. `rights` are the rights of the script's
     processes.
     """
 

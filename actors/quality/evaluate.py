@@ -35,8 +35,8 @@ class QualityReport:
     tasks: Mapping[str, TaskQuality] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics by the names with which model versions are registered. `code_kl` is the divergence on the
-        corpus `code`. `kl`, which the gate limits, is the worst divergence of all corpora.
+        """Returns the metrics, by the names under which they are recorded for a model version. For example, `code_kl`
+        is the divergence on the corpus `code`. `kl`, which the gate limits, is the worst divergence of all corpora.
         """
         found: dict[str, float] = {}
         worst: dict[str, float] = {}

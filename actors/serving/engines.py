@@ -126,10 +126,11 @@ class EngineChoice:
 
 
 def choose_engine(spec: ServeSpec) -> EngineChoice:
-    """Returns the engine of the spec's replicas: the `kind` in the spec. For the kind `auto`, returns the engine that
-    fits the device.
+    """Returns the engine for the spec's replicas, with the reason for this choice. The engine is the `kind` in the
+    spec, or for the kind `auto`, the engine that fits the device.
 
-    Raises ConfigError for an unknown kind and for options that do not fit the number of members.
+    Raises ConfigError for an unknown kind, and for options or adapters that do not fit the engine or the number of
+    members.
     """
     asked = str(spec.engine.get("kind", "auto"))
     if asked == "auto":
@@ -240,7 +241,8 @@ def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalM
 
     `model_dir` is the local copy of a model from an object store. `launcher` starts the other members of a replica.
     Raises ConfigError if the options make no sense, or if the chosen engine is not installed on this node. Raises
-    DeniedError for paths that are private or outside the data roots, after links are resolved on this node.
+    DeniedError for paths that are private or outside the data roots. For this check, links in the paths are resolved on
+    this node.
     """
     check_named({"model": spec.model, "engine": spec.engine}, f"endpoint {spec.name}", links=True)
     choice = choose_engine(spec)

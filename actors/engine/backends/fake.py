@@ -70,9 +70,9 @@ class FakeEngine(Engine):
     If `tokens_per_s` is None, it generates as fast as the event loop runs. A prompt that contains `fail_on` fails with
     EngineError. A prompt that contains `die_on` ends the engine, as the death of a real engine's thread would.
 
-    `kv_tokens` is the number of KV blocks that it reports, each of one token. Each generated token takes a block, so
-    the cache fills even if no new requests arrive. A full cache stops no request. If `kv_tokens` is 0, it reports
-    `max_running` blocks, and each running request takes one.
+    `kv_tokens` is the number of KV blocks that the engine reports. A block holds one token. Each generated token takes
+    a block, so the cache fills even if no new requests arrive. A full cache stops no request. If `kv_tokens` is 0, the
+    engine reports `max_running` blocks, and each running request takes one.
     """
 
     backend = "fake"

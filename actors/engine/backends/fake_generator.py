@@ -38,8 +38,8 @@ class CannedGenerator:
         return self._append(self._reply[len(self.tokens) % len(self._reply)])
 
     def replay(self, done: SampleProgress) -> None:
-        """Appends the tokens that another engine has already streamed, so that generation continues after them. Raises
-        UsageError if these tokens complete the output although `done` has no finish reason.
+        """Appends the tokens of `done`, which another engine has already streamed, so that generation continues after
+        them. Raises UsageError if the tokens complete the output, but `done` has no finish reason.
         """
         for token in done.token_ids:
             self._append(token)

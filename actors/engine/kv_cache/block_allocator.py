@@ -48,8 +48,8 @@ class BlockAllocator:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference of each block. Blocks with cached content go to the end of the free list, the last block
-        of a prefix first. The last blocks of a prefix are therefore reused before its first blocks, without which they
-        would be useless.
+        of a prefix first. The last blocks of a prefix are therefore reused before its first blocks. The other order
+        would be wasteful, because a cached block is useless without the blocks before it.
         """
         for block in reversed(blocks):
             self.refs[block] -= 1

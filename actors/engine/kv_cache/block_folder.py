@@ -53,8 +53,8 @@ class _Unused:
 class BlockFolder:
     """The block files of one engine under the directory `root`, in order of last use.
 
-    `identity` is a name for everything on which a block's bytes depend, apart from the block's key. `limit_bytes`
-    limits the size of this folder together with the folders that ended engines left under `root`. One thread may write
+    A block's bytes depend on the block's key, and on the model and options that `identity` stands for. `limit_bytes` is
+    the largest total size of this folder and of the folders under `root` whose engines have ended. One thread may write
     while another reads. Raises ConfigError if other users can write to `root`, OSError if the disk fails.
     """
 
@@ -135,8 +135,8 @@ class BlockFolder:
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def seconds_per_byte(self) -> float:
-        """Measures how many seconds it takes to read a byte. Test files are flushed and dropped from the operating
-        system's cache first, as far as it allows, so that the disk itself is measured.
+        """Measures how many seconds it takes to read a byte. The test files are first flushed, and dropped from the
+        operating system's cache if the system allows it. The disk itself is then measured.
         """
         count = max(1, min(8, (32 << 20) // self.file_bytes))
         content = os.urandom(self._block_bytes)

@@ -25,8 +25,8 @@ Place = tuple[bool, int]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns a hash of 128 bits of a block's tokens and all tokens before them. `parent` is the hash of the previous
-    block. For the first block, `parent` is the sequence's salt.
+    """Returns a 128-bit hash that covers a block's tokens and all tokens before them. `parent` is the hash of the
+    previous block. For the first block, `parent` is the sequence's salt.
     """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
@@ -93,8 +93,9 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the blocks of the longest cached prefix. `hashes` are the chained hashes of the wanted blocks. Each
-        result says whether a block is in host memory, and its number. Adds no references (see `add_reference`).
+        """Returns the places of the blocks of the longest cached prefix. A place is a pair: True if the block is in
+        host memory, and the block's number. `hashes` are the chained hashes of the wanted blocks. Adds no references
+        (see `add_reference`).
         """
         places: list[Place] = []
         for block_hash in hashes:
@@ -115,7 +116,9 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """Returns how many free device blocks are needed to use these blocks, which may be in host memory."""
+        """Returns how many free device blocks it takes to use these cached blocks. A block in host memory takes one,
+        and so does a device block without references.
+        """
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
@@ -205,8 +208,8 @@ class BlockPool:
         self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Stops sharing the given blocks, because their content cannot be trusted. Blocks that others reference as well
-        are left alone. Returns the blocks that it stopped sharing.
+        """Stops sharing the given blocks, because their content cannot be trusted. A block with more than one reference
+        is left alone. Returns the blocks that it stopped sharing.
         """
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:

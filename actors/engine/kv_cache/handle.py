@@ -1,5 +1,5 @@
-"""The KV of one request in transit between two engines: a header, and the raw blocks of each layer in host memory. It
-needs only numpy, so that a router can hold and forward it.
+"""The KV of one request in transit between two engines: a header, and the raw blocks of each layer in host memory. This
+module needs only numpy, so that a router can hold and forward the KV.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the part of a sequence's prompt that is cached, and the part that other sequences are computing.
 
-If another request is already computing the same prefix, a request waits for it instead of computing the prefix a second
-time (as in SGLang).
+If another request is already computing a prefix, a new request may wait for that prefix instead of computing the prefix
+a second time (as in SGLang).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class PrefixCache:
         self._producers: dict[bytes, Sequence] = {}  # the sequence that computes a block not cached yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
-        """Returns one hash for each block of a sequence that holds computed tokens. The hash is None if the block is
-        not full or is not kept in the cache.
+        """Returns a hash for each block that holds computed tokens of a sequence. The hash is None if the block is not
+        full or is not kept in the cache.
         """
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
         hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._keeps(seq) else []

@@ -1,7 +1,7 @@
-"""The layers of a model whose weights are larger than the memory for them. The first layers stay in memory. In every
-pass, each other layer is read from the files while the layer before it computes.
+"""The layers of a model whose weights are larger than the memory for them. The first layers stay in memory. The
+remaining layers are read from the files in every pass, each while the layer before it computes.
 
-The same code builds the layers as for any other model, so that tokens are identical to the bit.
+The layers are built by the same code as those of any other model. Results are therefore identical to the bit.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class ModelRunner:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error with which the engine ended because another member process ended. None while it lives."""
+        """The error with which the engine ended because another member process ended. None while the engine lives."""
         return None if self._leader is None else self._leader.death
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class ModelRunner:
         """Computes the chunks and returns the results and the errors, both by sequence id. After a failure it splits
         the chunks into halves, until a batch fits in memory or the sequence at fault is found.
 
-        That sequence is tried once more without its draft.
+        The sequence at fault is tried once more without its draft, if it has one.
         """
         if not chunks:
             return {}, {}
@@ -274,8 +274,8 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. Returns, by sequence id, the next tokens of each sequence whose tokens are then all
-        computed: one token, and more if its draft is right.
+        """Computes the chunks. If all tokens of a sequence are computed after that, the sequence gets a next token, and
+        further tokens if its draft is right. Returns the new tokens by sequence id.
 
         Records prompt log probabilities and pooled states in the sequences. Executing a chunk twice writes the same KV
         and draws the same token, so a failed step can be retried in parts.

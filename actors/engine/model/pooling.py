@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded, it
-    is "last", since only the last token has seen the whole prompt.
+    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded,
+    the method is "last", since only the last token has seen the whole prompt.
     """
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
@@ -75,11 +75,11 @@ class PooledRows:
         return cls(pooled, rows)
 
     def record(self, states_RN: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Adds the rows' hidden states to the sums of their prompts. If a prompt is to be classified, adds the logits
-        that `head` computes from the hidden states instead.
+        """Adds the rows' hidden states to the sums of their prompts. If a prompt is to be classified, `head` first
+        turns its hidden states into logits, and the logits are added.
 
-        Recording a chunk a second time replaces the chunk's sum and drops all later sums. A repetition therefore
-        changes nothing, and a prompt can restart after an eviction.
+        Each chunk of a prompt has its own sum. If a chunk is recorded a second time, its sum is replaced, and the sums
+        of later chunks are dropped. A chunk may therefore be repeated, and a prompt can restart after an eviction.
         """
         at = 0
         for prompt, start, count in self.chunks:

@@ -43,11 +43,12 @@ class Sampler:
     @torch.inference_mode()
     def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
         """Returns the next tokens of each chunk's sequence: one token, and one more after each draft token that equals
-        the drawn token. The draft never changes which tokens are drawn. If drawing fails at a later place than the
-        first, the sequence's tokens end before that place, and the next step draws there again.
+        the drawn token. The draft never changes which tokens are drawn. If a draw after the first one fails, the
+        sequence gets only the tokens before the failed draw. The next step repeats that draw.
 
-        Drafts are checked in rounds of one token for each sequence. Tokens of earlier rounds are appended to the
-        sequences until the end of the call. Penalties, grammars and bans therefore apply at the right position.
+        Drafts are checked in rounds of one token for each sequence. After each round, the right tokens are appended to
+        the sequences, so that penalties, grammars and bans apply at the right position. At the end of the call, these
+        tokens are removed from the sequences again.
         """
         seqs = [chunk.seq for chunk in chunks]
         if not any(chunk.draft for chunk in chunks):

@@ -32,8 +32,9 @@ class Drafter(Protocol):
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts, at most `budget` tokens in all, to the decodes of a step that has `num_tokens` tokens without
-        drafts. `reserve(seq, count)` returns for how many of `count` draft tokens a sequence has room.
+        """Adds drafts to the decodes of a step, at most `budget` tokens in all. `num_tokens` is the number of the
+        step's tokens, not counting drafts. `reserve(seq, count)` returns for how many of `count` draft tokens a
+        sequence has room.
         """
 
 
@@ -43,12 +44,12 @@ class Scheduler:
     It advances running sequences in the order of their ranks. When a sequence needs a block, it may evict sequences of
     later rank. A waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
 
-    Every sequence ends: each step advances the first in rank, which can take all blocks, and every sequence becomes the
-    first. `add` refuses a sequence that exceeds the whole pool. Host memory is used only with a `swap_cost`.
+    Every sequence ends at some time. Each step advances the sequence with the first rank, which can take the blocks of
+    all others, and every sequence comes to have the first rank. `add` refuses a sequence that exceeds the whole pool.
+    Host memory is used only with a `swap_cost`.
 
-    With a `team_slowdown`, sequences of light teams start first. Those of other teams skip some steps in which light
-    ones are computed (see TeamShare). They skip in turn, so that the first in rank gets its turn as well.
-    `step_seconds(tokens)` returns the time of a step.
+    With a `team_slowdown`, sequences of light teams start first (see TeamShare). Steps that compute them may leave out
+    sequences of other teams, which then take turns. `step_seconds(tokens)` returns the time of a step.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Scheduler:
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queues another sample of the parent's prompt, which starts once the prompt is computed. It shares the
-        prompt's full blocks, and gets a copy of the last block, in which both samples continue.
+        """Queues `child`, another sample of the parent's prompt. It starts once the prompt is computed. It shares the
+        prompt's blocks except the last, of which it gets a copy.
         """
         assert child.tokens == parent.tokens[: parent.prompt_len]
         self.add(child)

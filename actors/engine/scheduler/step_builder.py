@@ -14,9 +14,9 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the whole blocks, on the device
-    or in host memory. If a partial block remains, `tail` is the parent sequence's block with these tokens, which `load`
-    copies.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the full blocks, on the device
+    or in host memory. If the last of these tokens fill only part of a block, `tail` is the block in which the parent
+    sequence has them. `load` copies that block.
     """
 
     num_tokens: int
@@ -79,7 +79,7 @@ class StepBuilder:
         return not (self.decodes or self.prompts)
 
     def room(self, seq: Sequence) -> int:
-        """Returns how many tokens a sequence may take of the budget that is not reserved for decodes."""
+        """Returns how many tokens of the unreserved budget `left` a sequence may take."""
         return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:

@@ -51,7 +51,9 @@ class StepCost:
                 del self._factors[stale], self._seen[stale]
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimated seconds of a step. Before any measurement, the unit is the time of a one-row step."""
+        """Returns the estimated seconds of a step. Before any measurement, the result is a multiple of the time of a
+        one-row step instead.
+        """
         measured = self._rows
         if not measured:
             return self._shape(rows)

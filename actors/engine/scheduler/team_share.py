@@ -1,9 +1,9 @@
 """Limits how much other teams lengthen a step that computes requests of a light team.
 
 A team is light if its load is less than half of its share by weight. In a step that computes tokens of a light team,
-the sequences of the other teams take turns. Together they get so many tokens that the step takes at most a fixed factor
-longer. They always get at least `decodes of the light teams * weight of the others / weight of the light teams` tokens.
-If there is only one team, or no light team, nothing is limited.
+the sequences of the other teams take turns. Together they get only as many tokens as lengthen the step by at most a
+fixed factor. But they always get at least `decodes of the light teams * weight of the others / weight of the light
+teams` tokens. If there is only one team, or no light team, nothing is limited.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Cuts a stream of text at the first stop string, even if the stop string spans several chunks. No part of a stop
-string is ever emitted.
+"""Cuts a stream of text at the first stop string, even if the stop string spans several chunks. No part of the stop
+string is emitted, unless the request asks for the stop string in the output.
 """
 
 from __future__ import annotations

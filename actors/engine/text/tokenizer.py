@@ -60,7 +60,7 @@ class Tokenizer:
 
     def encode_pair(self, text: str, pair: str, *, enough: int | None = None) -> list[int]:
         """Returns the token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long texts are cut
-        as `encode` does.
+        in the same way as by `encode`.
         """
         texts = self._cut(_checked(text), enough), self._cut(_checked(pair), enough)
         (encoding,) = self.rust.encode_batch_fast([texts], add_special_tokens=True)

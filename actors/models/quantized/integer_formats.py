@@ -44,8 +44,8 @@ def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> 
 
 
 def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """Reads the format pack-quantized: `weight_packed` int32 [N, K * b / 32]. It holds codes of b bits plus 2^(b-1),
-    with the first code in the lowest bits.
+    """Reads the format pack-quantized: `weight_packed` int32 [N, K * b / 32]. Each code has b bits, and is stored with
+    2^(b-1) added to it. The first code is in the lowest bits.
     """
     if tensors.dtype("weight_packed") == "U8":
         kind = "nvfp4" if "weight_global_scale" in tensors else "mxfp4"

@@ -1,7 +1,7 @@
 """Reads the `quantization_config` of a `config.json`: compressed-tensors, GPTQ, AWQ and FP8.
 
-A module's tensors decide how the module is read. The config is checked against the tensors, and supplies only what they
-do not show (GPTQ's zero points). Options that would change results and are not implemented are refused by name.
+A module's tensors decide how the module is read. The config is checked against the tensors, and supplies only what the
+tensors do not show (GPTQ's zero points). Options that would change results and are not implemented are refused by name.
 """
 
 from __future__ import annotations

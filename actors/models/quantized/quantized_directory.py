@@ -41,8 +41,8 @@ def is_quantized(weights: Weights) -> bool:
 
 
 class QuantizedDirectory(Weights):
-    """The tensors of a directory by name, as in `Weights`. `get` returns the weights of quantized modules dequantized;
-    `quantized` returns them in quantized form.
+    """The tensors of a directory by name, as in `Weights`. For a quantized module, `get` returns the dequantized
+    weight, and `quantized` returns the weight in quantized form.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
@@ -161,8 +161,8 @@ class QuantizedDirectory(Weights):
 
 
 def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int, int], part: Block) -> Tensor:
-    """Returns a block of a weight [N, K] that is stored in FP8 (e4m3), in float32: the codes times their scale. There
-    is one scale for the tensor, for each output, or for each block of outputs and inputs.
+    """Reads a block of a weight [N, K] that is stored in FP8 (e4m3). Returns the codes times their scale, in float32.
+    There is one scale for the tensor, for each output, or for each block of outputs and inputs.
 
     The engine computes this weight in the model's dtype, because integer codes cannot represent the values.
     """

@@ -93,9 +93,9 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """Returns one sequence for each sample of a request. If the request has a seed, sample i equals the only sample
-        of the same request with seed + i. In a resumed request, each sequence has the tokens so far, and a finish
-        reason if its sample has ended.
+        """Returns one sequence for each sample of a request. If the request has a seed, sample i is drawn with the seed
+        plus i. A request for one sample with that seed would give the same tokens. In a resumed request, each sequence
+        has the tokens so far, and a finish reason if its sample has ended.
 
         If `prepared` is None, this call prepares the grammar and images itself.
         """
@@ -214,7 +214,7 @@ class InputProcessor:
 
 
 def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
-    """Returns a hash of everything, except the tokens, that KV depends on: only sequences with the same salt share
-    blocks.
+    """Returns the salt of block hashes: a hash of the weights' version, the adapter and the request's cache salt. Only
+    sequences with the same salt share blocks.
     """
     return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()

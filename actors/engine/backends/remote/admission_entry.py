@@ -43,14 +43,14 @@ class AdmissionEntry:
         return len(self.request.prompt) + 1 + self.tokens
 
     def remainder(self) -> GenRequest:
-        """Returns the request with which the engine continues the answer."""
+        """Returns a request for the rest of the answer. Before the first token, that is the whole answer."""
         return replace(self.progress.resumed(), gave_way=self.gave_way)
 
     @property
     def is_preemptible(self) -> bool:
-        """True for a running request that an interruption costs nothing. False for a request with prompt log
-        probabilities, or with more samples than the client gets, because these results would have to be computed or
-        sent again.
+        """True if the request runs and can be interrupted without loss. False for a request with prompt log
+        probabilities, or with more samples than the client gets. After an interruption, such results would have to be
+        computed or sent again.
         """
         params = self.request.sampling
         return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None

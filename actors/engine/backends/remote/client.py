@@ -98,10 +98,10 @@ class RemoteEngine(Engine):
     ) -> AsyncIterator[GenChunk]:
         """Streams the output of a request.
 
-        The engine's process passes `prefix` to the `on_prefix` callbacks of its other clients. `prefill_at` has the
-        host, port, secret and name of another process, from which the engine fetches the prompt's KV. `new_tokens` is
-        the number of prompt tokens that are probably not cached. The engine's status reports the sum of `new_tokens`
-        over its requests.
+        `prefix` describes the prompt's prefix, which the engine will have in its cache. The engine's process sends it
+        to all other clients, whose `on_prefix` callbacks get it. `prefill_at` has the host, port, secret and name of
+        another process, from which the engine fetches the prompt's KV. `new_tokens` is the number of prompt tokens that
+        are probably not cached. The engine's status reports the sum of `new_tokens` over its requests.
         """
         return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 

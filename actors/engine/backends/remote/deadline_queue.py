@@ -4,8 +4,8 @@ Requests that can still be in time go first, the earliest due time first. Late r
 late requests first would only make more requests late. Every twentieth start is reserved for a late request, so that no
 request waits for ever. Requests without a due time keep the order of their arrival.
 
-Assume one server and an equal time allowance for every request. Then every request that would be in time under first
-come, first served is in time here, since only requests that are due earlier go before it.
+Assume one server, and the same time allowance for every request. If a request would be in time with service in order of
+arrival, the request is in time here as well, since only requests that are due earlier go before it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Admits requests of many teams to an engine, so that no team waits behind the backlog of another team.
 
-The requests of all gateway processes come together in the engine's process. As many requests run as the engine has
-places, that is slots for running sequences. The others wait in a fair queue here, not in the engine's own queue.
+The requests of all gateway processes come together in the engine's process. The engine has a limited number of places,
+each for one running sequence. Requests that find no free place wait in a fair queue here, not in the engine's own
+queue.
 
-When no place is free, a team with less than half of its share may preempt a request of another team. The other team
-must hold more places relative to its weight. The engine stops the preempted request and later continues it from its
-tokens, so the client sees only a pause. If a time to the first token is promised, a team's requests that can still meet
-the promise go before the team's late requests (deadline_queue.py).
+When no place is free, a team with less than half of its share may preempt a request of another team. That other team
+must hold more places, relative to its weight, than the first team. The engine stops the preempted request and later
+continues it from its tokens, so the client sees only a pause. If a time to the first token is promised, a team's
+requests that can still meet the promise go before the team's late requests (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class FairAdmission:
     """Admits requests to one engine. Use it from one event loop. If the engine does not report how many sequences it
     runs at once, it gets all requests at once.
 
-    `direct` has the chunks that the engine's thread sent past this object. They are counted before each decision.
-    `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's requests start in the order
-    of their arrival.
+    `direct` has the chunks that the engine's thread sent to clients directly, without this object. These chunks are
+    counted before each decision. `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's
+    requests start in the order of their arrival.
     """
 
     def __init__(

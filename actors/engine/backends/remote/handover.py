@@ -42,7 +42,7 @@ async def prefill(
     engine: Engine, admission: FairAdmission, request: GenRequest
 ) -> tuple[list[GenChunk], KvHandle | None]:
     """Computes a request up to its first token and takes the request out of the engine. Returns the chunks so far and
-    the KV. If the request ended here, the KV is None.
+    the KV. If the request ends in this engine, the KV is None.
     """
     chunks: list[GenChunk] = []
     handle = None

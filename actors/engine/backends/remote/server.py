@@ -126,7 +126,7 @@ class EngineServer:
             self._has_news.set()
 
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
-        """Tells all clients except the sender, with the next status, that the cache has this prefix."""
+        """Adds a cached prefix to the next status for every client except the sender."""
         for connection in self._connections:
             if connection.is_open and connection is not sender:
                 connection.prefixes.append(prefix)

@@ -55,8 +55,9 @@ def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
 
 
 def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request with penalties, a seed, bad words or structured output. vLLM keeps state
-    for these options, which it builds only from tokens that it generated itself.
+    """Raises UsageError for a resumed request with a presence or frequency penalty, bad words, structured output, or a
+    seed for random sampling. vLLM keeps a state for each of these options, and builds this state only from tokens that
+    it generated itself.
     """
     params = request.sampling
     asked = {
@@ -110,8 +111,8 @@ def sampling_fields(
     """Returns the fields of vLLM's SamplingParams for one sample of a request. `room` is the number of tokens left in
     the context.
 
-    The model's end-of-sequence tokens are passed as stop tokens, so that vLLM needs no tokenizer. Text and stop strings
-    are raytide's own work, so vLLM gets neither.
+    The model's end-of-sequence tokens are passed as stop tokens, so that vLLM needs no tokenizer. raytide itself makes
+    the text and finds stop strings, so vLLM gets no stop strings and makes no text.
     """
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
     fields: dict[str, Any] = {

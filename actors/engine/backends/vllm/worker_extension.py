@@ -16,8 +16,8 @@ import threading
 
 
 class EndsWithParent:
-    """The class that vLLM's option `worker_extension_cls` adds to its worker. Importing this module is enough to take
-    effect.
+    """The class that vLLM's option `worker_extension_cls` adds to its worker. The class is empty: the import of this
+    module starts a thread that ends the worker with its parent.
     """
 
 

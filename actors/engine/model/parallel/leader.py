@@ -157,7 +157,9 @@ class GroupLeader:
         self._finish()
 
     def order(self, **command: Any) -> None:
-        """Sends a command to all members, given as one keyword argument. Each member executes its orders in turn."""
+        """Sends a command to all members. The command is one keyword argument, such as `free=True`. Each member
+        executes its orders in turn.
+        """
         if self.death is not None:
             raise self.death
         self._order(**command)

@@ -107,8 +107,8 @@ class MemberLink:
 
 
 def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
-    """Starts a thread that waits until the other side of a socket or pipe closes. It then calls `ended` once, with the
-    index of that descriptor.
+    """Starts a thread that waits until the other side of any of these sockets or pipes closes. The thread then calls
+    `ended` once, with the index of the closed one in `descriptors`.
     """
     poll = select.poll()
     for descriptor in descriptors:

@@ -13,8 +13,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """The part of a linear module that one member has. If `by_input` is true, `ranges` has one range of the module's
-    `full` inputs. Otherwise `ranges` are ranges of its `full` outputs.
+    """The part of a linear module that one member has. If `by_input` is true, the module has `full` inputs, and
+    `ranges` has one range of them. Otherwise the module has `full` outputs, and `ranges` has one or more ranges of
+    them.
     """
 
     full: int
@@ -113,8 +114,8 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
 
 
 def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns where ranges of several tensors lie in the concatenation of these tensors. `parts` has, for each tensor,
-    its whole size and the range within it.
+    """Translates ranges within several tensors into ranges within the concatenation of these tensors. `parts` has, for
+    each tensor, the size of the whole tensor and a range within the tensor.
     """
     ranges, start = list[Range](), 0
     for size, (first, end) in parts:

@@ -1,7 +1,7 @@
 """Reads one member's part of a model's weights, as `shard.py` defines it.
 
-A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: there it reads
-whole rows, with all inputs of its outputs.
+A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: from them, a
+member reads whole rows, even if it needs only some of a row's inputs.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ class AdapterShard:
         }
 
     def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns A and B with only this member's part: A is cut to its columns, or B to its rows."""
+        """Returns A and B, one of them cut for this member. If the module is cut by input, A keeps only the member's
+        columns. Otherwise B keeps only the member's rows.
+        """
         cut = self._cuts[module]
         if not cut.by_input:
             return a_RN, torch.cat([b_MR[first:end] for first, end in cut.ranges])

@@ -1,4 +1,5 @@
-"""Earlier answers, which are searched for the end of a new answer to guess how it continues.
+"""Earlier answers. If the last tokens of a new answer occur in an earlier answer, the tokens that follow there are a
+guess of how the new answer continues.
 
 The answers are kept separately for each salt of the prefix cache. Otherwise a tenant could learn other tenants' answers
 from the speed of its own.
