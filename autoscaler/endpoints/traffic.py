@@ -293,8 +293,8 @@ def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """Returns the mean replica speed over these node types. If the speed on none of them is known, returns the mean
-    over all types with a known speed. Returns None if there are none.
+    """Returns the mean replica speed over the given node types. If no speed is known for any of them, returns the mean
+    over all types with a known speed. Returns None if no speed is known at all.
     """
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:
