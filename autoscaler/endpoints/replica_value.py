@@ -388,7 +388,7 @@ def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
     """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` is for 0, 1, 2... replicas
-    without losses. `losses` has pairs (share of the time, share of the spot replicas lost in that time: at least one).
+    without losses. `losses` has pairs (share of time, share of spot replicas lost then). At least one replica is lost.
     """
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)

@@ -56,9 +56,9 @@ class RequestRate:
 
 @dataclass(slots=True)
 class RateForecast:
-    """The usual request rate, used as a forecast. The rate is averaged over several lengths of memory. The length that
-    has forecast best so far is used. The forecast thus follows a smooth rate closely, and averages over bursts, which
-    are over before a new replica has started.
+    """The usual request rate, used as a forecast. Several mean rates are computed, each with a memory of another
+    length. The mean that has forecast best so far is used. The forecast thus follows a smooth rate closely, and
+    averages over bursts, which are over before a new replica has started.
 
     The error of a forecast is its squared difference from the rate one cold start later, relative to the variance of
     random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.

@@ -115,8 +115,9 @@ def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
 
 
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the reading of a machine by Ray's agent, completed by the exporter's reading. The time and the values for
-    GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's value stays.
+    """Returns the reading that Ray's agent gave of a machine, completed by the exporter's reading. The time and the
+    values for GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's
+    value stays.
     """
     return replace(
         reading,
