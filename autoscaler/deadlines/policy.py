@@ -1,8 +1,8 @@
 """Decides which node a job with a deadline should hold now: a node in a spot zone, an on-demand node, or none.
 
-There are two rules. First, every choice must leave enough time to start on demand and to finish there. Second, among
-these choices the one with the lowest expected cost until the job's end wins. The expected costs come from a value table
-of the learned spot market.
+There are two rules. First, every choice must leave enough time to start on demand and to finish there. Second, the
+cheapest of these choices wins: the one whose expected cost until the job's end is lowest. The expected costs come from
+a value table of the learned spot market.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class _Purchase:
 
 
 class ConsolidationPlanner:
-    """Starts moves off nodes, beginning with the most expensive nodes. The number of nodes that may leave at once is
-    limited.
+    """Starts to move tenants away from nodes, beginning with the most expensive nodes. The number of nodes that may
+    leave at once is limited.
     """
 
     def __init__(self, builder: PlanBuilder) -> None:

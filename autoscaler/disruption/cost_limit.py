@@ -59,8 +59,8 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
-    """Returns the snapshot with the nodes that the actions in `shed` remove marked as leaving. Nothing is then placed
-    on these nodes.
+    """Returns the snapshot after the actions in `shed`: the nodes that these actions remove are marked as leaving.
+    Nothing is placed on nodes that are leaving.
     """
     states = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
     states |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}

@@ -40,8 +40,8 @@ class DisruptionCost:
 
 
 def disruption_cost(occupancy: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> DisruptionCost | None:
-    """Returns the cost for the gangs on these nodes to leave all of them. Returns None if one of the gangs may not be
-    disrupted.
+    """Returns the cost if the nodes `olds` are taken from all gangs that have members on them. Returns None if one of
+    these gangs may not be disrupted.
     """
     leaving = Counter(lease.id for old in olds for lease, _ in old.members)
     found, notes = DisruptionCost(), []

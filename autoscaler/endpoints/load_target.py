@@ -96,8 +96,8 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """Returns the number of replicas that are needed for `work`. The unit is the work of one replica on the slowest
-    node type.
+    """Returns the number of replicas that are needed for `work`. One unit of `work` is what one replica on the slowest
+    node type can do.
 
     If more replicas are needed, they are assumed to run on the node type where a unit of work is cheapest. If fewer are
     needed, the fastest are assumed to stop, because Serve chooses which replicas stop.

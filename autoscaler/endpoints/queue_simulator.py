@@ -5,9 +5,10 @@ Requests that can be in time start in the order of their arrival, on the replica
 replicas of a fleet form one pool. Late requests are left out of the simulation, because real replicas start them after
 all others (deadline_queue.py).
 
-The counts are indexed by the usual request rate one cold start before the requests. When the decision to launch a node
-is made, only this rate is known. A single rate is observed for too few hours, so counts at nearby rates contribute.
-They are scaled to the same number of replicas per request.
+There are separate counts for each request rate. The rate is the usual one at the time when a node for the requests
+would have been launched: one cold start before the requests. At that time, no later rate is known. A single rate is
+observed for too few hours, so counts at nearby rates contribute. They are scaled to the same number of replicas per
+request.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class CounterfactualFleets:
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the expected late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        Counts at nearby rates contribute. The prior is the probability that all replicas are busy, where each replica
-        is busy independently of the others.
+        Counts at nearby rates contribute. While there are few counts, a guess has weight too. The guess is that a
+        request is late if all replicas are busy, and that each replica is busy independently of the others.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -200,8 +201,8 @@ class DeadlineFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """Returns the largest convex decreasing curve that is nowhere above `late`. On this curve, replicas that help only
-    together share the benefit equally.
+    """Returns the largest convex decreasing curve that is nowhere above `late`. If a replica is of use only together
+    with the next ones, the curve divides the benefit of all of them equally among them.
     """
     corners: list[int] = []
     values = late.tolist()

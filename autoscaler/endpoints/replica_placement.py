@@ -1,14 +1,15 @@
-"""Plans in which pools to buy replicas of one endpoint and which replicas to release, based on the replicas' value. The
-controller and the simulator use the same plan.
+"""Decides in which pools to buy replicas of one endpoint and which replicas to release, based on the replicas' value.
+The controller and the simulator use the same plan.
 
 The inputs in `ReplicaValue` are three numbers of replicas:
 
 - `spot`: the replicas that are worth the spot price.
-- `standby`: the replicas among them that are worth the on-demand price, because on-demand replicas are never reclaimed.
+- `standby`: those of the `spot` replicas that are worth even the on-demand price, because on-demand replicas are never
+  reclaimed.
 - `ondemand`: the replicas that are worth the on-demand price while spot is unavailable.
 
-On-demand replicas beyond these numbers stay until the spot replicas that replace them serve. This module has no clock,
-no memory and no I/O.
+There may be more on-demand replicas than these numbers allow. The surplus stays until the spot replicas that replace it
+are ready. This module has no clock, no memory and no I/O.
 """
 
 from __future__ import annotations

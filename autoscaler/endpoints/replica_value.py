@@ -7,8 +7,8 @@ On-demand replicas are never lost. A few on standby can be worth more than many 
 
 The price of a late request is the dual variable of the SLO. It starts at a guess from the cost of a request. It rises
 while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
-the model, corrected by its past errors, predicts just as many late requests as allowed. Otherwise the loss of a zone on
-the first day would keep the price high for a week. An overspent error budget of the last week raises the price.
+the model, corrected by its past errors, predicts as many late requests as allowed. Without a bound, the loss of a zone
+on the first day would keep the price high for a week. An overspent error budget of the last week raises the price.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class ReplicaValueModel:
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:
-        """Sets a new goal. `is_for` must be true for it."""
+        """Sets a new goal. `is_for` must be true for the new goal."""
         self.goal = goal
         self.simulator.set_speed(goal.speed)
 
@@ -387,8 +387,8 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` has them for 0, 1, 2...
-    replicas without losses. `losses` has pairs: a share of time, and the share of spot replicas (at least one) lost.
+    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` is for 0, 1, 2... replicas
+    without losses. `losses` has pairs (share of time, share of spot replicas lost then). At least one replica is lost.
     """
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)

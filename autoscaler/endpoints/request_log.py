@@ -122,8 +122,8 @@ class RouterQueue:
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
         """Returns how many late requests are now reported a second time. `late` is the number of requests that replicas
-        report as late. Some of them were already reported late while they waited in this queue. A replica reports such
-        a request as soon as it receives it.
+        report as late. Some of these requests were already reported late while they waited in this queue. The replica
+        that receives such a request reports it again at once.
 
         `in_replicas` is the number of requests at replicas now.
         """

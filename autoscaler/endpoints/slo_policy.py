@@ -168,8 +168,8 @@ def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: fl
     """Yields the endpoint's replicas and free capacity as FleetNodes. The id of a node has a mark: `#` for a replica
     that stays, `~` for a replica that starts, and `+` for free capacity on a node that was bought for the endpoint.
 
-    A replica on a node that other tenants keep counts as spot, because it costs nothing extra. `spot_micro_usd_h` is
-    the price of a replica on spot.
+    If a node would be kept for other tenants anyway, a replica on this node costs nothing extra and counts as spot.
+    `spot_micro_usd_h` is the price of a replica on spot.
     """
     name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, replica_throughputs(view)
     present = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
@@ -225,8 +225,9 @@ def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
 
 
 def prices(view: EndpointView, offerings: Offerings) -> tuple[float, dict[str, float]]:
-    """Returns the price of a unit of work in dollars an hour: on demand, and by spot pool. A free offering gets the
-    price of the cheapest paid offering, because the value of a late request is derived from the price.
+    """Returns the on-demand price of a unit of work, and the spot price of a unit of work in each spot pool. Prices are
+    in dollars an hour. A free offering gets the price of the cheapest paid offering, because the value of a late
+    request is derived from the price.
     """
     by_pool = _offers(view, offerings).values()
     found = [(offering, _price(view, offerings, offering, fit) / 1e6) for offering, fit in by_pool]

@@ -89,12 +89,12 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
 
 
 def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
-    """Returns the endpoint with the new target of `scale`."""
+    """Returns the endpoint after the action `scale`, with the action's new target."""
     return replace(endpoint, target_replicas=scale.replicas, low_since_s=None, high_since_s=None, reason=scale.reason)
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """Returns the new target of an endpoint by load alone. Returns None if the target does not change."""
+    """Returns the new target of an endpoint, from the load only. Returns None if the target does not change."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None

@@ -56,9 +56,9 @@ class RequestRate:
 
 @dataclass(slots=True)
 class RateForecast:
-    """The usual request rate, used as a forecast. The rate is averaged over several lengths of memory. The length that
-    has forecast best so far is used. The forecast thus follows a smooth rate closely, and averages over bursts, which
-    are over before a new replica has started.
+    """The usual request rate, used as a forecast. Several mean rates are computed, each with a memory of another
+    length. The mean that has forecast best so far is used. The forecast thus follows a smooth rate closely, and
+    averages over bursts, which are over before a new replica has started.
 
     The error of a forecast is its squared difference from the rate one cold start later, relative to the variance of
     random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.
@@ -293,8 +293,8 @@ def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """Returns the mean replica speed over these node types. If the speed on none of them is known, returns the mean
-    over all types with a known speed. Returns None if there are none.
+    """Returns the mean replica speed over the given node types. If no speed is known for any of them, returns the mean
+    over all types with a known speed. Returns None if no speed is known at all.
     """
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:

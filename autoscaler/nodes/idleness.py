@@ -1,5 +1,5 @@
-"""The idle time of each node. It is measured in two ways: in Ray, by raytide's own clock, and physically, by the node's
-meters.
+"""The idle time of each node. It is measured in two ways. Raytide's own clock measures how long a node has been idle in
+Ray. The node's meters show how long it has been idle physically.
 
 Ray's own idle clock is not used: it restarts whenever work queues on any node (ray#60546), and it covers only processes
 that Ray started.

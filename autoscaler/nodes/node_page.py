@@ -99,11 +99,11 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
 
 
 def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
-    """Returns by how many seconds a machine's clock is ahead of this machine's clock. The result is negative if it is
-    behind.
+    """Returns by how many seconds a machine's clock is ahead of this machine's clock. The result is negative if the
+    machine's clock is behind.
 
     `date` is the `Date` header of the machine's response, in whole seconds. The result is the smallest skew that
-    explains it. Returns None if the date is not valid.
+    explains this date. Returns None if the date is not valid.
     """
     try:
         began_s = parsedate_to_datetime(date).timestamp()
@@ -115,8 +115,9 @@ def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
 
 
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the reading of a machine by Ray's agent, completed by the exporter's reading. The time and the values for
-    GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's value stays.
+    """Returns the reading that Ray's agent gave of a machine, completed by the exporter's reading. The time and the
+    values for GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's
+    value stays.
     """
     return replace(
         reading,

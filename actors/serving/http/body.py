@@ -32,8 +32,8 @@ _PIECE_BYTES = 1 << 16
 
 
 class Outline:
-    """Counts the values of a JSON text and their depth, piece by piece as the text arrives. Raises ApiError as soon as
-    a limit is exceeded, before the parser runs.
+    """Counts the values of a JSON text and the depth of their nesting, piece by piece as the text arrives. Raises
+    ApiError as soon as a limit is exceeded, before the parser runs.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,9 @@ class RequestCaller(Protocol):
 
     @property
     def keeps_answers(self) -> bool:
-        """True if endpoints with an answer cache may store the caller's answers and serve cached ones to it."""
+        """True if endpoints with an answer cache may store the caller's answers, and may answer the caller from the
+        cache.
+        """
 
     @property
     def row(self) -> BatchRow | None:

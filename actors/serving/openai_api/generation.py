@@ -41,8 +41,8 @@ class ChoiceDelta:
 class GenerationStream:
     """The merged streams of a request's prompts. Choice i of prompt p has the index p * n + i, as in OpenAI's API.
 
-    `echoes` has one text for each prompt, with which the choices of the prompt begin. `tool_use` says how to parse the
-    output. The reader of the stream must settle `grant`.
+    `echoes` has one text for each prompt. Each choice of the prompt begins with that text. `tool_use` says how to parse
+    the output. The reader of the stream must settle `grant`.
 
     The amount of unread output is limited. If the client reads too slowly, the generation fails.
     """

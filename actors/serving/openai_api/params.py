@@ -184,7 +184,7 @@ def messages_of(messages: Sequence[ChatMessage], *, sees_images: bool = False) -
     """Returns the messages for the engine. The text parts of a message are joined.
 
     Raises ApiError for a part of another type, and names the part. Images are allowed only if the model `sees_images`.
-    The role "developer" becomes "system", because it is OpenAI's newer name for that role.
+    The role "developer" becomes "system": "developer" is OpenAI's newer name for that role.
     """
     return [
         Message(

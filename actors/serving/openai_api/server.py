@@ -165,8 +165,8 @@ class Server:
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
         """Returns the prompt of a chat. `use` is the chat's use of tools. It is computed if it is not given.
 
-        The prompt may exceed the context, because engines cut longer prompts to slightly more than the context's
-        length.
+        The length of the prompt is not checked here. The engine shortens a very long prompt, but the result may still
+        be longer than the context.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)

@@ -1,6 +1,6 @@
 """The request bodies of OpenAI's HTTP API, field for field as the official client types them.
 
-Requests keep fields that are not listed here in `model_extra`. `params` ignores or refuses these fields.
+Fields of a request that are not listed here stay in `model_extra`. `params` ignores or refuses these fields.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ else:
 
 
 def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that changes a request's JSON schema. In the changed schema, all fields must be null except
-    the request's own and the `ignored` ones. This describes the behaviour of `params.refuse_unknown`.
+    """Returns a function that changes a request's JSON schema. The changed schema allows the fields that the request
+    type defines and the `ignored` fields. Any other field must be null. This describes the behaviour of
+    `params.refuse_unknown`.
     """
 
     def change(schema: dict[str, Any]) -> None:

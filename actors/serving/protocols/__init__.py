@@ -1,3 +1,3 @@
-"""The APIs besides OpenAI's completions and chat: Responses, Messages, and tokenization. The chats in their requests
-are translated into chat requests.
+"""The APIs besides OpenAI's completions and chat: Responses, Messages, and tokenization. If a request to one of these
+APIs contains a chat, the chat is translated into a chat request.
 """

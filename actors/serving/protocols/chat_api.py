@@ -23,8 +23,8 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """An API whose requests are translated into chat requests. `renamed` replaces the chat's field names in an error by
-    the API's own names.
+    """An API whose requests are translated into chat requests. `renamed` is a function that takes an error and replaces
+    the field names of chats in the error by this API's own names.
     """
 
     name: str

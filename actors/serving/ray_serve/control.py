@@ -117,8 +117,8 @@ class ServeControl:
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """Returns the loads of those of the named endpoints on which Serve reports. Also deletes the GCS records of
-        replicas that no longer exist.
+        """Returns the loads of the named endpoints. Endpoints on which Serve does not report are left out. Also deletes
+        the GCS records of replicas that no longer exist.
         """
         wanted = tuple(names)
 

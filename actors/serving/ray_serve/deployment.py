@@ -207,7 +207,7 @@ class MemberHost:
 
 
 class MemberHosts:
-    """The members of a replica outside its first bundle, for a replica that spans nodes.
+    """The members of a replica that spans nodes, except the members in the replica's first bundle.
 
     In every bundle of the placement group except the first, a MemberHost actor owns the member processes. The processes
     end with the replica.

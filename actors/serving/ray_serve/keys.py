@@ -39,7 +39,7 @@ class ReplicaAddress:
 
 def spec_key(endpoint: str) -> bytes:
     """Returns the key of an endpoint's last deployed spec. The value is the endpoint's creation time, a space, and the
-    spec as JSON. The creation time tells an endpoint from an earlier, deleted one of the same name.
+    spec as JSON. The creation time distinguishes the endpoint from an earlier, deleted endpoint of the same name.
     """
     return f"{endpoint}/spec".encode()
 

@@ -47,8 +47,8 @@ class Listing:
 
 
 class UnsavedNotice:
-    """The reason why the last checkpoint was not written. It is shown at least once, and until a later checkpoint is
-    complete.
+    """The reason why the last checkpoint was not written. The reason is shown until a later checkpoint is complete. If
+    it has not been shown by then, it is still shown once.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,8 @@ class CheckpointManager:
         reading the checkpoint's files completely.
 
         Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all checkpoints
-        are bad, because silently starting over would lose work. Also raises it if another run wrote the checkpoint.
+        are bad, because silently starting over would lose work. Also raises CheckpointError if the newest intact
+        checkpoint was written by another run.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)

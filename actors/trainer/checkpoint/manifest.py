@@ -177,7 +177,8 @@ def unfinished_folders(store: CheckpointStorage) -> list[str]:
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
     """Removes old checkpoints after the checkpoint `committed` was written. Only checkpoints up to the step of
-    `committed` are considered. Of these, the intact ones of the newest `keep` steps stay, and all others are removed.
+    `committed` are considered. Of these, the intact checkpoints of the newest `keep` steps stay. All others are
+    removed.
 
     Folders of later steps belong to another generation. They are neither counted nor removed. Unfinished folders stay,
     because a rank may be writing to them until the next restart.

@@ -51,8 +51,8 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """The state of a model, an optimizer and other stateful objects. Create it before the first step. After that step,
-    FSDP may have replaced tensors under the same names.
+    """The state of a model, an optimizer and other stateful objects. Create it before the first step, because FSDP may
+    later put other tensors in the place of the model's parameters.
     """
 
     def __init__(

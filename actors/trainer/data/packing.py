@@ -56,8 +56,8 @@ class PackingPlan:
 
 
 def best_fit(starts: Ids, lengths: Ids, seq_len: int) -> PackingPlan:
-    """Returns the packing plan for documents in dataset order. `starts` has the first token of each document, and
-    `lengths` its number of tokens.
+    """Returns the packing plan for documents in dataset order. `starts` has the index of each document's first token.
+    `lengths` has each document's number of tokens.
     """
     full = lengths // seq_len
     documents = np.repeat(np.arange(len(lengths)), full)

@@ -80,8 +80,8 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """The number of ranks over which FSDP averages gradients. The trainer multiplies gradients by it, because it
-        needs sums.
+        """The number of ranks over which FSDP averages gradients. The trainer multiplies gradients by this number,
+        because the trainer needs sums instead of means.
         """
         return self.sizes.data * self.sizes.context
 
@@ -98,8 +98,8 @@ class ProcessGroup:
         return summed
 
     def from_first(self, value: T) -> T:
-        """Returns rank 0's value on every rank. It uses the group with the long timeout, because rank 0 may be busy
-        with files.
+        """Returns rank 0's value on every rank. The value is sent over the group with the long timeout, because rank 0
+        may be busy with files.
         """
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.io)
@@ -113,7 +113,7 @@ class ProcessGroup:
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank, waits for all ranks, and returns this rank's result. If `work` raises a
-        RaytideError on one rank, all ranks raise it. It uses the group with the long timeout.
+        RaytideError on one rank, all ranks raise it. The ranks wait in the group with the long timeout.
         """
         done, failed = None, None
         try:

@@ -18,11 +18,11 @@ _with_groups: list[DeviceMesh] = []
 
 
 def tell_meshes_apart() -> None:
-    """Makes meshes that are created from now on unequal to all earlier meshes.
+    """Makes torch treat every mesh that is created after this call as unequal to all earlier meshes.
 
-    Torch treats two meshes of the same ranks as equal, and reuses what it cached for the first one. A process that has
-    another rank now would get the shards of its old rank. With torch 2.13, this wrote checkpoints with half of every
-    tensor twice.
+    Torch otherwise treats two meshes of the same ranks as equal, and reuses what it cached for the first one. A process
+    that has another rank now would get the shards of its old rank. With torch 2.13, this wrote checkpoints with half of
+    every tensor twice.
     """
     global _forming
     _forming += 1

@@ -77,8 +77,8 @@ class HeartbeatMonitor:
         self._timed_out_at_s: float | None = None
 
     def poll(self, ranks: Iterable[int]) -> list[tuple[int, WorkerStatus]]:
-        """Returns the ranks whose status has arrived since the last call, each with the status. Starts new polls of
-        those `ranks` that are due.
+        """Returns the ranks whose status has arrived since the last call, each with its status. Also starts a new poll
+        of each rank in `ranks` whose next poll is due.
         """
         now = time.monotonic()
         for rank in ranks:

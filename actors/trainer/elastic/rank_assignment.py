@@ -27,7 +27,9 @@ def slots_of(shape: Shape) -> int:
 
 
 def most_ranks(spec: TrainSpec, shape: Shape) -> int:
-    """Returns the number of ranks of a full gang. It excludes the ranks of `spec.spares` members, which are spares."""
+    """Returns the number of ranks of a full gang. `spec.spares` is the number of spare members. Spare members have no
+    ranks.
+    """
     return (shape.members - spec.spares) * slots_of(shape)
 
 

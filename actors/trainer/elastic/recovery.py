@@ -1,7 +1,7 @@
 """Measures a run's recoveries, step rate and scaling efficiency.
 
-A recovery begins with the first sign that a generation ends, by a failure or a planned change of the gang. It ends with
-the next completed step.
+A recovery follows a failure or a planned change of the gang. It begins with the first sign that the current generation
+ends. It ends with the next completed step.
 """
 
 from __future__ import annotations

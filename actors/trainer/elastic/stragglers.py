@@ -14,7 +14,7 @@ LEAST_STEPS = 5
 
 
 class RankTimes:
-    """The recent time that each rank needs for its own work in a step, in one generation."""
+    """The time that each rank of one generation needs for its own work in a step, averaged over recent steps."""
 
     def __init__(self) -> None:
         self._own_s: dict[int, float] = {}

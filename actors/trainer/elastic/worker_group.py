@@ -108,7 +108,7 @@ class WorkerGroup:
         """Updates which workers are ready and which have died. Returns the workers that died before they were ready,
         each with the reason and an optional error.
 
-        The error is set if every other start would end with the same error. Such a worker is not started again.
+        The error is set if a new start of the worker would end with the same error. Such a worker is not started again.
         """
         failed = []
         for worker in list(self._workers.values()):

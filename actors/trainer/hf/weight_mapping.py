@@ -1,5 +1,5 @@
-"""Maps the model's parameters to the tensors of a Hugging Face directory. There is one table for each model family. It
-serves loading and exporting.
+"""Maps the model's parameters to the tensors of a Hugging Face directory. There is one table for each model family.
+Both loading and exporting use the table.
 
 The model has each projection as a separate parameter. Files may stack projections (`qkv_proj`), transpose them (GPT-2),
 and store experts one by one or all in two tensors.

@@ -172,8 +172,8 @@ def create_pool(memory: MemorySpec) -> ActivationPool | None:
 
 
 def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
-    """Makes the layer store in the pool `into` the tensors that it saves for its backward pass. Tensors smaller than
-    `min_bytes` stay on the device.
+    """Makes the layer store its saved tensors in the pool `into`. Saved tensors are those that the layer keeps for its
+    backward pass. Tensors smaller than `min_bytes` stay on the device.
     """
 
     def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:

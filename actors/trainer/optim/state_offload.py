@@ -38,8 +38,8 @@ class StateStorage:
         return state
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Stores the values that an update has changed. On the device it does nothing, because they were changed in
-        place.
+        """Stores the values that an update has changed. For state on the device it does nothing, because the update
+        changes that state in place.
         """
 
 

@@ -25,7 +25,7 @@ AHEAD = 2
 
 
 def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:
-    """Returns FSDP's offload policy. Nothing is offloaded in training on a CPU, because its weights are in host memory
+    """Returns FSDP's offload policy. When a CPU trains, nothing is offloaded, because the weights are in host memory
     already.
     """
     if memory.parameters == "none" or device.type == "cpu":

@@ -1,10 +1,10 @@
-"""The folder to which a run writes its log. For a local `out` it is `out` itself. For a URL it is a local copy that is
-uploaded.
+"""The folder to which a run writes its log. If the run's `out` is a local folder, the log is written to `out` itself.
+If `out` is a URL, the log is written to a local copy, which is uploaded.
 
 Object stores cannot append. A process therefore keeps its files of the run in a temporary folder, and a background
 thread uploads the files that have changed. A slow or missing store delays no step. Each file has one writer. A process
-that is killed loses the lines since the last upload. To limit this loss, `flush` is called before a checkpoint is
-written and uploads the lines.
+that is killed loses the lines since the last upload. To limit this loss, `flush` uploads the lines before a checkpoint
+is written.
 """
 
 from __future__ import annotations

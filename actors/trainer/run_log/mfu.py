@@ -53,8 +53,8 @@ def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False)
 
     N' is the number of weights without the embedding, with the head, and with only those experts that a token uses. L
     is the number of layers, d the width of all heads, and T the sequence length. Recomputed activations do not count:
-    they are work of the hardware, not of the model. With `frozen` weights and adapters there are no weight gradients of
-    the model, and the first term is 4N'. The adapters' own work is negligible.
+    they are work of the hardware, not of the model. If the weights are `frozen` and adapters are trained, no gradients
+    of the model's weights are computed, and the first term is 4N'. The adapters' own work is negligible.
     """
     width = arch.num_heads * arch.head_dim
     return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * arch.num_layers * width * seq_len

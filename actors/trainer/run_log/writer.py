@@ -98,8 +98,8 @@ def _to_json(value: object) -> object:
 class StepLog:
     """The log of a run's training steps, `metrics.jsonl`.
 
-    In a gang, rank 0 writes it after each step and before a checkpoint. Even if a process is killed, no checkpoint is
-    then ahead of the file.
+    In a gang, rank 0 writes the log after each step and before a checkpoint. No checkpoint is therefore ahead of the
+    log, even if a process is killed.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:

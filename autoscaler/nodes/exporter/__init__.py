@@ -1,3 +1,3 @@
-"""The metrics exporter of a node. It shows the node's GPUs, the energy of its CPUs and counts of the kernel, on a page
-for Prometheus and the autoscaler.
+"""The metrics exporter of a node. Prometheus and the autoscaler read its page. The page shows the node's GPUs, the
+energy of the node's CPUs, and the kernel's count of OOM kills.
 """

@@ -45,7 +45,7 @@ class Truncation:
         """Returns the truncation that a request asks for. Returns None if the request asks for none.
 
         A requested length of -1 leaves room for `answer` tokens. `side` is used if the request names no side. Raises
-        ApiError (400) for a length of 0 or beyond the context.
+        ApiError (400) for a length of 0, and for a length that is not below the context's length.
         """
         length = asked.truncate_prompt_tokens
         if length is None:
@@ -80,8 +80,8 @@ class Truncation:
     def pair(self, tokens: Sequence[int], first: Sequence[int], special: Sequence[int]) -> list[int]:
         """Returns the tokens of a pair of texts, cut to `length`. Only the second text is cut.
 
-        `tokens` are the tokens of the pair, `first` those of the pair with an empty second text, and `special` those of
-        two empty texts.
+        `tokens` are the tokens of the pair. `first` are the tokens of the same pair with an empty second text.
+        `special` are the tokens of a pair of two empty texts.
         """
         if self.side == "left" and len(tokens) > self.limit:
             raise _refused("a text beyond the context is cut on the right in a pair.", "truncation_side")

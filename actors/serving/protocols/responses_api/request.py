@@ -41,8 +41,8 @@ Item = dict[str, Any]
 
 
 class Reasoning(BaseModel):
-    """The reasoning options of a request. OpenAI's other fields here say how much of the reasoning to show. This server
-    always shows all of it.
+    """The reasoning options of a request. In OpenAI's API, further options say how much of the reasoning to show. This
+    server ignores them and always shows all of the reasoning.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)

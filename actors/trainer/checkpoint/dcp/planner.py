@@ -1,8 +1,8 @@
 """DCP planners for tensor shards. They choose the rank that writes each shard, and the stored shards that fill a new
 layout.
 
-DCP's own planners take state dicts of DTensors. These planners take lists of shards. With shards, copies in memory and
-tensors that are not DTensors (pipeline stages, quantized state) work the same way.
+DCP's own planners take state dicts of DTensors. These planners take lists of shards. A shard may also be a copy in
+memory, or a tensor that is not a DTensor (pipeline stages, quantized state).
 """
 
 from __future__ import annotations

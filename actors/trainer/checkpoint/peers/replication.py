@@ -55,8 +55,8 @@ def count_elements(entries: Iterable[BufferEntry]) -> int:
 
 
 def latest_complete(all_copies: Sequence[SnapshotCopy]) -> SnapshotId | None:
-    """Returns the newest snapshot whose elements are all in some rank's memory. Returns None if there is no such
-    snapshot.
+    """Returns the newest snapshot of which each element is in the memory of at least one rank. Returns None if there is
+    no such snapshot.
     """
     for snapshot in sorted({copy.snapshot for copy in all_copies}, reverse=True):
         copies = [copy for copy in all_copies if copy.snapshot == snapshot]

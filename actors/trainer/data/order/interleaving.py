@@ -6,8 +6,8 @@ Here `left` is the weight of the left subtree and `total` that of the node. The 
 sample has exactly one leaf, and one position in that leaf's source.
 
 The number of samples at a leaf stays close to the leaf's exact share: an error e at a node becomes p * e + 1/2 at a
-child with share p. In grain (`_counts_per_dataset`, github.com/google/grain) the tree is a chain, and the errors of
-many sources add up. Here the tree's shape keeps the errors small.
+child with share p. In Google's library grain (`_counts_per_dataset`, github.com/google/grain) the tree is a chain, and
+the errors of many sources add up. Here the tree's shape keeps the errors small.
 """
 
 from __future__ import annotations

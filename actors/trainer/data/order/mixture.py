@@ -32,7 +32,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The shares of the rows that come from each source. They apply from sample `first` of the run on."""
+    """A phase of a mixture: each source's share of the rows. The shares apply from sample `first` of the run on."""
 
     first: int
     """The number of samples before this phase."""
