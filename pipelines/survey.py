@@ -50,7 +50,7 @@ class DropSample:
 class ChunkSurvey:
     """The verdicts on a chunk's documents, and samples of dropped documents.
 
-    The row of a sample is counted from the first part in the chunk of the sample's file.
+    The row of a sample is counted from the first row of its file that is in the chunk.
     """
 
     counts: NDArray[np.int64]

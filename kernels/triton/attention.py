@@ -158,7 +158,10 @@ def join_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Joins the splits on the grid (blocks, heads, tokens of a block). Writes the weighted mean of their means."""
+    """Joins the splits on the grid (blocks, heads, tokens of a block).
+
+    Writes the weighted mean of the splits' means.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(blocks + 2 * block)

@@ -117,8 +117,8 @@ def start_commands(
 ) -> list[str]:
     """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
 
-    They are the `worker_start_ray_commands` of cluster.yaml and, on a cloud that gives notices, the notice watcher and
-    (if the node has GPUs) the metrics exporter.
+    They are the `worker_start_ray_commands` of cluster.yaml. On a cloud that gives notices, another command starts the
+    notice watcher, and one more starts the metrics exporter if the node has GPUs.
     """
     variables = {
         "RAY_HEAD_IP": head_ip,
