@@ -1,4 +1,5 @@
-"""Examines every document of a corpus before a tokenizer is learned or tokens are written, and decides which are kept.
+"""Examines every document of a corpus, and decides which documents are kept. This happens before a tokenizer is learned
+or tokens are written.
 
 Each document is examined in the worker that reads it. The driver keeps 17 bytes for each document and no text, so a
 corpus may be larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, run

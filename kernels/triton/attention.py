@@ -258,7 +258,8 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
 def num_splits(programs: int, tiles: int, device: torch.device) -> int:
     """Returns the number of parts into which each context is split, a power of two.
 
-    It gives enough programs for all processors, but no part so short that joining costs more than the split saves.
+    The number is large enough to give work to all processors if possible. It is never so large that joining the parts
+    costs more than the split saves.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, tiles // _TILES_OF_A_SPLIT, _MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1

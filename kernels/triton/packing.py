@@ -27,9 +27,9 @@ class PackedWeight:
     for each output.
 
     A tile of outputs is thus read as one range of memory. In a byte with two 4-bit codes, the low half is input j of
-    the panel and the high half is input B + j. A piece is B inputs with the same scale and offset, which are those of
-    group `piece // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if columns[k] is -1. If
-    `columns` is None, input k of the panels is x[:, k], or zero if k is at least K.
+    the panel and the high half is input B + j. A piece is B inputs of one group, with the group's scale and offset.
+    Piece p belongs to group `p // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if
+    columns[k] is -1. If `columns` is None, input k of the panels is x[:, k], or zero if k is at least K.
     """
 
     bits: Literal[4, 8]

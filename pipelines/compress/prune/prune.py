@@ -245,9 +245,10 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight after setting some elements to zero: those with the lowest scores in their row.
+    """Returns the weight with some elements set to zero: in each row, the elements with the lowest scores.
 
-    The score of an element w is |w|. For Wanda it is |w| times the norm of the weight's input.
+    With a pattern, these are the two lowest of every four neighbours in a row. The score of an element w is |w|. For
+    Wanda it is |w| times the norm of the weight's input.
     """
     scores_NK = weight_NK.abs() if norms_K is None else weight_NK.abs() * norms_K
     n, k = scores_NK.shape
