@@ -70,7 +70,7 @@ group, not for a node.
 class GcsReader:
     """Reads nodes and demand from Ray's GCS.
 
-    It connects at the first call and again after any error, so the call after a restart of the GCS reaches the new GCS.
+    It connects at the first call, and connects anew at the call after an error. Therefore it finds a restarted GCS.
     """
 
     def __init__(self, address: str) -> None:

@@ -41,8 +41,8 @@ def _least_s(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @register("linear", "cpu", priority=25, probe=_is_faster)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer. oneDNN computes it in bfloat16, and the C operators in float32, which AMX does not
-    support.
+    """Returns a linear layer. A bfloat16 layer is computed by oneDNN. AMX does not support float32, so a float32 layer
+    is computed by the C operators.
     """
     if weight.dtype == torch.bfloat16:
         return cpu.linear(weight, bias)

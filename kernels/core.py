@@ -90,10 +90,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotations of heads at the positions of the step's tokens. R is D unless the rotation is partial.
+    """The rotations of heads at the positions of the step's tokens.
 
-    In the first R numbers of a head, number i rotates with number i + R/2. The first half of `sin_TR` is negated, so
-    that the rotation is `x * cos + swapped(x) * sin`.
+    R is the number of a head's numbers that rotate. It is D unless the rotation is partial. In the first R numbers of a
+    head, number i rotates with number i + R/2. The rotation is `x * cos + swapped(x) * sin`, where the first half of
+    `sin_TR` is negated.
     """
 
     cos_TR: Tensor
@@ -175,7 +176,8 @@ def round_to_nearest(
     In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group.
 
     - symmetric scale: largest magnitude / 127.5 (4 bits: / 7.5), as in compressed-tensors
-    - asymmetric scale: range of the group and 0, / 255 (4 bits: / 15), with an offset
+    - asymmetric scale: (largest number - least number) / 255 (4 bits: / 15), with an offset; 0 counts as a number of
+      every group
 
     Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """

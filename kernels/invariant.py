@@ -45,7 +45,7 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
 
     - within a group: total += sum of the part * scale of the part's inputs
     - over the groups: y += total * scale of the group
-    - with offsets, after each group: y += total of the inputs alone * offset of the group
+    - with offsets, after each group: y += sum of the group's rounded inputs * offset of the group
 
     The bias is added last.
     """

@@ -39,8 +39,8 @@ class DecoderSpec:
 
     `embedding_VN` has a row for each token of the vocabulary. `norm` is the last norm. `head` is None if C cannot
     compute the logits. `ropes` are the cosines and sines of all positions. `rope_of` has, for each layer, the index of
-    its rotation in `ropes`, or None if the layer has no rotation. `attention_of` has the index of each layer's
-    attention.
+    its rotation in `ropes`, or None if the layer has no rotation. `attention_of` has, for each layer, the index of its
+    attention in `attentions`.
     """
 
     embedding_VN: Tensor

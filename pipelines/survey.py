@@ -1,4 +1,5 @@
-"""Examines every document of a corpus before a tokenizer is learned or tokens are written, and decides which are kept.
+"""Examines every document of a corpus, and decides which documents are kept. This happens before a tokenizer is learned
+or tokens are written.
 
 Each document is examined in the worker that reads it. The driver keeps 17 bytes for each document and no text, so a
 corpus may be larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, run
@@ -50,7 +51,7 @@ class DropSample:
 class ChunkSurvey:
     """The verdicts on a chunk's documents, and samples of dropped documents.
 
-    The row of a sample is counted from the first part in the chunk of the sample's file.
+    The row of a sample is counted from the first row of its file that is in the chunk.
     """
 
     counts: NDArray[np.int64]

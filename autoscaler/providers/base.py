@@ -70,8 +70,8 @@ class Provider(Bill, Protocol):
         return ()
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns present prices by node type and zone, in micro-dollars an hour. A pool without an entry has its
-        configured price.
+        """Returns present prices by node type and zone, in micro-dollars an hour. A node type in a zone without an
+        entry has its configured price.
         """
         return {}
 

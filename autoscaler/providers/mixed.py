@@ -52,8 +52,8 @@ class MixedProvider:
     def launch(self, node: Node, node_type: NodeType) -> None:
         """Buys the machine.
 
-        If the provider does not answer, the call raises ProviderError as if the pool were empty, so that other pools
-        are tried. There is one exception: if this provider may have bought the node already, it is called again.
+        If the provider does not answer, this method raises ProviderError as if the pool were empty, so that other pools
+        are tried. If that provider may have bought the node already, this method asks it again instead.
         """
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)

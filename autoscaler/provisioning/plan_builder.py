@@ -1,4 +1,4 @@
-"""The plan under construction. Purchases stay provisional until `finish` repacks them onto fewer or cheaper nodes."""
+"""The plan under construction. The nodes to buy are provisional: `finish` may replace them by fewer or cheaper ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PlanBuilder:
         self.actions.append(Wait(subject, unschedulable.constraint, unschedulable.reason, unschedulable.remedy))
 
     def finish(self) -> None:
-        """Repacks the purchases and turns the assignments into actions."""
+        """Moves assignments onto fewer or cheaper new nodes where possible, and turns the assignments into actions."""
         repacking = repack(self.state)
         done, at = [], 0
         for before, assignment in self.assignments:

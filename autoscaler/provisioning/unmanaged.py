@@ -1,10 +1,10 @@
-"""Provisions nodes for work without a lease: tasks, actors and placement groups that raytide did not start, then
-standing requests.
+"""Provisions nodes for work without a lease (tasks, actors and placement groups that raytide did not start), and then
+for standing requests.
 
 A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, even while no work waits for it.
-Resources that unmanaged work uses count towards the request, as in Ray. Resources of jobs and endpoints do not. One cap
-limits the nodes bought for both unmanaged work and standing requests. A node that a standing request needs is never
-drained as idle.
+Resources that unmanaged work uses count towards the request, as in Ray. Resources that jobs and endpoints use do not
+count. One cap limits the nodes bought for both unmanaged work and standing requests. A node that a standing request
+needs is never drained as idle.
 """
 
 from __future__ import annotations

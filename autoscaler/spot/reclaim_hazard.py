@@ -1,8 +1,8 @@
 """The hazard of spot reclaims by zone and age, and the correlation of reclaims within a region.
 
-A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed). Therefore reclaims and
-hours are counted in age bins over all zones. The rate of one zone is this common rate times a factor of the zone. Rates
-and factors have gamma priors. Zones of one region are often lost together.
+A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed). Therefore reclaims, and
+the hours in which zones held nodes, are counted in age bins over all zones. The rate of one zone is this common rate
+times a factor of the zone. Rates and factors have gamma priors. Zones of one region are often lost together.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields pairs (share of the time, zones whose nodes are lost in that time). In each region, single zones come
-    first, then all zones together.
+    """Yields pairs (share of the time, zones whose nodes are lost in that time).
+
+    For each region, the first pairs have one zone each. The last pair has all zones of the region, if there are
+    several.
     """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:

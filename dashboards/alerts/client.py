@@ -1,4 +1,4 @@
-"""The API calls of alert actions. They are made as the operator, so each call is authenticated and in the audit log."""
+"""The API calls of alert actions. They use the operator's token, so each call is authenticated and in the audit log."""
 
 from __future__ import annotations
 

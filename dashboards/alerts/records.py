@@ -205,8 +205,9 @@ class AlertRecords:
                 c.execute("INSERT INTO silences VALUES (?, ?, ?, ?)", values)
 
     def told(self, receiver: str) -> dict[tuple[str, str], tuple[str, str, float]]:
-        """Returns the last message to a receiver about each alert, as a map from (source, id) to (episode, state,
-        time).
+        """Returns the last message to a receiver about each alert.
+
+        The result maps an alert's (source, id) to the (episode, state, time) of the message.
         """
         with self._database.read() as c:
             rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()

@@ -1,1 +1,1 @@
-"""Figures of everything that raytide measures, drawn with matplotlib. They need no scripts and no network."""
+"""Figures of everything that raytide measures, drawn with matplotlib. They need no JavaScript and no network."""

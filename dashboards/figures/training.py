@@ -52,9 +52,10 @@ def picture(history: RunHistory, title: str) -> Picture:
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """Returns at most 2 * `points` of the lines, evenly spread, so that no spike is lost.
+    """Returns at most 2 * `points` of the lines, which have one step of the run each. No spike of the loss is left out.
 
-    They are the first line, the last line, and the lines with the lowest and the highest loss of each interval.
+    The lines are divided into `points - 1` equal intervals. The result has the first line, the last line, and the lines
+    with the lowest and the highest loss of each interval.
     """
     if len(lines) <= 2 * points:
         return list(lines)

@@ -66,7 +66,7 @@ def levels(days: float) -> tuple[Level, ...]:
 
 
 def pack(rows: Mapping[int, Row], level: int) -> bytes:
-    """Packs the rows of one metric into bytes. `rows` maps series ids to rows. Level 0 has only single points."""
+    """Packs the rows of one metric into bytes. `rows` maps series ids to rows. A row of level 0 is a single point."""
     values = list(rows.values())
     parts: list[array[int] | array[float]] = [array("I", rows), array("d", (row.last for row in values))]
     if level:

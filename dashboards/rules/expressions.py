@@ -231,7 +231,7 @@ def to_promql(expression: Expression, window: str = "") -> str:
 
 
 def map_series(expression: Expression, change: Callable[[Selector], Selector]) -> Expression:
-    """Returns the tree with every selector replaced by `change(selector)`. Results of recording rules do not change."""
+    """Returns the tree with every selector replaced by `change(selector)`. A `Recorded` is left as it is."""
 
     def mapped(each: Expression | float) -> Expression:
         return each if isinstance(each, int | float) else map_series(each, change)  # type: ignore[return-value]

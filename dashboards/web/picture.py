@@ -70,8 +70,8 @@ class PagePicture:
     def seen_by(self, team: str) -> dict[str, Row | Table]:
         """Returns the part of the picture that a team may see: the team's own rows, and all nodes.
 
-        In the row of a node, holders are named only for the team's own shares. The status comes last, so that a page
-        that has received the status has all tables that the status summarizes.
+        The row of a node lists the jobs and endpoints that hold shares of the node. Those of other teams are not named.
+        The status comes last, so that a page that has received the status has all tables that the status summarizes.
         """
         is_all = team == ANY_TEAM
         price, cost = (

@@ -158,7 +158,10 @@ def join_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Joins the splits on the grid (blocks, heads, tokens of a block). Writes the weighted mean of their means."""
+    """Joins the splits on the grid (blocks, heads, tokens of a block).
+
+    Writes the weighted mean of the splits' means.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(blocks + 2 * block)
@@ -255,7 +258,8 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
 def num_splits(programs: int, tiles: int, device: torch.device) -> int:
     """Returns the number of parts into which each context is split, a power of two.
 
-    It gives enough programs for all processors, but no part so short that joining costs more than the split saves.
+    The number is large enough to give work to all processors if possible. It is never so large that joining the parts
+    costs more than the split saves.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, tiles // _TILES_OF_A_SPLIT, _MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1

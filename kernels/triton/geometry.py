@@ -77,8 +77,10 @@ def lens_on_device(batch: PagedBatch) -> Tensor:
 
 
 def query_blocks(batch: PagedBatch, members: list[int], block_tokens: int) -> Tensor:
-    """Divides the new tokens of these sequences into blocks of `block_tokens`. Returns the blocks as pairs [I, 2] of a
-    sequence and the block's first token.
+    """Divides the new tokens of these sequences into I blocks of `block_tokens`.
+
+    Returns a tensor [I, 2] with two numbers for each block: the index of its sequence, and the index of its first token
+    among the new tokens of the sequence.
     """
     device = batch.block_tables_BM.device
     if isinstance(batch, DecodeBatch):  # made on the device: a graph must not copy from the host's memory

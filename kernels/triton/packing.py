@@ -27,9 +27,9 @@ class PackedWeight:
     for each output.
 
     A tile of outputs is thus read as one range of memory. In a byte with two 4-bit codes, the low half is input j of
-    the panel and the high half is input B + j. A piece is B inputs with the same scale and offset, which are those of
-    group `piece // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if columns[k] is -1.
-    Without columns it is x[:, k], and zero beyond K.
+    the panel and the high half is input B + j. A piece is B inputs of one group, with the group's scale and offset.
+    Piece p belongs to group `p // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if
+    columns[k] is -1. If `columns` is None, input k of the panels is x[:, k], or zero if k is at least K.
     """
 
     bits: Literal[4, 8]
@@ -50,8 +50,7 @@ def pack(weight: QuantizedWeight, for_int8: bool = False) -> PackedWeight:
     """Packs a weight on its own device. If the kernels do not support the size of the weight's groups, the groups are
     padded.
 
-    With `for_int8`, a piece (see `PackedWeight`) has 32 inputs. These are the inputs that share a scale when they are
-    int8.
+    With `for_int8`, a piece (see `PackedWeight`) has 32 inputs, because int8 inputs share a scale in groups of 32.
     """
     codes_NK, scales_NG, offsets_NG = weight.codes_NK, weight.scales_NG, weight.offsets_NG
     num_outputs, num_inputs = codes_NK.shape

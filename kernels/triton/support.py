@@ -32,8 +32,8 @@ def is_installed() -> bool:
 
 @functools.cache
 def can_run() -> bool:
-    """Returns whether the kernels run on this machine's GPU. To find out, it launches one, since Triton also needs a C
-    compiler.
+    """Returns whether the kernels run on this machine's GPU. To find out, it launches a kernel, since Triton also needs
+    a C compiler.
     """
     if not is_installed() or not torch.cuda.is_available():
         return False

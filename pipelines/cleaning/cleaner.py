@@ -79,8 +79,8 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, bytes, version) of code, evaluation sets and models: all that affects the result in addition
-        to the spec.
+        """Returns (name, size in bytes, version) for each stage's code, each evaluation set and each model. They and
+        the spec are all that affects the result.
         """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:

@@ -4,8 +4,8 @@ The format is ChatML, as in the chat template that a trained tokenizer gets (`bp
 `<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is rendered as two
 messages: its prompt as the user's and its chosen answer as the assistant's. The rejected answer is left out.
 
-In the rendered text, a Unicode noncharacter stands for each of the two marks. The encoder turns these noncharacters
-into the special tokens. If a message itself spells out `<|im_start|>`, that stays text.
+In the rendered text, one Unicode noncharacter stands for `<|im_start|>` and another for `<|im_end|>`. The encoder turns
+these noncharacters into the special tokens. If a message itself spells out `<|im_start|>`, that stays text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def text_of(value: object) -> Record:
 
 
 def record_of(row: Mapping[str, Any], column: str, kind: RecordKind) -> Record:
-    """Returns the record in a row of named values: the text in `column`, or a rendered conversation or pair."""
+    """Returns the record in a row of named values.
+
+    It is the text in `column`, or a rendered conversation, or a rendered preference pair.
+    """
     if kind == "text":
         return text_of(row.get(column))
     try:

@@ -167,7 +167,7 @@ def sample_of(texts: Sequence[str]) -> list[str]:
 
 
 def encode_marked(engine: TokenEngine, texts: Sequence[str], start_id: int, end_id: int) -> tuple[Ids, Lengths]:
-    """Encodes rendered conversations. The marks in them become the ids of the start and the end of a turn."""
+    """Encodes rendered conversations. The noncharacters that begin and end a turn become `start_id` and `end_id`."""
     pieces: list[str] = []
     marks: list[int] = []
     """The token that follows each piece: a turn's start or end, or -1 for none."""

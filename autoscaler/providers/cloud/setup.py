@@ -117,8 +117,8 @@ def start_commands(
 ) -> list[str]:
     """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
 
-    They are the `worker_start_ray_commands` of cluster.yaml, the notice watcher on a cloud that gives notices, and the
-    metrics exporter on a node with GPUs.
+    They are the `worker_start_ray_commands` of cluster.yaml. On a cloud that gives notices, another command starts the
+    notice watcher. If the node has GPUs, one more starts the metrics exporter.
     """
     variables = {
         "RAY_HEAD_IP": head_ip,

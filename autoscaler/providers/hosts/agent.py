@@ -47,8 +47,8 @@ def versions() -> dict[str, str]:
 
 
 def start(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts the node, unless it runs already, and returns its state. First ends other nodes of this cluster that still
-    run on this machine.
+    """Starts the node, unless it runs already, and returns its state. If other nodes of this cluster still run on this
+    machine, the call ends them first.
     """
     check_versions(request["versions"])
     root, node_id = _root(request), str(request["node_id"])

@@ -1,4 +1,6 @@
-"""Prints a description of the machine on which it runs, as one JSON object: `python - PORTS` with this file on stdin.
+"""Prints a description of the machine on which it runs, as one JSON object.
+
+Run as `python - PORTS`, with this file on stdin.
 
 The program changes nothing on the machine. It needs only Python, so it runs even where raytide is not installed. PORTS
 is a JSON list of `host:port` addresses to which the program tries to connect.

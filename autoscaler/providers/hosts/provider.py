@@ -94,7 +94,8 @@ class HostCluster:
 class HostsProvider(Provider):
     """A provider that uses the operator's own machines. `run_dir` is the cluster's run folder.
 
-    With `starts_nodes` the provider finishes the node starts that an earlier controller left unfinished.
+    If an earlier controller began to start a node and did not finish, a provider with `starts_nodes` finishes the
+    start.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The quarantine of the operator's own machines: a machine in quarantine gets no node.
 
-After a failure a machine stays in quarantine for a time that grows with each failure. An operator can also put a
-machine into quarantine until the operator lifts it. Each machine in quarantine has a file in the run folder. Therefore
-a new controller knows the quarantine, and an operator can change it while no controller runs.
+After a failure a machine stays in quarantine for a time that grows with each failure. An operator can also order a
+quarantine, which then lasts until an operator lifts it. Each machine in quarantine has a file in the run folder.
+Therefore a new controller knows the quarantine, and an operator can change it while no controller runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The fake GPU exporter of a local node. It shows Ray's metric of GPU use, and the metrics of NVIDIA's DCGM exporter
 under their own names.
 
-It is needed because all local nodes share one machine, so Ray's agents on them all measure the same values. `set_use`
-sets the utilization of the node's GPUs, which is zero at first. `set_gpu` sets the GPUs' other values. Any process may
-call these functions.
+It is needed because all local nodes share one machine, so the Ray agent of every node measures the same values.
+`set_use` sets the utilization of the node's GPUs, which is zero at first. `set_gpu` sets the GPUs' other values. Any
+process may call these functions.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def run_node(
 ) -> int:
     """Runs the node of this folder until its raylet ends or a SIGTERM comes.
 
-    If `object_store_bytes` is None and the node's resources do not set it, Ray chooses the size of the object store.
+    The size of the object store is the resource `object_store_memory` of the node. If the node has no such resource,
+    the size is `object_store_bytes`. If that is None, Ray chooses the size.
+
     `start_meter` may start a metrics exporter. It returns the exporter's `host:port`, or an empty string.
     """
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone

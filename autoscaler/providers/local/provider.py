@@ -33,8 +33,8 @@ _TERMINATE_GRACE_S = 3.0
 
 
 class LocalProvider(Provider):
-    """A provider whose machines are processes. They get the environment variables `environment`. If it is None, they
-    get those of this process.
+    """A provider whose machines are processes. `environment` has their environment variables. If it is None, they get
+    the environment variables of this process.
 
     `node_module` is the Python module run as a node's process, with the node's folder and its locked file descriptor as
     arguments. Tests pass a module that needs less time and memory.

@@ -1,5 +1,6 @@
-"""AWS's interruption notices, read through IMDSv2: spot interruptions two minutes ahead, rebalance recommendations
-earlier, if AWS sends any.
+"""AWS's interruption notices, read through IMDSv2.
+
+AWS announces a spot interruption two minutes ahead. It may send a rebalance recommendation earlier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Azure's interruption notices, read from Scheduled Events: spot evictions 30 s ahead, maintenance minutes ahead."""
+"""Azure's interruption notices, read from Scheduled Events.
+
+Azure announces a spot eviction 30 s ahead, and maintenance some minutes ahead.
+"""
 
 from __future__ import annotations
 

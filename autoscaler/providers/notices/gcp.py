@@ -1,5 +1,7 @@
-"""GCP's interruption notices: spot preemptions 30 s ahead, maintenance up to an hour ahead for machines that cannot
-migrate.
+"""GCP's interruption notices.
+
+GCP announces a spot preemption 30 s ahead. If a machine cannot migrate, GCP announces its maintenance up to an hour
+ahead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Finds near-duplicates among documents by their MinHash signatures.
 
-Equal bands propose pairs, the signatures' slots verify each pair, and one document of each cluster is kept.
+Two documents with an equal band are a candidate pair, which is verified by the slots of their signatures. Verified
+pairs form clusters. One document of each cluster is kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The commands `simulate`. They run production decisions on recorded traces beside baselines, or forward in time from
-the live cluster.
+"""The commands `simulate`. They replay recorded traces with the production decisions and with baselines, or look ahead
+from the state of the live cluster.
 """
 
 from __future__ import annotations

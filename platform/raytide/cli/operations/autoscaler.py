@@ -55,8 +55,8 @@ def explain(
 ) -> None:
     """Show decisions with their reasons.
 
-    Each line shows what was launched, drained, placed or left waiting, the reason, the cost, and the rejected
-    alternatives.
+    Each line shows a decision (what was launched, drained, placed or left waiting), its reason, its cost, and the
+    rejected alternatives.
     """
     until_s = None if at is None else moment(at, datetime.now().astimezone()).timestamp()
     plans = ApiClient.find(cluster).plans(limit=limit or (20 if at is None else 1), until_s=until_s)

@@ -1,4 +1,4 @@
-"""The command `batch`, which answers the requests in a file by a job of the queue."""
+"""The command `batch`, which submits a job that answers the requests in a file."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def verify(
 ) -> None:
     """Check that no entry was changed, removed or moved.
 
-    The exit code is 1 if an entry was. The command prints the last entry. Keep this entry outside the cluster: given as
-    --head, it lets a later check detect that the whole log was rewritten.
+    The exit code is 1 if this happened to an entry. The command prints the last entry. Keep this entry outside the
+    cluster: given as --head, it lets a later check detect that the whole log was rewritten.
     """
     verdict = ApiClient.find(cluster).verify_audit(head)
     if json:

@@ -1,7 +1,7 @@
 """Keeps a restored controller from acting until `raytide resume`, and then reconciles its records with the provider.
 
 A restored database names nodes that are gone, and lacks nodes that were bought since the backup. A controller that
-relied on it would end the machines without a record, and buy machines for work that no longer exists.
+relied on it would end every machine that has no record, and buy machines for work that no longer exists.
 """
 
 from __future__ import annotations

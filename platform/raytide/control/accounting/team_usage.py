@@ -32,9 +32,7 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """Returns the snapshot with teams, priority classes and spending. `old_s` is stored in the snapshot's field of that
-    name.
-    """
+    """Returns the snapshot with teams, priority classes and spending. `old_s` becomes the snapshot's `old_s`."""
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
