@@ -43,8 +43,8 @@ class SteadyClock:
         self._now_s, self._at_s = wall_s(), monotonic_s()
 
     def go_on_from(self, at_s: float) -> None:
-        """Advances the clock to `at_s`, the last time that an earlier process read. A time more than a day ahead is
-        ignored, because the clock of that process must have been wrong."""
+        """Advances the clock to `at_s`, the latest time on the clock of an earlier process. A time more than a day
+        ahead is ignored, because the clock of that process must have been wrong."""
         with self._lock:
             if self._now_s < at_s <= self._now_s + MOST_S:
                 self._now_s = at_s
@@ -106,8 +106,8 @@ class VirtualClock:
 
 
 def utc(at_s: float) -> str:
-    """Formats a time as `14:03:07 UTC`, for the reasons of decisions. Unlike a duration, a time reads the same in every
-    tick."""
+    """Formats a time as `14:03:07 UTC`, for texts that state the reason of a decision. Unlike a duration, a time reads
+    the same in every tick."""
     return datetime.fromtimestamp(at_s, tz=UTC).strftime("%H:%M:%S UTC")
 
 
@@ -159,8 +159,8 @@ def deadline_text(due: Due) -> str:
 
 
 def moment(at_s: float) -> str:
-    """Formats a time as `Nov 22 19:40 UTC`, for the reasons of decisions. Without seconds, a reason does not change in
-    each tick. Accepts any number."""
+    """Formats a time as `Nov 22 19:40 UTC`, for texts that state the reason of a decision. Without seconds, such a text
+    does not change in each tick. Accepts any number."""
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 

@@ -1,7 +1,7 @@
 """All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new version of Ray.
 
-Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve runs that file by value, where
-raytide may not be installed.
+Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve pickles that file by value and
+runs it in Serve's controller, where raytide may not be installed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def replica_node(actor_name: str) -> str:
 
 
 def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """Returns, by the name of each placement group, Ray's ids of the nodes of its bundles."""
+    """Returns a mapping from the name of each placement group to Ray's ids of the nodes of its bundles."""
     from ray.util.placement_group import placement_group_table
 
     return {

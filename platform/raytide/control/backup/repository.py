@@ -59,8 +59,8 @@ class BackupSummary:
 
 
 def find_restic() -> str:
-    """Returns the path of the program restic. It is on the PATH, or where a checkout's `./dev setup` has unpacked it.
-    Raises ConfigError if it is in neither place."""
+    """Returns the path of the program restic. Searches the PATH, and then the folder into which `./dev setup` of a
+    checkout unpacks restic. Raises ConfigError if restic is in neither place."""
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     found = shutil.which("restic") or shutil.which("restic", path=unpacked)
     if found is None:
@@ -202,7 +202,7 @@ class Repository:
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
         """Returns the problems of the repository's structure. If `part` is given, reads that part of the data as well,
-        and adds its problems. The data has `parts` parts, counted from 1."""
+        and adds its problems. For this, the data is divided into `parts` parts, which are counted from 1."""
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
@@ -329,7 +329,7 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether the files that a snapshot lacks were all removed during the backup, below a path in
+    """Returns True if a snapshot lacks only files that were removed during the backup and were below a path in
     `may_vanish`."""
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]

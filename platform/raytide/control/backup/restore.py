@@ -176,7 +176,8 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
     """Puts a hold into a copied state, so that the restored controller only observes until `raytide resume`. A second
     call has no effect.
 
-    It skips ids that may have been given out after the backup, and removes the name of the leading controller.
+    The state is changed in two more ways. Its counters skip the ids that may have been given out after the backup. The
+    name of the leading controller is removed.
     """
     order = Order(
         id=f"restore-{snapshot}",

@@ -1,6 +1,7 @@
 """Implements `raytide up cluster.yaml`: Ray's cluster launcher starts the head, which runs raytide's controller.
 
-A dry run uses Ray's launcher and updater, too. Its provider does not create machines, but records every step.
+A dry run uses Ray's launcher and updater, too. The provider of a dry run does not create machines, but records every
+step.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
-    """Returns the steps that would set up the head and one node of each type: the steps of `up`, and later those of the
-    controller. Takes none of these steps."""
+    """Returns the steps that would set up the head and one node of each type. `up` would take the steps of the head,
+    and the controller those of the nodes. None of the steps is taken."""
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []

@@ -115,7 +115,7 @@ class RunningCluster(Config):
 
     @property
     def loopback_ip(self) -> str:
-        """The head's IP address that no other machine can reach."""
+        """An IP address of the head that other machines cannot reach."""
         return "127.0.0.1"
 
     @property
@@ -226,9 +226,9 @@ class LocalCluster(RunningCluster):
 
 
 class HeadCluster(RunningCluster):
-    """A cluster that is not embedded. If it has one head, raytide did not start Ray. Ray then uses a token if
-    RAY_AUTH_MODE is `token`. If that variable is unset, Ray uses a token if there is one in Ray's usual place. If the
-    cluster has several heads, Ray uses the token in the folder that the heads share."""
+    """A cluster that is not embedded. With several heads, Ray uses the token in the folder that the heads share. With
+    one head, raytide did not start Ray, and follows Ray's own rules: Ray uses a token if RAY_AUTH_MODE is `token`. If
+    RAY_AUTH_MODE is unset, Ray uses the token in Ray's usual place, if that file exists."""
 
     @property
     def ray_token_file(self) -> Path | None:

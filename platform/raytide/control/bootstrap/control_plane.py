@@ -27,9 +27,9 @@ _STOP_GRACE_S = 12.0
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Creates the API tokens of this start. The operator's token is written to `client.json`, and the gateways' token
-    to `gateway.json`. If the cluster runs Alertmanager, its token is written to another file. Tokens of users and of
-    earlier starts stay valid."""
+    """Creates the API tokens that do not exist yet, and writes them for the processes that use them. `client.json` gets
+    the operator's token, and `gateway.json` the gateways' token. If the cluster runs Alertmanager, Alertmanager's token
+    is written to a separate file. All earlier tokens stay valid, including those of users."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
@@ -98,8 +98,8 @@ def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
 
 
 def end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """Terminates nodes until the provider lists no running node. It repeats this because a cloud may list a new machine
-    late. Returns all machines."""
+    """Terminates nodes until the provider lists no running node, because a cloud may list a new machine late. Returns
+    all machines that the provider lists, including ended ones."""
     try:
         while True:
             live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]

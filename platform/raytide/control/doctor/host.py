@@ -37,8 +37,8 @@ def check_host(name: str, config_path: Path | None = None, cluster: str = "local
     """Returns the findings about one of the operator's own machines. `name` is the machine's name in the cluster.yaml
     at `config_path`.
 
-    The default file is that of the running cluster. If the cluster runs, the machine must be able to reach the
-    cluster's ports.
+    The default of `config_path` is the file of the running cluster. If the cluster runs, the machine must be able to
+    reach the cluster's ports.
     """
     running = load(run_dir_of(cluster))
     path = config_path or (running.config_path if running is not None else None)

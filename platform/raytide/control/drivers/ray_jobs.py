@@ -78,7 +78,7 @@ class RayJobs:
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of the attempt's output from `start` on, and the output's total size.
+        """Returns up to `most` bytes of the attempt's output, from byte `start` on, and the output's total size.
 
         The output is empty and the size 0 if Ray does not know the attempt. The output comes from the node's agent,
         because Ray's job service would read all of it into memory.

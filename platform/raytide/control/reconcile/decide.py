@@ -89,8 +89,8 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
 
 
 def data_costs(snapshot: Snapshot) -> dict[str, str]:
-    """Returns, for each job that pays for moving data to its nodes, a text with the cost that this adds per hour. If a
-    job has no nodes yet, the cheapest nodes that could be bought are assumed."""
+    """Returns a text for each job that pays for moving data to its nodes. The text has the cost that the data adds per
+    hour. If a job has no nodes yet, the cheapest nodes that could be bought are assumed."""
     if snapshot.transfer is None:
         return {}
     table = OfferingTable.from_snapshot(snapshot)

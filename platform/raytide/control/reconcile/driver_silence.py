@@ -44,7 +44,7 @@ class DriverSilence:
         self._observed_s: float | None = None
 
     def observe(self, jobs: Iterable[Job], now_s: float) -> Mapping[str, float]:
-        """Returns by job id for how many seconds each gang's driver has been silent."""
+        """Returns a mapping from job id to the seconds for which the gang's driver has been silent."""
         passed_s = 0.0 if self._observed_s is None else max(0.0, now_s - self._observed_s)
         self._observed_s = now_s
         gangs = [job for job in jobs if job.spec.kind is JobKind.GANG and not job.is_final]

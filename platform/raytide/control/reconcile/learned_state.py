@@ -48,8 +48,9 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """The learned facts: the `speeds` and `starts` of replicas, the models of endpoints with an SLO (`fleets`), and the
-    `strides` of jobs."""
+    """The learned facts. For each endpoint, `speeds` has the speed of a replica by node type, and `starts` the last
+    starts of replicas. `fleets` has what was learned about endpoints with an SLO. `strides` has each job's steps per
+    second and GPU, by node type."""
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)

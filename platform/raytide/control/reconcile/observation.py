@@ -95,8 +95,8 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Queries every source once. If a source fails, `errors` names it, and its value is None, or empty where that is
-    safe. A failure is never taken as proof that something is gone.
+    """Queries every source once. If a source fails, `errors` names the source. Its value is then None, or empty if an
+    empty value does no harm. A failure is never taken as proof that something is gone.
 
     `names` are the node names of the last observation. They are used if the provider does not answer.
     """

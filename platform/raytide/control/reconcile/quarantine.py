@@ -83,8 +83,8 @@ class Quarantine:
         self.trying = {subject for subject, entry in self.held.items() if entry.retry_at_s <= now_s}
 
     def attempt(self, what: str, act: Callable[[], T], default: T) -> T:
-        """Returns the result of `act`, which does not concern a single record. If `act` raises, adds the error to
-        `errors` and returns `default`."""
+        """Returns the result of `act`, a step that does not belong to any single record. If `act` raises, adds the
+        error to `errors` and returns `default`."""
         try:
             return act()
         except Exception as error:  # must not stop the tick

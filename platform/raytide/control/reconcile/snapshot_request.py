@@ -1,4 +1,4 @@
-"""Passes the Snapshot of a running controller to other processes through files, for decisions made there.
+"""Passes the Snapshot of a running controller through files to other processes, which make decisions from it.
 
 Only the controller observes the cluster. It writes the Snapshot only on request, because writing a large Snapshot on
 every tick would cost more than the decision.

@@ -87,8 +87,8 @@ class OwnedCluster:
 
 
 def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | None:
-    """Returns the cluster of this run folder with its owner. Returns None if it has no owner, or if its id is not
-    `cluster_id`."""
+    """Returns the cluster of this run folder, together with the owner process. Returns None if the cluster has no
+    owner, or if the cluster's id is not `cluster_id`."""
     record = read_json(run_dir / "cluster.json") or {}
     if not record.get("owner_pid") or cluster_id not in (None, record["cluster_id"]):
         return None

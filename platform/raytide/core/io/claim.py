@@ -1,8 +1,9 @@
 """A claim file, through which only one writer at a time uses an output folder. The folder is a path or an fsspec URL.
 
-The claim names its holder and changes with every heartbeat. Another run may take it over at once in three cases: the
-holder is the same job, or a job that has ended, or a dead process of this machine. Otherwise it may take the claim over
-after WATCH_S without a heartbeat. Clocks of different machines are never compared.
+The claim names its holder and changes with every heartbeat. Another run may take the claim over at once in three cases:
+both runs belong to the same job, or the holder's job has ended, or the holder was a process of this machine and is
+dead. In all other cases, a run may take the claim over after WATCH_S without a heartbeat. Clocks of different machines
+are never compared.
 
 A writer that lost its claim learns this before it commits (`committing`). fsspec has no compare-and-swap for object
 stores. So runs that take over a URL at the same time read the file back to see which of them won.
@@ -200,7 +201,8 @@ def committing(places: Sequence[str], token: str) -> Iterator[None]:
     """Opens a context in which the holder of this claim may publish. Raises ConflictError if another run holds the
     claim.
 
-    In local folders the claim cannot be taken over inside the context. An empty token disables the check.
+    While the context is open, no other run can take over the claim on a local folder. An empty token disables the
+    check.
     """
     with ExitStack() as locks:
         for place in dict.fromkeys(map(_plain, places if token else ())):

@@ -1,6 +1,6 @@
 """Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
 
-It is an allowlist, so that the operator's credentials reach only the controller.
+The variables that may pass are in an allowlist, so that the operator's credentials reach only the controller.
 """
 
 from __future__ import annotations

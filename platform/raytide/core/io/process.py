@@ -175,8 +175,8 @@ def _start_time(pid: int) -> int | None:
 
 
 def free_port() -> int:
-    """Returns a random port on which nothing on this host listens. A process that the caller starts opens the port a
-    moment later.
+    """Returns a random port on which nothing on this host listens. The caller then starts a process that opens the
+    port.
 
     If there is room, the port is outside the kernel's ephemeral range, so that no outgoing connection gets it
     meanwhile. Another process may still open it. If opening it fails with EADDRINUSE, the caller must try again.

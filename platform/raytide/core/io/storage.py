@@ -56,8 +56,8 @@ def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bool = True) -> None:
-    """Writes the parts one after another to one file, as `write_bytes` does. For a local file, they are not joined in
-    memory.
+    """Writes the parts one after another to one file. The file is written atomically, as by `write_bytes`. For a local
+    file, the parts are not joined in memory.
     """
     fs, path = open_url(url)
     parent = fs._parent(path)

@@ -198,8 +198,7 @@ class RequestUsage(Config):
 
 
 class AskedReservation(Config):
-    """A gateway's request to reserve the most that one request of a key may cost. It is made before the request is
-    admitted."""
+    """An amount that a gateway asks to reserve, before it admits a request: the most that this request may cost."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
     """The id of the request."""

@@ -168,8 +168,8 @@ class EndpointLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaValue:
-    """The numbers of an endpoint's replicas that are worth their price, for an endpoint with an SLO.
-    `autoscaler/endpoints/replica_value.py` computes them."""
+    """The value of the replicas of an endpoint with an SLO. `spot` and `ondemand` say how many replicas are worth their
+    price. `autoscaler/endpoints/replica_value.py` computes these numbers."""
 
     spot: int
     """The number of replicas that are worth the price of spot, including those on standby."""

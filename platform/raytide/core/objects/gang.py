@@ -71,8 +71,7 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """Returns a shape with one member. The amounts are computed or reported, not requested by a user.
-
+        """Returns a shape with one member. The member's resources are computed or reported, not requested by a user.
         They are not validated, because they may be outside the limits for users.
         """
         return cls.model_construct(

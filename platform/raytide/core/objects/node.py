@@ -253,8 +253,8 @@ def fits(need: Resources, free: Resources) -> bool:
 
 
 def dominant_share(need: Resources, total: Resources) -> float:
-    """Returns the largest share of any resource of `total` that `need` takes. Resources that `total` does not have are
-    ignored."""
+    """Computes for each resource the share of `total` that `need` takes, and returns the largest share. Resources that
+    `total` does not have are ignored."""
     return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 
 

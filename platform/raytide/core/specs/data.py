@@ -132,8 +132,9 @@ class DataSpec(Config):
         """Returns a hash of everything that determines the dataset's bytes: the specification, the (url, size, version)
         of each input, and the versions of the libraries that encode text.
 
-        Team, workers and output path do not change the hash. Without `engines`, returns the hash of pipeline 1. That
-        pipeline did not record library versions, and its specification had none of the fields in _ADDED.
+        `engines` has these versions by library. The name, the team, the gang, the workers and the output path do not
+        change the hash. Without `engines`, returns the hash of pipeline 1. That pipeline did not record library
+        versions, and its specification had none of the fields in _ADDED.
         """
         body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers", "stall_timeout_s"})
         for field in _ADDED:

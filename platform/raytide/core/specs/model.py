@@ -128,8 +128,8 @@ class QuantizationOptions(Config):
 
 
 class QatSpec(QuantizationOptions):
-    """Quantisation-aware training: linear layers compute with rounded weights, as the `rtn` step of a compression
-    recipe will later round them."""
+    """Quantisation-aware training: linear layers compute with rounded weights. The `rtn` step of a compression recipe
+    later rounds the weights in the same way."""
 
     scheme: Literal["w8a16", "w4a16"] = "w4a16"
     """The scheme: integer weights of 8 or 4 bits, as in a recipe's `rtn`."""

@@ -114,9 +114,9 @@ class Parallelism(Config):
         """Returns the number and the size of the micro-batches for the `rows` sequences of a data rank. The size is at
         most `size`.
 
-        A pipeline needs at least `min_microbatches` micro-batches. Most looped schedules need a multiple of the
-        pipeline's ranks. To reach that number, micro-batches get smaller. If there are too few rows, some micro-batches
-        are padding.
+        A pipeline needs at least `min_microbatches` micro-batches. Micro-batches get smaller to reach this number. Most
+        looped schedules need a multiple of the pipeline's ranks. If there are too few rows for the number of
+        micro-batches, some micro-batches are padding.
         """
         if self.pipeline == 1:
             return math.ceil(rows / size), size

@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def loser(self) -> str:
-        """The application that ends with the rollout. After a promotion it is the champion's, otherwise the
+        """The application that ends with the rollout: the champion's application after a promotion, otherwise the
         challenger's."""
         return self.champion_application if self.state is RolloutState.PROMOTED else self.challenger_application
 

@@ -123,7 +123,7 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     def upgrade(self) -> None:
-        """Runs the missing migrations, one process at a time. Raises ConflictError if a newer raytide wrote the
+        """Runs the missing migrations, in one process at a time. Raises ConflictError if a newer raytide wrote the
         schema."""
         from alembic import command
         from alembic.config import Config

@@ -144,7 +144,8 @@ class Store:
     def heartbeats(self, at_s: Mapping[str, float]) -> None:
         """Records that the drivers of these jobs were alive at these times.
 
-        Rows that another process is writing are skipped, because two such statements could deadlock.
+        Rows that another process is writing are skipped, because two statements that wait for each other's rows would
+        deadlock.
         """
         with self._db.write() as c:
             for moment in sorted(set(at_s.values())):

@@ -93,7 +93,8 @@ def number_reached(c: sa.Connection, name: str, number: int) -> None:
 def transitions(
     c: sa.Connection, key: sa.Column[Any], records: Sequence[Job | Lease | Node | Endpoint], at_s: float
 ) -> list[Event]:
-    """Returns an event for each record whose state differs from its stored state in the table of the column `key`."""
+    """Returns an event for each record whose state differs from its stored state. The stored state is in the table to
+    which the column `key` belongs."""
     if not records:
         return []
     after = {str(getattr(record, key.name)): record for record in records}

@@ -82,7 +82,7 @@ class StepTraces:
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
         """Handles a job's report of its progress. If `_STEPS_S` seconds have passed since the job's last span, exports
-        one span for the steps since then. If the job repeats steps after a loss, a new span begins."""
+        one span for the steps since then. If the job went back to an earlier step, a new span begins there."""
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):
             return

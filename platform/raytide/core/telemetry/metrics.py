@@ -165,8 +165,9 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge with one value for each combination of its last labels. The first labels are added when the
-    values are read. Only one thread may change it."""
+    """A counter or gauge with several values. Each value is recorded under the metric's last labels. The metric's first
+    labels are the same for all values, and are given when the values are read. Only one thread may change the
+    values."""
 
     __slots__ = ("_metric", "_values")
 

@@ -47,16 +47,16 @@ class SpanId:
 
     @classmethod
     def new(cls, traceparent: str = "") -> Self:
-        """Returns the ids of a new span. If `traceparent` is valid, the span is a child of the span that it names.
-        Otherwise it is the root of a new trace."""
+        """Returns the ids of a new span. If `traceparent` is valid, the new span is a child of the span that
+        `traceparent` names. Otherwise the new span is the root of a new trace."""
         found = _parsed(traceparent)
         trace, parent = (random.getrandbits(128) or 1, 0) if found is None else found[:2]
         return cls(trace, random.getrandbits(64) or 1, parent)
 
     @classmethod
     def of(cls, subject: str) -> Self:
-        """Returns the root span of a subject, such as a job. It is derived from the subject's name, so several
-        processes can add spans to the same trace."""
+        """Returns the root span of a subject, such as a job. The span's ids are derived from the subject's name, so
+        several processes can add spans to the same trace."""
         digest = sha256(subject.encode()).digest()
         return cls(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
 

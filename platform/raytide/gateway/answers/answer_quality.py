@@ -53,7 +53,8 @@ class AnswerQuality:
 
     @property
     def mean_logprob(self) -> float | None:
-        """The mean log probability over the kept answers, in nats a token. None if no answer was measured."""
+        """The mean log probability over the last measured answers, in nats a token. None if no answer was measured in
+        the last hour."""
         since_s = self._clock() - _KEPT_S
         recent = [(total, tokens) for at_s, total, tokens in self._answers if at_s >= since_s]
         tokens = sum(count for _, count in recent)

@@ -88,8 +88,8 @@ class BatchObject(BaseModel):
 
     - `validating` -> `in_progress` -> `finalizing` -> `completed`, by the gateway process that works on the batch
     - `validating` -> `failed`, if a line of the input file is wrong
-    - `in_progress` -> `cancelling` by the client, and -> `cancelled` by the gateway process
-    - the status of an unfinished batch -> `expired`, at `expires_at`
+    - `in_progress` -> `cancelling`, by the client; then `cancelling` -> `cancelled`, by the gateway process
+    - any status of an unfinished batch -> `expired`, at `expires_at`
     """
 
     id: str

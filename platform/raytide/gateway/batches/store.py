@@ -128,7 +128,7 @@ class BatchStore:
         return [UnfinishedBatch(row["id"], row["team"], row["account"]) for row in rows]
 
     def samples(self) -> list[MetricSample]:
-        """Returns the metrics of the oldest unfinished batches. The oldest batches expire first."""
+        """Returns the metrics of the oldest unfinished batches, because these batches expire first."""
         with self._database.read() as connection:
             rows = connection.execute(
                 "SELECT team, record FROM batches WHERE is_final = 0 ORDER BY seq LIMIT ?", (MOST_SHOWN,)

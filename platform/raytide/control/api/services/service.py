@@ -80,8 +80,8 @@ class ApiService:
         return self._clock.now_s()
 
     def status(self, caller: Caller) -> ClusterStatus:
-        """Returns the cluster's status, with the costs of the caller's team. With a token for all teams, it has the
-        costs of all teams."""
+        """Returns the cluster's status. The status has the costs of the caller's team, or of all teams if the caller
+        has a token for all teams."""
         now = self._clock.now_s()
         live = self.live()
         nodes = self._store.nodes(live=True)

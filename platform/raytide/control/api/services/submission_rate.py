@@ -1,4 +1,4 @@
-"""Limits the bytes that one team may add to the state store: a burst, and a number of bytes per hour.
+"""Limits the bytes that one team may add to the state store: the bytes added at once, and the bytes added per hour.
 
 The limit exists because a job's records stay after the job ends, and each change leaves an entry in the audit log.
 """

@@ -93,7 +93,7 @@ class Packages:
         """Yields a writer for a package. When the block ends, the written content becomes the package if its hash is
         the expected digest.
 
-        `team` becomes the owner of a package that does not exist yet.
+        If the package is new, `team` becomes its owner.
         """
         final = self._file(digest)
         staged = self._folder / f".{secrets.token_hex(8)}"

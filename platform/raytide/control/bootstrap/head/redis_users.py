@@ -29,8 +29,8 @@ class RedisUser:
 
 
 def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
-    """Creates and returns the user of this epoch, and removes the users of all other epochs. Raises ClusterError if
-    Redis does not answer, and ConfigError if Redis refuses a command."""
+    """Creates and returns the Redis user of the head with the number `epoch`, and removes the users of all other heads.
+    Raises ClusterError if Redis does not answer, and ConfigError if Redis refuses a command."""
     prefix = f"raytide-{cluster}-"
     user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
     with _connected(section) as redis:

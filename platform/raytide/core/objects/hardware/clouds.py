@@ -54,8 +54,8 @@ class CloudSection(Config):
 
 
 def cloud_files(file: Mapping[str, object], sections: Mapping[str, CloudSection]) -> dict[str, dict[str, Any]]:
-    """Returns for each section, by its name, a separate cluster.yaml. The head in this cluster.yaml is only a
-    placeholder."""
+    """Returns a mapping from the name of each section to a separate cluster.yaml for this section. The head in such a
+    cluster.yaml is only a placeholder."""
     return {name: _cloud_file(file, section) for name, section in sections.items()}
 
 

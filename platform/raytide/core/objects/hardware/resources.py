@@ -1,6 +1,6 @@
 """The keywords for the resources that work needs on each node, the same in the SDK, on the command line and in specs.
 
-    gpus="H100:8"       8 whole GPUs of this model; 8: of any model; 0.5: half a GPU
+    gpus="H100:8"       8 whole GPUs of this model; 8: 8 GPUs of any model; 0.5: half a GPU
     cpus=16             CPUs
     memory="64GiB"      bytes, or a text with a unit
     nodes=(1, 4)        nodes with these resources each; a range makes the gang elastic

@@ -70,8 +70,8 @@ class SlurmJobSection(Config):
 
 
 class SlurmSection(Config):
-    """The section `metadata.raytide.slurm`. Each node of these node types is a Slurm job, which the head submits with
-    `sbatch`."""
+    """The section `metadata.raytide.slurm`, which lists node types. Each node of these types is a Slurm job, which the
+    head submits with `sbatch`."""
 
     node_types: dict[str, SlurmJobSection] = Field(min_length=1, max_length=1000)
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)

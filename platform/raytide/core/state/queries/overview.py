@@ -42,7 +42,8 @@ class JobRow(NamedTuple):
 
 
 class NodeHours(NamedTuple):
-    """The node-hours and their cost within one time step, for one use of nodes of one type."""
+    """The node-hours, and their cost, within one time step. They are counted separately for each kind of use, team,
+    node type and market."""
 
     step: int
     """The number of the step, counted from the begin of the query's time range."""

@@ -79,8 +79,8 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns the pair (judged answers, liked answers) since `since_s`, by revision and by group of users. With a
-        metric, the pair is (values, sum of the values)."""
+        """Returns (judged, liked) for each revision and group of users: the numbers of answers that were judged and
+        liked since `since_s`. With a metric, returns the number of the metric's values and their sum instead."""
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value
         which = [f.model == name, f.at_s >= since_s, *([] if metric is None else [f.metric == metric])]
@@ -95,8 +95,8 @@ class FeedbackRecords(DatabaseAccess):
     def bad_values(
         self, name: str, limits: Mapping[str, MetricLimit], since_s: float
     ) -> dict[int, dict[str, tuple[int, int]]]:
-        """Returns the pair (values, bad values) since `since_s`, by revision and metric. `limits` says which values of
-        a metric are bad."""
+        """Returns (number, bad) for each revision and metric: the number of all values since `since_s`, and the number
+        of bad values among them. `limits` says which values of a metric are bad."""
         v = t.feedback_values.c
         found: dict[int, dict[str, tuple[int, int]]] = {}
         with self._db.read() as c:

@@ -1,5 +1,5 @@
-"""Interventions in the store, called orders, such as to restart a replica. The API adds orders, and the controller
-carries them out."""
+"""Interventions in the store, called orders. An example is the restart of a replica. The API adds orders, and the
+controller carries them out."""
 
 from __future__ import annotations
 

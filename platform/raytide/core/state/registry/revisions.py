@@ -42,7 +42,8 @@ def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why
 
 class RevisionRecords(DatabaseAccess):
     def page(self, name: str, *, team: str, limit: int = KEPT_REVISIONS) -> tuple[EndpointRevision, ...]:
-        """Returns the revisions of an endpoint that this team owned, newest first."""
+        """Returns this team's revisions of an endpoint, newest first. An endpoint's earlier revisions may belong to
+        other teams."""
         r = t.revisions.c
         query = t.revisions.select().where(r.name == name, r.team == team).order_by(r.number.desc())
         with self._db.read() as c:

@@ -18,7 +18,7 @@ class TenancyRecords:
         self.audit = AuditLog(database)
 
     def prune(self, usage_before_s: float, audit_before_s: float, now_s: float) -> bool:
-        """Deletes a batch of old usage, audit entries and ended keys. Returns whether more rows may be left to delete.
+        """Deletes a batch of old usage, audit entries and ended keys. Returns True if more old rows may be left.
 
         An audit entry is never deleted before the usage rows that it covers.
         """

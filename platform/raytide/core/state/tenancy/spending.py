@@ -110,7 +110,7 @@ class SpendingRecords(DatabaseAccess):
         of newly billed requests.
 
         A request that was billed before changes nothing. One audit entry covers all new requests. Refused requests are
-        not stored, but the entry has their number, `refused`.
+        not stored, but the entry has the number of them (`refused`).
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)

@@ -54,7 +54,7 @@ class UsageQueries(DatabaseAccess):
 
     def sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
         """Returns the usage by group. Days (such as `2026-11-22`, UTC) are sorted by time, and other groups by falling
-        cost. The name of a version includes its model."""
+        cost. If the groups are model versions, their names include the model."""
         u = t.usage.c
         group: sa.ColumnElement[Any] = u[by] if by != "day" else sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
         if by == "version":

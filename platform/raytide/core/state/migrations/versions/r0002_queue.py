@@ -1,5 +1,5 @@
-"""Adds the counters of each job for the queue, the limits and recent usage of teams, the sums of the ledger, and
-whether a lease's member frees its resources for another job or endpoint."""
+"""Adds the counters that the queue keeps for each job, the limits and the recent usage of teams, and the sums of the
+ledger. Adds to each member of a lease whether the member frees its resources for another job or endpoint."""
 
 from __future__ import annotations
 
