@@ -53,8 +53,8 @@ SpecSource = Mapping[str, object] | str | Path
 
 
 class Client:
-    """The connection of one user to one cluster. At the end of a `with` block, it also ends a cluster that `rt.local()`
-    started.
+    """The connection of one user to one cluster. A `with` block closes the connection at its end. If `rt.local()` has
+    started the cluster, the cluster ends as well.
 
     `raytide.sdk.options` defines the keyword arguments of jobs. `raytide.core.objects.hardware.resources` explains the
     keywords for resources.
@@ -223,8 +223,9 @@ class Client:
     ) -> EndpointHandle:
         """Serves a Hugging Face model directory or a registered model over the OpenAI API. Returns the endpoint.
 
-        - With `replicas=(1, 8)` the number of replicas follows the load. If `slo_target` is given too, it is the
-          cheapest number at which this share of requests gets a first token within `slo_ttft_s`.
+        - With `replicas=(1, 8)` the number of replicas follows the load. `slo_target` is the share of requests that
+          must get a first token within `slo_ttft_s`. If it is given, the endpoint gets the cheapest number of replicas
+          that reaches this share.
         - With `canary`, `shadow` or `ab` the model becomes a challenger of the model that the endpoint already serves.
           `EndpointHandle.rollout` shows the progress. `shadow` and `ab` are percentages.
         - `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the means of your own metric instead of users'

@@ -53,8 +53,8 @@ class StageRecord(Config):
 
 
 def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
-    """Returns the key of a stage, a SHA-256 in hex. The stages that it needs must be done. `code` is the digest of a
-    script stage's files.
+    """Returns the key of a stage, a SHA-256 in hex. All stages that this stage needs must be done. `code` is the digest
+    of a script stage's files.
 
     A script may have side effects. Its key therefore covers its name and the stages in its `needs` as well.
     """

@@ -56,8 +56,8 @@ class PreemptionCandidates:
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
         """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota.
 
-        Rows of teams that borrow come first. With `any_team` the rows of all other teams follow, else only those of
-        `team`.
+        Rows of teams that borrow quota come first. The rows of teams that do not borrow follow. Without `any_team`,
+        the rows of other teams that do not borrow are left out.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
@@ -143,7 +143,7 @@ class Preemptor:
         """Returns the index of the next row to try, which is always 0. Returns None if no row is left, or if too many
         jobs have preempted others in this cycle.
 
-        In the second case the remaining rows are refused with this reason.
+        If too many jobs have preempted others, all rows in `waiting` are refused, and the refusal states this reason.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None

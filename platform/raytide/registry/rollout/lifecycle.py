@@ -1,7 +1,7 @@
 """The life of a rollout: what is observed of both revisions, the next decision, and how many replicas each revision may
 have.
 
-Together the two revisions may have at most one replica more than the endpoint alone.
+Together the two revisions may have at most one replica more than the endpoint may have without a rollout.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def first_bytes(model: ModelShape, part: Slice) -> float:
 
 def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, float]:
     """Returns (kept, extra) for the last norm and the loss. `kept` is the bytes that stay until the backward pass.
-    `extra` is the most bytes that are needed in addition while they run.
+    `extra` is the most bytes that are needed in addition while the loss and its gradient are computed.
 
     Without chunks, the log-probabilities of all tokens are kept in fp32. In addition, the forward pass needs the logits
     in the compute dtype and in fp32, and the backward pass needs the gradient of the logits. With chunks, the gradients

@@ -16,7 +16,7 @@ _WINDOW = 0.1
 
 
 def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
-    """Returns the metric's value at each rung (a step at which trials are compared) that the curve has passed.
+    """Returns the metric's value at each rung that the curve has passed. A rung is a step at which trials are compared.
 
     The value is the mean over the last tenth of the steps before the rung, because the loss of a single batch is noisy.
     """
