@@ -26,7 +26,7 @@ def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> t
 
 def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
     """Returns True if the shape's labels allow the market that the constraint wants. Returns False if the constraint
-    wants none.
+    wants no market.
     """
     return constraint.wanted is not None and _allows(shape, constraint.wanted)
 

@@ -198,7 +198,7 @@ class Client:
 
         The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name.
         `engine` contains the engine's options. By default the job has a low priority and is preemptible. A job that was
-        stopped continues where it stopped. Both files must be on storage that all nodes can read.
+        stopped continues where it stopped. `source` and `out` must be on storage that all nodes can read.
         """
         queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
         job, gang = job_and_gang(queue)

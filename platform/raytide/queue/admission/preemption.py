@@ -54,7 +54,8 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota.
+        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota. `lower` contains
+        the candidates that come after the job in the scheduling order.
 
         Rows of teams that borrow quota come first. The rows of teams that do not borrow follow. Without `any_team`,
         the rows of other teams that do not borrow are left out.
@@ -65,9 +66,11 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Yields the rows that a job may preempt to reclaim its team's nominal quota.
+        """Yields the rows that a job of `team` may preempt to reclaim its team's nominal quota. `lower` contains the
+        candidates that come after the job in the scheduling order.
 
-        Rows of other teams that borrow come first, whatever their scheduling order. The other rows of `lower` follow.
+        All candidates of other teams that borrow quota come first, even if they are not in `lower`. The other rows of
+        `lower` follow.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True

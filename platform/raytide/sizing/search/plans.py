@@ -152,8 +152,8 @@ class TrainingPlan:
 
     @property
     def kwh(self) -> float:
-        """The energy of the whole run in kWh. It consists of the devices at their board power and of the plan's share
-        of the CPU cores.
+        """The energy of the whole run in kWh: the energy of the devices at their board power, and that of the plan's
+        share of the CPU cores.
         """
         cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
         watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)
