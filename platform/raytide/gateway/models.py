@@ -156,7 +156,7 @@ class EndpointModels:
         """Returns the response to this request from the revision that the rollout chooses. If a challenger fails, the
         champion answers. If all replicas refuse, the fallback API answers.
 
-        `respond` may therefore raise only before it sends any part of the response."""
+        If `respond` raises, another server may answer. `respond` may therefore raise only before it sends anything."""
         try:
             return await self._answer(model, request, body, respond)
         except Exception as error:
@@ -258,8 +258,8 @@ class EndpointModels:
         return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. If the endpoint has had no replica yet, it waits for the first one as long as
-        the request may wait."""
+        """Returns the server of a model. If the endpoint has had no replica yet, the call waits for the first replica,
+        but no longer than the request may wait."""
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)
@@ -294,8 +294,8 @@ class EndpointModels:
             yield from each.metrics.samples()
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
-        """Returns the metrics of the endpoints that the request's path names and the caller may use. They include the
-        sums of the replicas' last reports."""
+        """Returns the metrics of the endpoint in the request's path, or of all endpoints if the path names none, as far
+        as the caller may use them. The metrics include the sums of the replicas' last reports."""
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
             self._serving(name)
@@ -307,7 +307,7 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Reports how many requests wait for a replica of each endpoint, until it is cancelled. The controller scales
+        """Until it is cancelled, reports how many requests of each endpoint wait for a replica. The controller scales
         endpoints by these numbers."""
         reported: set[str] = set()
         while True:

@@ -4,8 +4,8 @@ A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 
 unused rest of the node is another share: idle, start-up or waste. The weights of a node normally sum to one. They sum
 to more than one if holders dominate different resources, and each holder then pays in proportion to its weight.
 
-A gang member holds resources from its assignment to a node, even before it uses them. For a short time after a release,
-processes that are ending still use resources. The former holder pays for this use.
+A gang member holds resources from the moment it is assigned to a node, even before it uses them. For a short time after
+a release, processes that are ending still use resources. The former holder pays for this use.
 """
 
 from __future__ import annotations

@@ -126,9 +126,10 @@ class Budgets:
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """Returns the jobs that must be preempted now because a budget is nearly spent, with the reason by job id.
+        """Returns the jobs that must be preempted now because a budget is nearly spent. The result maps the id of such
+        a job to the reason.
 
-        `jobs` maps job ids to jobs with their prices in micro-dollars an hour.
+        `jobs` maps a job's id to a pair: the job, and its price in micro-dollars an hour.
         """
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)

@@ -126,10 +126,10 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """Returns the amount of the resource that jobs which cannot be preempted may still reserve.
+        """Returns the amount of the resource that non-preemptible jobs may still reserve.
 
-        It is what is left of the team's own quota. For a team without a quota it is what is left of the capacity beyond
-        all quotas.
+        The amount is what such jobs have left of the team's own quota. For a team without a quota, it is what they have
+        left of the capacity beyond all quotas.
         """
         if name not in self.limited:
             return math.inf

@@ -43,7 +43,7 @@ def copies_that_fit(need: Resources, free: Resources) -> int:
 
 def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
     """Returns the reason why `count` members could not be placed even in an empty fleet with all pools in stock.
-    Returns None if they could.
+    Returns None if they could be placed there.
     """
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
@@ -69,7 +69,7 @@ def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
 
 def describe_amounts(shape: Shape) -> str:
     """Returns the resources of one member as text, accelerators first, such as `8 x H100 + 4 CPU`. The text names the
-    accelerator's model if the shape's labels do.
+    accelerator's model if the shape's labels name it.
     """
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)

@@ -56,7 +56,7 @@ class PendingDemand:
         self._turn = 0
 
     def advance(self, node_table: NodeTable) -> bool:
-        """Advances to the next shape, and frees the resources that were held for it. Returns whether any were held."""
+        """Advances to the next shape, and frees the resources that were held for it. Returns whether there were any."""
         self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1

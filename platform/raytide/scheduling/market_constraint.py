@@ -26,16 +26,16 @@ def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> t
 
 def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
     """Returns True if the shape's labels allow the market that the constraint wants. Returns False if the constraint
-    wants none.
+    wants no market.
     """
     return constraint.wanted is not None and _allows(shape, constraint.wanted)
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """Returns the job's original of `shape`, a lease's shape that `constrain` has restricted. `shapes` are the job's
-    shapes.
+    """Undoes `constrain` for a lease's shape: returns the shape as it was before it was restricted to a market.
+    `shapes` are the shapes in the job's spec.
 
-    A lease may change its market. If the job's shapes allow every market, the result therefore names none.
+    A lease may change its market. If the job's shapes allow every market, the result therefore names no market.
     """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]

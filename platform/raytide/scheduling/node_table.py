@@ -94,7 +94,7 @@ class NodeTable:
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
         """Returns the rows in which members fit, the best row first, and the number of members that fit in each row.
 
-        It stops when `enough` members fit. The row `but` is left out.
+        The search stops when `enough` members fit. The row `but` is left out.
         """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
@@ -138,8 +138,8 @@ class NodeTable:
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def columns(self, need: Resources) -> Need:
-        """Returns the amounts in `need` with their columns. The result is empty if one of the resources exists on no
-        node.
+        """Returns a pair (column, amount) for each resource in `need`. The result is empty if one of the resources
+        exists on no node.
         """
         asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():

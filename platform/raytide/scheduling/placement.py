@@ -138,8 +138,8 @@ def best_candidate(
 ) -> Candidate:
     """Returns the placement that holds as many of the requested members as possible.
 
-    `slots` lists the nodes by row of the node table. The placement launches no more nodes than may be launched now. It
-    may exceed this limit if the `needed` members of a gang would otherwise be split.
+    `slots[i]` is the slot on the node in row i of the node table. The placement launches no more nodes than may be
+    launched now. It may exceed this limit if the `needed` members of a gang would otherwise be split.
     """
     candidate = _most_members(offerings, node_table, slots, pending, request)
     left = offerings.launches_left

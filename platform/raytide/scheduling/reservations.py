@@ -1,8 +1,8 @@
 """Reserves nodes for replicas that do not fit. Otherwise smaller jobs could starve a replica by taking every slot that
 becomes free.
 
-The nodes that lack the fewest resources for the replica take no new work, so that they lack less and less. Replicas of
-other endpoints may still use them.
+The nodes on which the fewest resources are missing for the replica take no new work. As their running work ends, the
+missing resources become free. Replicas of other endpoints may still use these nodes.
 """
 
 from __future__ import annotations

@@ -143,10 +143,10 @@ class SchedulingState:
         """Reserves slots for `count` members, or for as many as fit, and returns the slots. Returns an Unschedulable if
         fewer than `at_least` fit (default: all).
 
-        Existing nodes come first, the tightest fit first. New nodes then come from the pool that is cheapest per
-        member. `menu` restricts their types, and `max_new` their number. `spread_from` counts the members in each zone,
-        to spread members over zones. `paces` is the relative throughput by node type, to compare costs per work. With
-        `apart`, each member gets a node of its own that is not in `apart`."""
+        Existing nodes are used first, the tightest fit first. New nodes follow, from the pool that is cheapest per
+        member. `menu` restricts the types of new nodes, and `max_new` their number. `spread_from` counts the members in
+        each zone, to spread members over zones. `paces` is the relative throughput by node type, to compare costs per
+        unit of work. With `apart`, each member gets a node of its own that is not in `apart`."""
         if count <= 0:
             return ()
         needed = count if at_least is None else at_least

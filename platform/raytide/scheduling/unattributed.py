@@ -29,7 +29,7 @@ class UnattributedUsage:
 
     def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
         """Returns the slots that members of gangs yield, or have just yielded, to the endpoint's replicas. A slot is a
-        node id with resources.
+        pair: a node's id, and resources on this node.
 
         Slots that the `starting` replicas may already have taken are left out.
         """

@@ -53,8 +53,8 @@ SpecSource = Mapping[str, object] | str | Path
 
 
 class Client:
-    """The connection of one user to one cluster. At the end of a `with` block, it also ends a cluster that `rt.local()`
-    started.
+    """The connection of one user to one cluster. A `with` block closes the connection at its end. If `rt.local()` has
+    started the cluster, the cluster ends as well.
 
     `raytide.sdk.options` defines the keyword arguments of jobs. `raytide.core.objects.hardware.resources` explains the
     keywords for resources.
@@ -198,7 +198,7 @@ class Client:
 
         The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name.
         `engine` contains the engine's options. By default the job has a low priority and is preemptible. A job that was
-        stopped continues where it stopped. Both files must be on storage that all nodes can read.
+        stopped continues where it stopped. `source` and `out` must be on storage that all nodes can read.
         """
         queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
         job, gang = job_and_gang(queue)
@@ -223,8 +223,9 @@ class Client:
     ) -> EndpointHandle:
         """Serves a Hugging Face model directory or a registered model over the OpenAI API. Returns the endpoint.
 
-        - With `replicas=(1, 8)` the number of replicas follows the load. If `slo_target` is given too, it is the
-          cheapest number at which this share of requests gets a first token within `slo_ttft_s`.
+        - With `replicas=(1, 8)` the number of replicas follows the load. `slo_target` is the share of requests that
+          must get a first token within `slo_ttft_s`. If it is given, the endpoint gets the cheapest number of replicas
+          that reaches this share.
         - With `canary`, `shadow` or `ab` the model becomes a challenger of the model that the endpoint already serves.
           `EndpointHandle.rollout` shows the progress. `shadow` and `ab` are percentages.
         - `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the means of your own metric instead of users'

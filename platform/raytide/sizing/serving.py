@@ -157,7 +157,7 @@ def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int
 def plan_replicas(
     model: ModelShape, load: ServingLoad, device: Accelerator, gpus: int, usd_per_gpu_h: float = 0.0
 ) -> ReplicaPlan | None:
-    """Returns the number of replicas of `gpus` GPUs that the load needs, with the speed of one replica.
+    """Returns the number of replicas that the load needs, and the speed of one replica. Each replica has `gpus` GPUs.
 
     Returns None if the model does not fit on these GPUs, or if an idle replica already misses the SLO. A replica does
     not decode while it prefills. A request therefore costs the time of its prefill plus its share of the decode slots.

@@ -2,8 +2,8 @@
 
 The key of a stage covers everything that determines the result: the stage's kind and spec, the digests of the results
 that it uses, its code, and the files that it reads from outside the flow. The key does not cover the gang or the team.
-It names the folder of the results. Different results thus never overwrite each other, and an attempt that continues an
-earlier attempt finds the earlier checkpoints.
+The folder of the results is named after the key. Different results thus never overwrite each other, and an attempt that
+continues an earlier attempt finds the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class StageRecord(Config):
 
 
 def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
-    """Returns the key of a stage, a SHA-256 in hex. The stages that it needs must be done. `code` is the digest of a
-    script stage's files.
+    """Returns the key of a stage, a SHA-256 in hex. All stages that this stage needs must be done. `code` is the digest
+    of a script stage's files.
 
     A script may have side effects. Its key therefore covers its name and the stages in its `needs` as well.
     """

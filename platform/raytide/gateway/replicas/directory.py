@@ -110,7 +110,8 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
 def listing(found: Mapping[bytes, bytes]) -> Listing:
     """Returns the endpoints that the key-value pairs `found` describe. Pairs that cannot be read are skipped.
 
-    The application of a revision is left out if no route names it. Its rollout is over or has not begun.
+    An application that serves a revision in a rollout is left out if no route names the application. In that case the
+    rollout is over or has not begun.
     """
     applications: Listing = {}
     replicas: dict[str, dict[str, ReplicaAddress]] = {}

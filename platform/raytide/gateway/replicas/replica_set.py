@@ -61,8 +61,8 @@ class Replica:
         return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
-        """Returns True if the replica's last status reports another version of the weights than `info`. It then updates
-        `info`.
+        """Returns True if the replica's last status reports another version of the weights than `info` contains. In
+        that case the call also updates `info`.
         """
         stats = self.engine.status.stats
         if stats is None or stats.weights_version in ("", self.info.weights_version):
@@ -183,7 +183,7 @@ class ReplicaSet:
         """Returns the replica that computes or stores the answer to the request with the key `rejoin_key`. Returns None
         if no replica does.
 
-        If replicas are not connected yet, it first waits up to five seconds for the connections.
+        If replicas are not connected yet, the call first waits up to five seconds for the connections.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONNECT_S):

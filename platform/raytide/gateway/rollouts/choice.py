@@ -19,10 +19,10 @@ _TIMED_OUT = "timeout"
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
-    """Returns whether the challenger answers this request. `session` is the request's user or session, or "" if it
-    names none.
+    """Returns whether the challenger answers this request. `session` is the user or session that the request names, or
+    "" if the request names none.
 
-    If the rollout splits traffic by API key, it also stores the traffic group of the request in the caller.
+    If the rollout splits traffic by API key, the call also stores the request's traffic group in the caller object.
     """
     unit = unit_of(scope, session, by_key=rollout.by_key)
     caller = scope.get(CALLER)

@@ -1,5 +1,5 @@
-"""The route `/v1/feedback`. Users rate an answer by its response id, with thumbs up or down or with values of their own
-metrics.
+"""The route `/v1/feedback`, on which users rate an answer. A rating names the answer's response id. It is thumbs up,
+thumbs down, or values of metrics that the users define.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ class RateLimits:
         """Counts a request and its tokens against the account's limits. `tokens` is the most tokens that the request
         may use.
 
-        Returns the number of counted tokens and the state of the limits. At most the limit of one minute is counted, so
-        that a larger request can still run alone. If a limit is exceeded, raises an ApiError (429) that says when to
-        retry.
+        Returns the number of counted tokens and the state of the limits. A request with more tokens than the account's
+        limit for one minute is counted with exactly that limit, so that it can still run alone. If a limit is exceeded,
+        raises an ApiError (429) that says when to retry.
         """
         if key.requests_per_min is None and key.tokens_per_min is None:
             return 0, RateState()

@@ -36,8 +36,8 @@ class UsageReporter:
         self._is_closing = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts the reporting task and returns it. It first reports the requests that killed gateways left in their
-        journals.
+        """Starts the reporting task and returns it. The task first reports the requests that killed gateways left in
+        their journals.
         """
         if self._journal is not None:
             self._requests.extend(self._journal.take_over())

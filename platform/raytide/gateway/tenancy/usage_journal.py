@@ -58,7 +58,7 @@ class UsageJournal:
 
     def take_over(self) -> Iterator[RequestUsage]:
         """Yields the unreported requests of gateways that have ended. Adds them to this journal, and then deletes the
-        old journal.
+        ended gateways' journals.
         """
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:

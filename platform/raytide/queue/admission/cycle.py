@@ -2,7 +2,7 @@
 later in the order. A job is a row of the queue table.
 
 The cycle does not know nodes. It uses a `Capacity`. The live queue's `Capacity` has nodes, quotas and budgets
-(`preemption.py`), and the simulator's only counts GPUs.
+(`preemption.py`). The simulator's `Capacity` only counts GPUs.
 
 Preemption cannot go in circles, for three reasons. Within a cycle, a job preempts only jobs that come later in the
 order. A preempted job preempts no other until its cool-down is over. No job is preempted more than `MAX_PREEMPTIONS`
@@ -38,8 +38,8 @@ class Capacity(Protocol):
     def preempt(self, row: int, victims: Victims) -> Sequence[int]:
         """Admits a row by preempting as few of `victims` as necessary, in the order of `victims`.
 
-        Returns the rows that were preempted as a whole. The result is empty if the row was not admitted, or if it was
-        enough to shrink elastic gangs.
+        Returns the rows that were preempted as a whole. The result is empty in two cases: the row was not admitted, or
+        shrinking elastic gangs freed enough capacity.
         """
         ...
 

@@ -58,7 +58,8 @@ class FitIndex:
     def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
         """Returns an upper bound of the number of members that fit.
 
-        With `ready_only` it counts ready nodes only. Otherwise it counts all nodes, and nodes that can be bought.
+        With `ready_only`, members are counted on ready nodes only. Otherwise they are counted on all nodes, including
+        nodes that can be bought.
         """
         key = (request.member_key, ready_only)
         if (count := self._counts.get(key)) is None:

@@ -54,10 +54,11 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota.
+        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota. `lower` contains
+        the candidates that come after the job in the scheduling order.
 
-        Rows of teams that borrow come first. With `any_team` the rows of all other teams follow, else only those of
-        `team`.
+        Rows of teams that borrow quota come first. The rows of teams that do not borrow follow. Without `any_team`,
+        the rows of other teams that do not borrow are left out.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
@@ -65,9 +66,11 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Yields the rows that a job may preempt to reclaim its team's nominal quota.
+        """Yields the rows that a job of `team` may preempt to reclaim its team's nominal quota. `lower` contains the
+        candidates that come after the job in the scheduling order.
 
-        Rows of other teams that borrow come first, whatever their scheduling order. The other rows of `lower` follow.
+        All candidates of other teams that borrow quota come first, even if they are not in `lower`. The other rows of
+        `lower` follow.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True
@@ -143,7 +146,7 @@ class Preemptor:
         """Returns the index of the next row to try, which is always 0. Returns None if no row is left, or if too many
         jobs have preempted others in this cycle.
 
-        In the second case the remaining rows are refused with this reason.
+        If too many jobs have preempted others, all rows in `waiting` are refused, and the refusal states this reason.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None

@@ -1,9 +1,9 @@
 """The scheduling order of all jobs, waiting or running: least attained service first, with corrections.
 
 Pure least attained service starves large gangs and preempts long jobs late. The corrections are:
-- A gang goes before all but new jobs once it has waited longer than smaller jobs do. The same holds once it has waited
-  longer than it would under first come, first served.
-- A gang that has waited nearly that long goes before other long jobs.
+- An overdue gang goes before all jobs except urgent and new ones. A gang is overdue once it has waited at least four
+  hours, and also longer than every smaller job or longer than it would wait under first come, first served.
+- A gang that has waited nearly as long as it would under first come, first served goes before other long jobs.
 - A job that has already run for long is preempted only for short jobs.
 - The few oldest jobs go last, because they are late in any case.
 

@@ -42,8 +42,8 @@ SETTLE_S = 15.0
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """Returns the queue's actions: all Preempts and Shrinks, an Admit or Wait for each queued job in the order tried,
-    and all Grows.
+    """Returns the queue's actions. All Preempts and Shrinks come first. An Admit or a Wait for each queued job follows,
+    in the order in which the jobs were tried. All Grows come last.
 
     `room` is the scheduling state of the snapshot, if the caller has computed it already. The function changes `room`.
     """

@@ -23,7 +23,8 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
 
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
-    """Returns the quota that is used by one member on each of the given node types.
+    """Returns the total quota that members on nodes of the given types use. There is one member for each item of
+    `types`.
 
     GPUs count twice: as `GPU`, and under the accelerator's name. A type of None stands for a node that is not chosen
     yet.
@@ -62,8 +63,8 @@ def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resource
 
 
 def price_per_hour(shape: Shape, types: Iterable[NodeType]) -> float:
-    """Returns the price in micro-dollars an hour of one member on each of the given node types. A member pays its
-    dominant share of the node's price.
+    """Returns the total price in micro-dollars an hour of members on nodes of the given types. There is one member for
+    each item of `types`. A member pays its dominant share of the node's price.
     """
     return sum(
         node_type.price_micro_usd_h * dominant_share(shape.resources, node_type.resources) for node_type in types

@@ -60,7 +60,7 @@ def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
 
 def unassign(lease: Lease, index: int) -> Lease:
     """Returns the lease after the planner's Unassign: the member gives up its node. A member whose placement group is
-    already requested stays.
+    already requested keeps its node.
     """
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
 

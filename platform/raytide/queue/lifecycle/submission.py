@@ -1,7 +1,7 @@
 """Checks a job's spec at submission, and fills in the fields that the user leaves to raytide.
 
-- The planner fills in the automatic fields of a training, corrected by the cluster's earlier trainings. A training that
-  cannot fit its GPUs is refused.
+- The planner fills in the automatic fields of a training. Its predictions are corrected by measurements of the
+  cluster's earlier trainings. A training that cannot fit its GPUs is refused.
 - A deadline is refused if it cannot be met.
 - A request for GPU memory, such as "GPUs with 40 GB each", becomes a label selector of the node types that have it.
 """
@@ -49,8 +49,10 @@ def plan_training(
     """Returns a training job and its TrainSpec with the automatic fields filled in.
 
     `learned` returns corrections of the planner that were measured in earlier runs. Raises CapacityError, with the
-    cheapest fix, if the training cannot fit its GPUs. If the model cannot be read here, it raises ConfigError for a
-    spec with automatic fields. A spec without automatic fields is then not checked, and the driver reports any errors.
+    cheapest fix, if the training cannot fit its GPUs.
+
+    The model's files may be unreadable here. In that case a spec with automatic fields raises ConfigError. A spec
+    without automatic fields is returned unchecked, and the driver will report any errors.
     """
     if not spec.auto and not any(shape.resources.get("GPU") for shape in job.gang.shapes):
         return job, spec

@@ -1,7 +1,7 @@
 """The life of a rollout: what is observed of both revisions, the next decision, and how many replicas each revision may
 have.
 
-Together the two revisions may have at most one replica more than the endpoint alone.
+Together the two revisions may have at most one replica more than the endpoint may have without a rollout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def advance_all(
 ) -> dict[int, Rollout]:
     """Returns all rollouts, by number, after one step of each.
 
-    `endpoints` maps applications to their endpoints. Deleted endpoints are left out.
+    `endpoints` maps the names of Ray Serve applications to endpoints. Deleted endpoints are left out.
     """
     moved = {}
     for rollout in rollouts:
@@ -272,8 +272,8 @@ def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
 def intervals(
     counted: CountedRevision, values: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, tuple[float, float, float]]:
-    """Returns (share, lower limit, upper limit) by criterion. The share is that of bad observations, and the limits are
-    those of its 95 % interval.
+    """Returns (share, lower limit, upper limit) by criterion: the share of bad observations, and the limits of the
+    share's 95 % interval.
 
     `values` maps each metric to the number of its values and the number of bad values among them.
     """

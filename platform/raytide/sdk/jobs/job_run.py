@@ -78,7 +78,7 @@ class Run:
     def watch(self, timeout_s: float = 86_400.0) -> Self:
         """Shows the job live in a notebook or on a terminal until it ends. Returns the job, even if it failed.
 
-        Elsewhere it only waits. Raises WaitTimeoutError after `timeout_s` seconds.
+        Without a notebook or a terminal it only waits. Raises WaitTimeoutError after `timeout_s` seconds.
         """
         with LiveView() as live:
             for _ in self.updates(timeout_s=timeout_s):
@@ -201,7 +201,8 @@ def short(value: float | int | str) -> str:
 def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
     """Returns the result of `ask`. While the API does not answer, `ask` is repeated for up to a minute.
 
-    Then it raises ClusterError. With `goes_on`, the error's hint says that the job keeps running.
+    Raises ClusterError if the API still does not answer after that minute. With `goes_on`, the error's hint says that
+    the job keeps running.
     """
     deadline = time.monotonic() + AWAY_S
     while True:

@@ -15,7 +15,7 @@ def rollout_of(
     ab: float | Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Returns the fields of a RolloutSpec. Returns None if no kind of rollout is given. Raises UsageError if several
-    are.
+    kinds are given.
 
     `canary` is True for the default steps, a CanarySpec, or a mapping with its fields and the rollout's
     `ready_within_s`. `shadow` is a percentage. `ab` is a percentage or a mapping with the fields of an AbTestSpec.

@@ -32,7 +32,7 @@ class FleetPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FleetSample:
-    """The number of nodes by market, and of ready replicas, at one tick."""
+    """The number of nodes by market, and the number of ready replicas, at one tick."""
 
     at_s: float
     ondemand: int

@@ -55,7 +55,7 @@ def layer_bytes(model: ModelShape, part: Slice, *, sparse: bool = False) -> floa
 def norm_bytes(size: int, part: Slice) -> float:
     """Returns the bytes per token that a norm saves: its input and its statistics.
 
-    On a CPU, the normalized input is saved as well, and both are in fp32.
+    On a CPU, the norm also saves the normalized input. The input and the normalized input are then in fp32.
     """
     return (2 * FLOAT * size if part.on_cpu else part.bytes_each * size) + FLOAT
 
@@ -136,7 +136,7 @@ def first_bytes(model: ModelShape, part: Slice) -> float:
 
 def last_bytes(model: ModelShape, part: Slice, loss_chunk: int) -> tuple[float, float]:
     """Returns (kept, extra) for the last norm and the loss. `kept` is the bytes that stay until the backward pass.
-    `extra` is the most bytes that are needed in addition while they run.
+    `extra` is the most bytes that are needed in addition while the loss and its gradient are computed.
 
     Without chunks, the log-probabilities of all tokens are kept in fp32. In addition, the forward pass needs the logits
     in the compute dtype and in fp32, and the backward pass needs the gradient of the logits. With chunks, the gradients

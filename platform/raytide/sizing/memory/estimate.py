@@ -1,8 +1,8 @@
 """Estimates the memory of one rank of raytide's trainer, by purpose, and its peak.
 
 The peak is the larger need of two moments, so the sum of all terms would be too large:
-- At the end of the forward pass with the most micro-batches in flight, activations and logits exist, but gradients only
-  of earlier micro-batches.
+- At the end of the forward pass with the most micro-batches in flight, activations and logits exist. Gradients exist
+  only if earlier micro-batches have produced them.
 - At the end of the backward pass, all gradients exist, and the activations are freed.
 """
 

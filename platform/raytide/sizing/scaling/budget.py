@@ -60,8 +60,8 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
     """Returns the model FLOPs that the money buys at 35 % utilization, on the node type that gives the most.
 
-    With `hours`, a node type counts with at most the FLOPs of all of its nodes in that time. Raises CapacityError if no
-    node type has both a price and known GPUs.
+    `hours` limits the result further: a node type gives at most the FLOPs that all of its nodes can do in this time.
+    Raises CapacityError if no node type has both a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

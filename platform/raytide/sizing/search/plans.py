@@ -1,4 +1,5 @@
-"""Ranks plans of a training over node types. A plan has a layout, memory options, and its time, dollars and energy."""
+"""Ranks the plans for one training. A plan is for one node type. It consists of a layout and memory options, and
+predicts the training's time, dollars and energy."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
 
 
 def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
-    """Returns the pairs (nodes, devices) to try: parts of one node, then 1, 2, 4... whole nodes, and all nodes."""
+    """Returns the pairs (number of nodes, total number of devices) to try: parts of one node, then 1, 2, 4... whole
+    nodes, and all nodes.
+    """
     parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
     counts = sorted({*_powers(most_nodes), most_nodes} - {0})
     return parts + [(nodes, nodes * devices_per_node) for nodes in counts]
@@ -149,8 +152,8 @@ class TrainingPlan:
 
     @property
     def kwh(self) -> float:
-        """The energy of the whole run in kWh. It consists of the devices at their board power and of the plan's share
-        of the CPU cores.
+        """The energy of the whole run in kWh: the energy of the devices at their board power, and that of the plan's
+        share of the CPU cores.
         """
         cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
         watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)

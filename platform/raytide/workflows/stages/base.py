@@ -57,7 +57,7 @@ class StageRunner(Protocol):
         """
 
     def look(self, task: StageTask, handle: str, metric: str = "") -> StageReport:
-        """Returns the state of an attempt. If `metric` is given, it includes the curve of this metric."""
+        """Returns the state of an attempt. If `metric` is given, the state includes the curve of this metric."""
 
     def stop(self, task: StageTask, handle: str) -> None:
         """Asks an attempt to end. Has no effect on an attempt that has ended."""

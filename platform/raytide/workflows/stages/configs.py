@@ -62,8 +62,8 @@ class ScriptStageSpec(Config):
 
 
 class EvalSpec(Config):
-    """The evaluation of a model. It measures the loss on a held-out dataset, the answers to prompts, or a suite that
-    compares the model with its parent, or several of these.
+    """The evaluation of a model. It consists of one or more of these measurements: the loss on a held-out dataset, the
+    accuracy of answers to prompts, and a suite that compares the model with its parent.
 
     The metrics of a dataset are `loss` (nats a token), `perplexity` and `tokens`. Those of prompts are `accuracy` and
     `prompts`. A suite has its own metrics, such as `kl`. If the suite's gate is not passed, the stage fails.

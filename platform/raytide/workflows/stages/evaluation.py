@@ -26,7 +26,8 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
     """Returns the metrics `loss`, `perplexity` and `tokens` of the model on the dataset. The loss is the mean cross
     entropy in nats a token, and the perplexity is exp(loss). `tokens` is the number of predicted tokens.
 
-    Sequences of `seq_len` + 1 tokens follow one another without overlap. Documents are not separated, as in training.
+    Sequences of `seq_len` + 1 tokens follow one another without overlap. Documents are not separated, which is also the
+    default in training.
     """
     import numpy as np
     import torch
@@ -64,8 +65,8 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
 
 
 def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str, float]:
-    """Returns two metrics: `accuracy`, the share of prompts with an expected answer, and `prompts`, the number of
-    prompts.
+    """Returns two metrics: `accuracy`, the share of prompts that were answered as expected, and `prompts`, the number
+    of prompts.
 
     `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily.
     """

@@ -109,8 +109,8 @@ def job_spec(task: StageTask, package: str) -> JobSpec:
 
 
 def report_of(task: StageTask, view: JobView, curve: Curve = ()) -> StageReport:
-    """Returns the state of a stage, derived from the state of its job. Once the stage is done, it includes outputs and
-    metrics.
+    """Returns the state of a stage, derived from the state of its job. If the stage is done, the result includes the
+    stage's outputs and metrics.
     """
     job = view.job
     if not job.is_final:

@@ -16,7 +16,7 @@ _WINDOW = 0.1
 
 
 def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
-    """Returns the metric's value at each rung (a step at which trials are compared) that the curve has passed.
+    """Returns the metric's value at each rung that the curve has passed. A rung is a step at which trials are compared.
 
     The value is the mean over the last tenth of the steps before the rung, because the loss of a single batch is noisy.
     """
@@ -32,8 +32,8 @@ def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
 def smoothed(curve: Curve, step: int) -> float | None:
     """Returns the mean of the values in the last tenth of the steps up to `step`.
 
-    If there are no values in this range, it returns the last value before it, or else the first value of the curve.
-    Returns None if the curve is empty or a value is not finite.
+    If this range contains no values, the result is the last value before the range. If there is no earlier value
+    either, the result is the first value of the curve. Returns None if the curve is empty or a value is not finite.
     """
     before = [(at, value) for at, value in curve if at <= step]
     near = [value for at, value in before if at > step - max(1, round(_WINDOW * step))]

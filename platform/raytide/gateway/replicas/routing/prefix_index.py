@@ -33,8 +33,8 @@ def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ())
     """Returns a key for each full block of a prompt. The key of a block covers the tokens from the start of the prompt
     to the end of the block.
 
-    `known` contains the keys of the first blocks if they were computed before. Blocks with numbers that cannot be token
-    ids get no keys.
+    `known` contains the keys of the first blocks if these keys were computed before. If one of the numbers in the other
+    blocks cannot be a token id, only `known` is returned.
     """
     count, keys = min(len(tokens) // BLOCK_TOKENS, MAX_BLOCKS), list(known)
     try:
@@ -98,7 +98,7 @@ class PrefixIndex:
         return now
 
     def undo(self, keys: Sequence[bytes], use: int) -> None:
-        """Drops those of the blocks `keys` whose last use was at the time `use`. Blocks that were used later stay."""
+        """Drops the blocks in `keys` whose last use was at the time `use`. Blocks that were used later stay."""
         for key in keys:
             if self._last_uses.get(key) == use:
                 del self._last_uses[key]

@@ -66,8 +66,8 @@ def requests_of(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
-    """Yields the warm-up requests. They are as long as the first measured requests. Their prompts differ, so that the
-    server's cache contains no measured prompt.
+    """Yields the warm-up requests. They are as long as the first measured requests, but have other prompts. The
+    server's cache therefore contains no measured prompt.
     """
     for number, measured in enumerate(islice(requests_of(spec), spec.warmup)):
         is_text = isinstance(measured.prompt, str)
