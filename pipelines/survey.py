@@ -50,7 +50,8 @@ class DropSample:
 class ChunkSurvey:
     """The verdicts on a chunk's documents, and samples of dropped documents.
 
-    The row of a sample is counted from the first part in the chunk of the sample's file.
+    A chunk may begin in the middle of a file. The row of a sample is counted from the first row of the sample's file
+    that is in this chunk.
     """
 
     counts: NDArray[np.int64]

@@ -191,8 +191,8 @@ def vector_kernel(
     HAS_BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Computes the product with one row. Each thread accumulates sums over its own inputs, which are added once at the
-    end.
+    """Computes the product with one row. Each thread accumulates sums over its own inputs. The sums of all threads are
+    added once, at the end.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs

@@ -117,8 +117,8 @@ def start_commands(
 ) -> list[str]:
     """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
 
-    They are the `worker_start_ray_commands` of cluster.yaml, the notice watcher on a cloud that gives notices, and the
-    metrics exporter on a node with GPUs.
+    The first commands are the `worker_start_ray_commands` of cluster.yaml. If the cloud gives notices, a command for
+    the notice watcher follows. If the node has GPUs, the last command starts the metrics exporter.
     """
     variables = {
         "RAY_HEAD_IP": head_ip,

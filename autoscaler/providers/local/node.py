@@ -46,7 +46,7 @@ def run_node(
 ) -> int:
     """Runs the node of this folder until its raylet ends or a SIGTERM comes.
 
-    If `object_store_bytes` is None and the node's resources do not set it, Ray chooses the size of the object store.
+    Ray chooses the size of the object store if neither `object_store_bytes` nor the node's resources set the size.
     `start_meter` may start a metrics exporter. It returns the exporter's `host:port`, or an empty string.
     """
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone

@@ -1,5 +1,5 @@
-"""AWS's interruption notices, read through IMDSv2: spot interruptions two minutes ahead, rebalance recommendations
-earlier, if AWS sends any.
+"""AWS's interruption notices, read through IMDSv2. A spot interruption is announced two minutes ahead. A rebalance
+recommendation comes earlier, but AWS does not always send one.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Signatures:
 
 
 def sign(ids: NDArray[np.uint64], lengths: NDArray[np.int64], spec: NearDuplicates) -> Signatures:
-    """Returns the signatures of documents. `ids` are the hashed words (or tokens) of all documents, `lengths` the
-    number in each.
+    """Returns the signatures of documents. `ids` are the hashed words (or tokens) of all documents. `lengths` has the
+    number of ids of each document.
 
     All documents without ids have the same signature.
     """

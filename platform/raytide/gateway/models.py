@@ -307,8 +307,8 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Reports how many requests wait for a replica of each endpoint, until it is cancelled. The controller scales
-        endpoints by these numbers."""
+        """Reports the number of requests that wait for a replica, for each endpoint. Repeats this until the task is
+        cancelled. The controller scales endpoints by these numbers."""
         reported: set[str] = set()
         while True:
             for name, found in self._applications.items():

@@ -39,8 +39,8 @@ def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
 
 
 def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns the job with the causes `by` recorded as a disruption. Disruptions within SAME_DISRUPTION_S of each other
-    count as one.
+    """Records a disruption with the causes `by`. Returns the changed job. Disruptions within SAME_DISRUPTION_S of each
+    other count as one.
     """
     if not by:
         return job
@@ -50,8 +50,8 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns the job with the causes `by` recorded as a preemption, unless an earlier disruption explains the loss of
-    work.
+    """Records a preemption with the causes `by`. Returns the changed job. Records nothing if an earlier disruption
+    explains the loss of work.
 
     A preempted gang saves its work first. Therefore a loss soon after a disruption is due to the disruption, unless the
     driver has already reported the disruption's loss.

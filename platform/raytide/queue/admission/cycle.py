@@ -2,7 +2,7 @@
 later in the order. A job is a row of the queue table.
 
 The cycle does not know nodes. It uses a `Capacity`. The live queue's `Capacity` has nodes, quotas and budgets
-(`preemption.py`), and the simulator's only counts GPUs.
+(`preemption.py`). The simulator's `Capacity` counts only GPUs.
 
 Preemption cannot go in circles, for three reasons. Within a cycle, a job preempts only jobs that come later in the
 order. A preempted job preempts no other until its cool-down is over. No job is preempted more than `MAX_PREEMPTIONS`

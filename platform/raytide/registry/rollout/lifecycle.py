@@ -272,8 +272,8 @@ def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
 def intervals(
     counted: CountedRevision, values: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, tuple[float, float, float]]:
-    """Returns (share, lower limit, upper limit) by criterion. The share is that of bad observations, and the limits are
-    those of its 95 % interval.
+    """Returns, for each criterion, the tuple (share, lower limit, upper limit). It has the share of bad observations,
+    and the limits of that share's 95 % interval.
 
     `values` maps each metric to the number of its values and the number of bad values among them.
     """

@@ -34,7 +34,7 @@ class SimulatedFleet:
 
     @property
     def first_token_s(self) -> list[float]:
-        """The time of each request's first token in seconds. It is infinite if there is none."""
+        """The time of each request's first token in seconds. It is infinite for a request without a first token."""
         return self.router.first_token_s
 
     @property

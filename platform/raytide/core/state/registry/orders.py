@@ -1,5 +1,5 @@
-"""Interventions in the store, called orders, such as to restart a replica. The API adds orders, and the controller
-carries them out."""
+"""The orders in the store. An order is an operator's intervention, such as the restart of a replica. The API adds
+orders, and the controller carries them out."""
 
 from __future__ import annotations
 
