@@ -58,7 +58,9 @@ class Listener:
 
 
 class Streams:
-    """Takes pictures while anyone listens, and sends the changes to the listeners of each team."""
+    """Takes a picture of the page's state periodically while anyone listens. Sends the changes since the last picture
+    to the listeners of each team.
+    """
 
     def __init__(self, take: Callable[[], PagePicture], period_s: float = PERIOD_S) -> None:
         self._take, self._period_s = take, period_s
@@ -71,8 +73,8 @@ class Streams:
         """Set while a listener has not been sent anything yet."""
 
     def join(self, team: str) -> Listener:
-        """Adds a listener, whose first messages are the whole picture. Raises QuotaError if there are too many
-        listeners.
+        """Adds a listener. The listener's first messages contain the whole picture. Raises QuotaError if there are too
+        many listeners.
         """
         if len(self._listeners) >= MOST_LISTENERS:
             raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")

@@ -1,7 +1,7 @@
 """The reader of WebDataset tars. Members whose names differ only in their suffixes form one sample.
 
-The text of a sample is in the member with the suffix `text_column`. If there is none, it is in the first member whose
-suffix is in SUFFIXES.
+The text of a sample is in the member with the suffix `text_column`. If the sample has no such member, the text is in
+the member whose suffix comes first in SUFFIXES.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class PromptRows:
         return cls(wanted, rows)
 
     def record(self, logits_RV: torch.Tensor) -> None:
-        """Records each row's log probabilities in the row's sequence. Recording a chunk a second time changes
+        """Records each row's log probabilities in the row's sequence. Recording the same rows a second time changes
         nothing.
         """
         at = 0

@@ -24,7 +24,8 @@ class ResponseHeaders:
     `x-request-id` and `request-id` have the same value: the client's `x-request-id` if there is one, else a new id.
     Anthropic's clients read `request-id`. A HEAD request is answered as a GET, and the HTTP server leaves the body out.
 
-    It is plain ASGI, because Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
+    The middleware is plain ASGI, because Starlette's BaseHTTPMiddleware would hide a client's disconnect from the
+    routes.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:

@@ -141,8 +141,8 @@ class CheckpointManager:
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """Returns the committed checkpoints. Removes the folders of unfinished writes, which no rank writes any
-        more.
+        """Returns the committed checkpoints. Starts to remove the folders of unfinished writes. No rank writes to these
+        folders any more.
         """
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)

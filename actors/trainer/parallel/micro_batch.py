@@ -1,7 +1,7 @@
 """Recovers from running out of memory by halving the microbatch. The global batch stays the same.
 
 A single process repeats the step, because nothing of the step was applied. In a gang, other ranks are waiting in a
-collective. There the error ends the generation of ranks, and the next generation uses the smaller microbatch.
+collective, so the error ends the generation of ranks. The next generation uses the smaller microbatch.
 """
 
 from __future__ import annotations

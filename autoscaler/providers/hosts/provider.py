@@ -182,8 +182,8 @@ class HostsProvider(Provider):
         self._connection.close()
 
     def check_nodes(self) -> frozenset[str]:
-        """Records as ended the nodes whose raylets have ended. Ends raylets that still run on machines in quarantine.
-        Returns the ids of the nodes that run.
+        """Finds the nodes whose raylets have ended, and records these nodes as ended. Ends raylets that still run on
+        machines in quarantine. Returns the ids of the nodes that run.
         """
         with self._lock:
             nodes = {bound.host: node_id for node_id, bound in self._bound.items() if bound.is_started}

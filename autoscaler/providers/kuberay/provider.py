@@ -2,9 +2,10 @@
 pods.
 
 A node type is a worker group. The patch sets the number of pods of each group and names the pods to delete. The
-operator counts terminating pods as pods of the group. If it counts too many, it deletes an arbitrary pod. Therefore the
-patch names a pod to delete until Kubernetes no longer lists it. Every patch is computed anew from purchase records and
-listed pods, so the next call makes up for a call that was lost.
+operator counts terminating pods as pods of the group. If the group then has more pods than the number in the patch, the
+operator deletes an arbitrary pod. Therefore every patch names the pods to delete again, until Kubernetes no longer
+lists them. Every patch is computed anew from purchase records and listed pods, so the next call makes up for a call
+that was lost.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class SlurmJob:
 
     @property
     def is_ending(self) -> bool:
-        """True from Slurm's SIGTERM to its SIGKILL after KillWait. A requeue, a cancellation or the time limit causes
-        the SIGTERM.
+        """True between Slurm's SIGTERM and Slurm's SIGKILL, which comes KillWait seconds later. A requeue, a
+        cancellation or the time limit causes the SIGTERM.
         """
         return self.state == "COMPLETING"
 

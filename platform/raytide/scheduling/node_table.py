@@ -34,8 +34,8 @@ Need = tuple[tuple[int, float], ...]
 class NodeTable:
     """The free resources and labels of nodes as arrays, one row for each node.
 
-    `scale` is the most of each resource on any one node. It makes a free GPU comparable with a free CPU. `usual` lists
-    the usual resources of a member, with the frequency of each.
+    `scale` has, for each resource, the largest amount on any one node. `scale` makes a free GPU comparable with a free
+    CPU. `usual` lists the usual resources of a member, with the frequency of each.
     """
 
     def __init__(self, scale: Resources, usual: Sequence[tuple[Resources, float]] = ()) -> None:

@@ -67,8 +67,8 @@ def learn(runs: Iterable[MeasuredRun]) -> Corrections:
 
 
 def solve_pace(run: MeasuredRun) -> float | None:
-    """Returns the pace with which the predicted step time equals the measured one. Returns None if no pace from 0.2 to
-    20 does.
+    """Returns the pace with which the predicted step time equals the measured one. Returns None if there is no such
+    pace from 0.2 to 20.
     """
 
     def predicted(pace: float) -> float:

@@ -1,5 +1,5 @@
 """The engine without threads: it takes requests, advances them one `step` at a time and returns text. `engine.py` runs
-it in a thread of its own, `llm.py` in the caller's. `operations.py` has the other commands.
+it in a thread of its own, and `llm.py` runs it in the caller's thread. `operations.py` has the engine's other commands.
 
 A step is plan, move, execute, commit, detokenize. A failure ends only the request that caused it.
 """
@@ -65,7 +65,7 @@ _FAILURES_ALONE = 3
 
 
 class EngineCore:
-    """The native engine without threads, not thread-safe. `state` says whether it serves, is paused or sleeps."""
+    """The native engine without threads. It is not thread-safe. `state` says whether it serves, is paused or sleeps."""
 
     def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)

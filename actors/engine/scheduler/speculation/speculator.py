@@ -131,8 +131,8 @@ class _Guesser:
 class Speculator:
     """Drafts tokens for decoding sequences, and counts drafts and right guesses by source.
 
-    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. The draft model, if
-    there is one, guesses only for sequences that get no draft from a lookup.
+    `allowed(seq, draft)` returns a number of tokens: the grammar of the sequence allows this many tokens at the start
+    of the draft. The draft model, if there is one, guesses only for sequences that get no draft from a lookup.
     """
 
     def __init__(

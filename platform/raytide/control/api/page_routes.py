@@ -1,4 +1,4 @@
-"""The routes of the web page. Its files need no token. The data that only the page reads needs one."""
+"""The routes of the web page. The page's files need no token. The page's data needs a token."""
 
 from __future__ import annotations
 

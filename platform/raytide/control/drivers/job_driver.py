@@ -2,7 +2,7 @@
 
 `python -m raytide.control.drivers.job_driver RUN_DIR JOB`
 
-The driver runs the job's trainer, dataset build or script, and reaches the API with a client of the job. A RaytideError
+The driver runs the job's trainer, dataset build or script, and calls the API with the job's token. A RaytideError
 becomes the reason of the job's failure. After a failure of the cluster, such as a lost node or a restart of the API,
 the driver exits and is started again.
 """

@@ -135,8 +135,8 @@ def observe(
 
 
 class LastReplicas:
-    """The replicas in the last report of Ray Serve. While Ray Serve does not answer, they keep serving, so they are
-    shown for another minute."""
+    """The replicas in the last report of Ray Serve. The replicas keep serving while Ray Serve does not answer. They are
+    therefore shown for another minute."""
 
     def __init__(self) -> None:
         self._at_s = -math.inf
@@ -144,8 +144,8 @@ class LastReplicas:
         self._pages: tuple[Target, ...] = ()
 
     def shown(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
-        """Returns the observation. If Ray Serve does not answer, it is completed with the last known loads and metrics
-        pages."""
+        """Returns the observation. If Ray Serve does not answer, the last known loads and metrics pages are added to
+        the observation."""
         if observed.serve_answers:
             self._at_s, self._loads = at_s, observed.loads
             self._pages = tuple(target for target in observed.targets if target.job == "raytide-replica")

@@ -359,15 +359,15 @@ class Store:
         return tuple(codec.pool(row) for row in self._db.rows(t.pools.select()))
 
     def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
-        """Returns the newest events of a subject, or of all subjects, oldest first."""
+        """Returns the newest events of a subject, or of all subjects. They are in the order in which they happened."""
         query = t.events.select().order_by(t.events.c.number.desc()).limit(limit)
         if subject is not None:
             query = query.where(t.events.c.subject == subject)
         return tuple(codec.event(row) for row in self._db.rows(query))[::-1]
 
     def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
-        """Returns the newest plans that were made no later than `until_s` and valid at `since_s` or later, oldest
-        first."""
+        """Returns the newest plans that were made no later than `until_s` and valid at `since_s` or later. They are in
+        the order in which they were made."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
         if until_s is not None:
             query = query.where(t.plans.c.at_s <= until_s)

@@ -47,7 +47,7 @@ class StateBytes:
 
 
 def rank_states(workload: TrainWorkload, strategy: Strategy, pipeline_rank: int = 0) -> StateBytes:
-    """Returns the states of one rank: the first data and tensor rank within the given pipeline rank."""
+    """Returns the states of one rank of the given pipeline rank: the rank that is first on the data and tensor axes."""
     model, sizes, layout = workload.model, strategy.sizes, strategy.layout
     ranks, found, largest, outside = sizes.shard * sizes.context, _NOTHING, 0, 0
     for stage in layout.stages_of(pipeline_rank):

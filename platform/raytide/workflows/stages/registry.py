@@ -1,4 +1,6 @@
-"""Register and serve stages. They send requests to the API and have no jobs. Repeating a request changes nothing."""
+"""The stages `register` and `serve`. They send requests to the API and have no jobs. Repeating a request changes
+nothing.
+"""
 
 from __future__ import annotations
 

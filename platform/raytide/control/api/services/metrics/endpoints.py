@@ -92,8 +92,8 @@ def _adapter_state(reported: str) -> str:
 
 
 def canary_samples(rolled_back: Sequence[Rollout]) -> Iterator[MetricSample]:
-    """Yields by how much the challenger of a rolled-back canary was worse than the champion, for the newest such
-    rollout of each endpoint. `rolled_back` is sorted newest first."""
+    """Takes the newest rolled-back canary of each endpoint. Yields, for each criterion that caused the rollback, by how
+    much the challenger was worse than the champion. `rolled_back` is sorted newest first."""
     newest: dict[str, Rollout] = {}
     for rollout in rolled_back:
         newest.setdefault(rollout.name, rollout)
