@@ -52,7 +52,7 @@ def picture(history: RunHistory, title: str) -> Picture:
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """Returns at most 2 * `points` of the lines, evenly spread, so that no spike is lost.
+    """Returns at most 2 * `points` of a log's lines, evenly spread over the log, so that no spike is lost.
 
     They are the first line, the last line, and the lines with the lowest and the highest loss of each interval.
     """

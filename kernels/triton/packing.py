@@ -50,8 +50,7 @@ def pack(weight: QuantizedWeight, for_int8: bool = False) -> PackedWeight:
     """Packs a weight on its own device. If the kernels do not support the size of the weight's groups, the groups are
     padded.
 
-    With `for_int8`, a piece (see `PackedWeight`) has 32 inputs. These are the inputs that share a scale when they are
-    int8.
+    With `for_int8`, a piece (see `PackedWeight`) has 32 inputs. When inputs are in int8, these 32 inputs share a scale.
     """
     codes_NK, scales_NG, offsets_NG = weight.codes_NK, weight.scales_NG, weight.offsets_NG
     num_outputs, num_inputs = codes_NK.shape

@@ -4,9 +4,9 @@ An entry's amount is the difference of two cumulative costs since the start of t
 therefore sum to the provider's bill, whatever the intervals are. The time between two observations of the cluster is
 booked by the occupancy at the first of them.
 
-Entries never change. When a job loses work, its cost moves to waste by a pair of entries with the cause of the loss.
-One entry of the pair takes the amount off the job, and the other books the amount as waste. A pair sums to zero, so the
-node's entries still sum to the bill.
+Entries never change. When a job loses work, the cost of the lost work is moved to waste by a pair of entries that state
+the cause of the loss. One entry of the pair takes the amount off the job, and the other books the amount as waste. A
+pair sums to zero, so the node's entries still sum to the bill.
 """
 
 from __future__ import annotations

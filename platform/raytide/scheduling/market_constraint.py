@@ -32,10 +32,10 @@ def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """Returns the job's original of `shape`, a lease's shape that `constrain` has restricted. `shapes` are the job's
-    shapes.
+    """Returns a lease's shape without the market to which `constrain` restricted it. `shapes` are the job's shapes.
 
-    A lease may change its market. If the job's shapes allow every market, the result therefore names none.
+    If the job's shapes allow every market, the result names no market, because a lease may change its market. Otherwise
+    the result is the original shape of the job.
     """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]

@@ -329,8 +329,9 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether the files that a snapshot lacks were all removed during the backup, below a path in
-    `may_vanish`."""
+    """Returns whether each file that a snapshot lacks is below a path in `may_vanish` and was removed during the
+    backup.
+    """
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]
     return (

@@ -200,7 +200,8 @@ def committing(places: Sequence[str], token: str) -> Iterator[None]:
     """Opens a context in which the holder of this claim may publish. Raises ConflictError if another run holds the
     claim.
 
-    In local folders the claim cannot be taken over inside the context. An empty token disables the check.
+    While the context is open, no other process can take over the claim on a local folder. An empty token disables the
+    check.
     """
     with ExitStack() as locks:
         for place in dict.fromkeys(map(_plain, places if token else ())):

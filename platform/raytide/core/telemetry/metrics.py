@@ -165,8 +165,9 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge with one value for each combination of its last labels. The first labels are added when the
-    values are read. Only one thread may change it."""
+    """A counter or gauge with one value for each combination of labels. Labels that all values have in common come
+    first, and are given only when the values are read. Only one thread may change it.
+    """
 
     __slots__ = ("_metric", "_values")
 

@@ -61,8 +61,8 @@ class Replica:
         return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
-        """Returns True if the replica's last status reports another version of the weights than `info`. It then updates
-        `info`.
+        """Returns True if the replica's last status reports another version of the weights than `info`. In that case,
+        also updates `info`.
         """
         stats = self.engine.status.stats
         if stats is None or stats.weights_version in ("", self.info.weights_version):

@@ -117,8 +117,8 @@ def decide(
 ) -> tuple[CanaryState, CanaryDecision]:
     """Returns the next state and the decision. The counts cover the time since the last call.
 
-    The end of the last step completes the rollout. In a step of 100 % the champion gets no requests. The challenger is
-    then compared with the champion's earlier share of bad observations, at its upper confidence limit.
+    The end of the last step completes the rollout. In a step of 100 % the champion gets no requests. In such a step,
+    the challenger is compared with the upper confidence limit of the champion's earlier share of bad observations.
     """
     step = spec.steps[state.step]
     tests = {
