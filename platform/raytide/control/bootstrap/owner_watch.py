@@ -1,7 +1,7 @@
 """Ends a cluster when the process that owns it is gone. The arguments are the cluster's run folder and id.
 
-`up` starts this process first in an owned cluster, and the supervisor restarts it. It imports Ray only to end a
-cluster.
+In an owned cluster, `up` starts this process before any other process. If this process ends, the supervisor starts it
+again. The process imports Ray only to end a cluster.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
     """Returns the folder as a zip file. Files that match a pattern in `exclude` or `LEFT_OUT` are left out. A pattern
-    is for a name or a relative path.
+    matches the name or the relative path of a file or folder.
 
     Raises DataError if a file cannot be read, or if a file or the package is too large.
     """

@@ -64,8 +64,8 @@ def held_out_loss(spec: EvalSpec) -> dict[str, float]:
 
 
 def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str, float]:
-    """Returns two metrics: `accuracy`, the share of prompts with an expected answer, and `prompts`, the number of
-    prompts.
+    """Returns two metrics: `accuracy`, the share of prompts that were answered as expected, and `prompts`, the number
+    of prompts.
 
     `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily.
     """

@@ -96,8 +96,9 @@ class KeyRecords(DatabaseAccess):
             return _revision(c)
 
     def changes(self, since: int, now_s: float) -> tuple[int, dict[str, ApiKey]]:
-        """Returns the present revision, and the keys that changed after the revision `since`, by the hash of their
-        secret. If `since` is -1, returns all valid keys."""
+        """Returns the present revision, and the keys that changed after the revision `since`. Each key is listed under
+        the hash of its secret. If `since` is -1, returns all valid keys.
+        """
         k = t.keys.c
         query = t.keys.select().where(k.changed > since)
         if since < 0:
