@@ -54,7 +54,9 @@ class QualityGate(Config):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def rule(self) -> PromotionRule:
-        """Returns the same limits as a rule of `raytide model promote`, on the metrics of `QualityReport.metrics`."""
+        """Returns these limits in the form of a rule of `raytide model promote`. The rule applies to the metrics of
+        `QualityReport.metrics`.
+        """
         limits: dict[str, tuple[Literal["higher", "lower"], float | None]] = {
             "kl": ("lower", self.max_kl),
             "kl_p99": ("lower", self.max_kl_p99),

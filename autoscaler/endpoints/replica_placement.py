@@ -4,8 +4,8 @@ The controller and the simulator use the same plan.
 The inputs in `ReplicaValue` are three numbers of replicas:
 
 - `spot`: the replicas that are worth the spot price.
-- `standby`: those of the `spot` replicas that are worth even the on-demand price, because on-demand replicas are never
-  reclaimed.
+- `standby`: those of the `spot` replicas that should run on demand. They are worth the on-demand price, because
+  on-demand replicas are never reclaimed.
 - `ondemand`: the replicas that are worth the on-demand price while spot is unavailable.
 
 There may be more on-demand replicas than these numbers allow. The surplus stays until the spot replicas that replace it

@@ -25,8 +25,9 @@ Ints = npt.NDArray[np.int64]
 class StepInputs:
     """The inputs of one forward pass.
 
-    `rows_R` are the rows of the flat batch whose results are wanted. A sequence that gets a next token has the row of
-    its last token and the rows of its draft. The rows that the caller adds come after those of all sequences.
+    `rows_R` are the rows of the flat batch whose results are wanted. For each sequence that gets a next token, these
+    are the row of its last token and the rows of its draft. The rows that the caller adds come after those of all
+    sequences.
     """
 
     ids_T: torch.Tensor

@@ -1,9 +1,9 @@
 """Limits how much other teams lengthen a step that computes requests of a light team.
 
 A team is light if its load is less than half of its share by weight. In a step that computes tokens of a light team,
-the sequences of the other teams take turns. Together they get only as many tokens as lengthen the step by at most a
-fixed factor. But they always get at least `decodes of the light teams * weight of the others / weight of the light
-teams` tokens. If there is only one team, or no light team, nothing is limited.
+the sequences of the other teams take turns. Together, these sequences may lengthen the step by at most a fixed factor.
+But they always get at least `decodes of the light teams * weight of the others / weight of the light teams` tokens. If
+there is only one team, or no light team, nothing is limited.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepLimit:
         return self.admission > 0 or not self.limits(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Gives the tokens of `admission` to a sequence that starts, if it is limited."""
+        """Gives the tokens of `admission` to a sequence that starts, if the sequence is limited."""
         if self.limits(seq):
             self.grants[seq.seq_id], self.admission = self.admission, 0
 
@@ -59,7 +59,8 @@ class TeamShare:
     teams with unfinished sequences, and how many tokens the other teams may still take.
 
     `seconds(rows)` returns the time of a step of `rows` tokens, in any unit. In a step that serves light teams, the
-    others may lengthen the step to `slowdown` times its time, or more if their weight guarantees them more tokens.
+    other teams may lengthen the step to `slowdown` times the time that it takes without them. They may lengthen it
+    further if their weight guarantees them more tokens.
     """
 
     def __init__(self, policy: SchedulingPolicy, slowdown: float, seconds: Callable[[int], float]) -> None:

@@ -120,7 +120,7 @@ class Server:
     async def generate(
         self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None, session: str = ""
     ) -> GenerationStream:
-        """Validates the whole request, has its caller admitted, and then starts the generation."""
+        """Validates the whole request, asks `caller` to admit the request, and then starts the generation."""
         caller = caller or Anybody()
         self.check_name(request.model)
         if self.info.num_labels:
@@ -185,8 +185,8 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns prompts, given in any of OpenAI's four forms, as token lists. `cut` truncates them. Raises ApiError
-        for a prompt that is empty or exceeds the context.
+        """Returns prompts, given in any of OpenAI's four forms, as token lists. If `cut` is given, it truncates the
+        prompts. Raises ApiError for a prompt that is empty or exceeds the context.
         """
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]

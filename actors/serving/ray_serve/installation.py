@@ -1,8 +1,8 @@
 """Installs the packages of a replica. Stores pip's error in the GCS, where the controller and other replicas read it.
 
-After a failure that may pass, the same replica tries again, with growing waits. After a failure that cannot pass, the
-packages are not tried again on that node until the endpoint is deployed anew. What the replica does after such a final
-failure depends on the deployment:
+After a temporary failure, the same replica tries again, with growing waits. After a permanent failure, the packages are
+not tried again on that node until the endpoint is deployed anew. What the replica does after a permanent failure
+depends on the deployment:
 
 - If no replica of the deployment has become ready yet, the replica fails, and Serve gives the deployment up.
 - Otherwise the replica waits until Serve ends it, because Serve would restart a failed replica for ever.
@@ -73,11 +73,11 @@ class Installation:
         self._node, self._records, self._install, self._sleep = node, records, install, sleep
 
     async def python(self, requirements: Sequence[str]) -> str:
-        """Returns the path of a Python interpreter with the required packages. Tries again, with waits, after failures
-        that may pass. If all tries fail, raises the last error of `interpreter_with`.
+        """Returns the path of a Python interpreter with the required packages. Tries again, with waits, after temporary
+        failures. If all tries fail, raises the last error of `interpreter_with`.
 
-        There is one exception. If the packages can never be installed and another replica has become ready, nothing is
-        raised. The call then waits until Serve ends the replica, because a restart would be in vain.
+        After a permanent failure, the error is raised only if no replica of the deployment has become ready yet.
+        Otherwise the call waits until Serve ends the replica, because a restart would be in vain.
         """
         waits = iter(WAITS_S)
         while True:

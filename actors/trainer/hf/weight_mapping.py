@@ -1,8 +1,8 @@
 """Maps the model's parameters to the tensors of a Hugging Face directory. There is one table for each model family.
 Both loading and exporting use the table.
 
-The model has each projection as a separate parameter. Files may stack projections (`qkv_proj`), transpose them (GPT-2),
-and store experts one by one or all in two tensors.
+The model has each projection as a separate parameter. Files may stack projections (`qkv_proj`) or transpose them
+(GPT-2). They store each expert separately, or all experts in two tensors.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from raytide.kernels.core import AttentionSpec
 def attend(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns the attention output out_BHTC. The T queries are at the last T of the keys' S positions. `documents_BS`
-    has the document number of each key.
+    """Returns the attention output out_BHTC. The keys are at S positions, and the queries are at the last T of these
+    positions. `documents_BS` has the document number of each key.
     """
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     masked = documents_BS is not None or (spec.window is not None and spec.window < k_BKTC.shape[2])
@@ -73,7 +73,7 @@ def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec,
 def flex(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Does the same as `attend` with FlexAttention. Returns the attention output out_BHTC."""
+    """Does the same as `attend`, but always uses FlexAttention. Returns the attention output out_BHTC."""
     run = _compiled_flex() if q_BHTC.is_cuda else cast("Callable[..., Any]", flex_attention)
     shape = q_BHTC.shape[2], k_BKTC.shape[2], spec.window
     out: Tensor = run(

@@ -108,7 +108,7 @@ class Routing:
 
 def load_balancing_loss(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor:
     """Returns the load-balancing loss of the routers (Switch Transformer, equations 4 to 6), summed over the counted
-    targets. With X experts per token, perfect balance gives X per target.
+    targets. If each token has X experts and the balance is perfect, the loss per target is X.
 
     The loss is computed over all layers together, as in transformers. It is computed for each sequence separately and
     therefore does not depend on which sequences share a microbatch. Each sequence is weighted by its number of counted

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class GpuCollector:
-    """A Prometheus collector that reads the metrics of all GPUs whenever the page is read.
+    """A Prometheus collector that reads the metrics of all GPUs at each scrape.
 
     A thread waits for XID errors, which the driver reports as events. The constructor raises pynvml.NVMLError if there
     is no driver.

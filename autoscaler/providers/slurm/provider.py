@@ -3,7 +3,7 @@ the job runs.
 
 The comment of a job names its node, so a new controller finds each job again and submits no job twice. A node is billed
 from the start of its job. Slurm reclaims a job's machine by a requeue, a preemption, a cancellation or the time limit.
-`squeue` shows each of these events before the machine is lost, which serves as the node's interruption notice.
+`squeue` shows each of these events before the machine is lost. The event serves as the node's interruption notice.
 """
 
 from __future__ import annotations

@@ -108,8 +108,9 @@ def prefill_seconds(
 ) -> float:
     """Returns the time of a prefill of `T` tokens in seconds: (2 N T + 2 L a d T^2) / (n peak eff).
 
-    The first term is the products of the `N` active weights. The second term is causal attention with `L` layers, which
-    have `a` heads of dimension `d`. The denominator is the rate of `n` GPUs at the efficiency `eff`.
+    The first term is the matrix products with the `N` active weights. The second term is causal attention with `L`
+    layers, each of which has `a` heads of dimension `d`. The denominator is the rate of `n` GPUs at the efficiency
+    `eff`.
     """
     flops = 2.0 * model.active_parameters * tokens + 2.0 * model.layers * model.attention_width * tokens**2
     return flops / (gpus * device.peak_flops("bf16") * efficiency)

@@ -214,7 +214,7 @@ def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
 
 
 def begins_because(schedule: ScheduleSpec, next_at_s: float | None, now_s: float, before: str, inputs: str) -> str:
-    """Returns the reason why the next cycle begins now. The reason is empty if it does not begin.
+    """Returns the reason why the next cycle begins now. The reason is empty if no cycle begins.
 
     `before` is the fingerprint of the inputs in the last cycle, and `inputs` is the current fingerprint. Only one cycle
     starts, even if several scheduled times have passed while no driver ran.

@@ -46,8 +46,8 @@ class DcpWriter(FileSystemWriter):
 
 
 class DcpReader(StorageReader):
-    """Reads a checkpoint with one request to the storage per stored shard. Files are untrusted: nothing in them is
-    executed.
+    """Reads a checkpoint. For each stored shard, it sends one request to the storage. Files are untrusted: nothing in
+    them is executed.
     """
 
     def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:

@@ -132,8 +132,8 @@ class Repository:
         If no parent is given, or if the parent was removed, the cluster's newest snapshot is the parent.
 
         The paths are passed to restic in the file `list_file`. Files below the paths in `may_vanish` may be removed
-        during the backup. If the snapshot lacks any other file, it is removed and StorageError is raised. restic
-        inherits the file descriptors `pass_fds`.
+        during the backup. If the snapshot lacks any other file, the snapshot is removed and StorageError is raised.
+        restic inherits the file descriptors `pass_fds`.
         """
         with full_disk_is_an_error(str(list_file)):
             list_file.write_text("".join(f"{path}\n" for path in paths))

@@ -55,8 +55,8 @@ def apply(
     """Executes all due actions. A failed call is reported and does not stop the other calls. The next tick retries the
     failed call.
 
-    `check_lead` is called before each call, because this process may have been paused for long. It raises an error once
-    another controller leads, which ends the execution.
+    `check_lead` is called before each call, because this process may have been paused for long. Once another controller
+    leads, `check_lead` raises an error, and the execution ends.
     """
     result = ApplyResult()
 

@@ -66,7 +66,7 @@ def number_of(id: str) -> int:
 
 
 def job_status_columns(job: Job) -> Values:
-    """Returns the values of those columns of a job that the controller writes."""
+    """Returns a job's values for the columns that the controller writes."""
     took_s = None if job.ended_at_s is None else job.ended_at_s - job.submitted_at_s
     return {**values_of(job, _JOB_STATUS), "took_s": took_s}
 
@@ -162,7 +162,7 @@ def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
 
 
 def endpoint_status_columns(endpoint: Endpoint) -> Values:
-    """Returns the values of those columns of an endpoint that the controller writes."""
+    """Returns an endpoint's values for the columns that the controller writes."""
     return values_of(endpoint, _ENDPOINT_STATUS)
 
 

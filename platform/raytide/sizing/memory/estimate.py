@@ -171,7 +171,9 @@ def estimate_rank(
 def estimate(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int | None = None
 ) -> MemoryEstimate:
-    """Returns the memory of the given pipeline rank. By default it is the pipeline rank that needs the most."""
+    """Returns the memory of the given pipeline rank. If no rank is given, returns the memory of the pipeline rank that
+    needs the most.
+    """
     if pipeline_rank is not None:
         return estimate_rank(workload, strategy, hardware, pipeline_rank)
     ranks = busiest_pipeline_ranks(strategy.layout)

@@ -23,8 +23,9 @@ _FIELDS = codec.shared(ApiKey, t.keys)
 
 
 def touch_key_table(c: sa.Connection) -> int:
-    """Raises the revision of the keys, so that gateways read the keys, prices and weights again. Returns the new
-    revision."""
+    """Increases the revision of the keys, so that gateways read the keys, prices and weights again. Returns the new
+    revision.
+    """
     return next_number(c, _REVISION)
 
 

@@ -33,8 +33,8 @@ _PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of `n` times in seconds. A percentile is None if there are too few values: p50 needs 1 value,
-    p99 needs 100.
+    """The distribution of `n` measured times, in seconds. A percentile is None if there are too few values: p50 needs 1
+    value, p99 needs 100.
     """
 
     n: int
