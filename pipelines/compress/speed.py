@@ -16,7 +16,7 @@ _PROMPT, _STEPS, _ROUNDS = 32, 16, 3
 
 
 def measure_decoding(parent: Path, model: Path) -> dict[str, float]:
-    """Returns decoded tokens per second, as `parent_c1`, `model_c1` and so on. The number after `c` is that of
+    """Returns decoded tokens per second, as `parent_c1`, `model_c1` and so on. The number after `c` is the number of
     concurrent sequences.
 
     Each value is the best of three rounds, which alternate between the models. Logits are computed, but no token is

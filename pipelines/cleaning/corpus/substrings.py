@@ -40,7 +40,7 @@ def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_word
 
 
 def cut(text: bytes, is_repeat: NDArray[np.bool_], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
-    """Returns a document's UTF-8 without its repeated words and the text between adjacent repeated words."""
+    """Returns a document's UTF-8. Repeated words are left out, and so is the text between adjacent repeated words."""
     if not is_repeat.any():
         return text
     edges = np.diff(np.concatenate([[False], is_repeat, [False]]).astype(np.int8))

@@ -54,10 +54,11 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota.
+        """Yields the rows that a job of `team` may preempt while its team borrows quota. They are taken from
+        `lower`: the candidates after the job in the scheduling order, last first.
 
-        Rows of teams that borrow come first. With `any_team` the rows of all other teams follow, else only those of
-        `team`.
+        Rows of teams that borrow come first. If `any_team` is True, the rows of all other teams follow. Otherwise only
+        the rows of `team` follow.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
@@ -65,9 +66,10 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Yields the rows that a job may preempt to reclaim its team's nominal quota.
+        """Yields the rows that a job may preempt to reclaim its team's nominal quota. `lower` has the candidates after
+        the job in the scheduling order, last first.
 
-        Rows of other teams that borrow come first, whatever their scheduling order. The other rows of `lower` follow.
+        Rows of other teams that borrow come first, even if they are not in `lower`. The other rows of `lower` follow.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True

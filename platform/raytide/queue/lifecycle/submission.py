@@ -1,7 +1,7 @@
 """Checks a job's spec at submission, and fills in the fields that the user leaves to raytide.
 
-- The planner fills in the automatic fields of a training, corrected by the cluster's earlier trainings. A training that
-  cannot fit its GPUs is refused.
+- The planner fills in the automatic fields of a training. Its predictions are corrected by measurements of
+  earlier trainings in the cluster. A training that cannot fit its GPUs is refused.
 - A deadline is refused if it cannot be met.
 - A request for GPU memory, such as "GPUs with 40 GB each", becomes a label selector of the node types that have it.
 """

@@ -31,8 +31,8 @@ class EndpointRoute(Config):
 
 
 def routes(serving: Mapping[str, Serving], rollouts: Iterable[Rollout]) -> dict[str, EndpointRoute]:
-    """Returns the routes by endpoint name. A challenger that was just promoted is already the serving application
-    there.
+    """Returns the routes by endpoint name. If a challenger was just promoted, the endpoint's route already names it as
+    the serving application.
     """
     found = dict(serving)
     running: dict[str, RolloutRoute] = {}

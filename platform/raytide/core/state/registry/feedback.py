@@ -1,4 +1,4 @@
-"""Users' judgements of answers in the store, by the endpoint's revision that gave the answer."""
+"""Stores users' judgements of answers, by the endpoint's revision that gave the answer."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns the pair (judged answers, liked answers) since `since_s`, by revision and by group of users. With a
-        metric, the pair is (values, sum of the values)."""
+        """Returns two numbers for each revision and each group of users: how many answers were judged since `since_s`,
+        and how many of these were liked. If `metric` is given, the two numbers are how many values of the metric were
+        given since `since_s`, and the sum of these values."""
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value
         which = [f.model == name, f.at_s >= since_s, *([] if metric is None else [f.metric == metric])]
@@ -95,8 +96,8 @@ class FeedbackRecords(DatabaseAccess):
     def bad_values(
         self, name: str, limits: Mapping[str, MetricLimit], since_s: float
     ) -> dict[int, dict[str, tuple[int, int]]]:
-        """Returns the pair (values, bad values) since `since_s`, by revision and metric. `limits` says which values of
-        a metric are bad."""
+        """Returns two numbers for each revision and each metric: how many values were given since `since_s`, and how
+        many of these are bad. `limits` says which values of a metric are bad."""
         v = t.feedback_values.c
         found: dict[int, dict[str, tuple[int, int]]] = {}
         with self._db.read() as c:
