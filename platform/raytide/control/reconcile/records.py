@@ -163,8 +163,8 @@ def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Pl
 
 
 def metered(records: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
-    """Returns the node type of each ready node, by node id, for node types that set `busy_above`. Such a node is kept
-    while its measured use is high, even if it is idle in Ray."""
+    """Returns the ready nodes whose node type sets `busy_above`, as a mapping from node ids to node types. Such a node
+    is kept while its measured use is high, even if it is idle in Ray."""
     ready = {node.id: types[node.type] for node in records.nodes.values() if node.ready_at_s and node.type in types}
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 

@@ -142,10 +142,10 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index of the next row to try, which is always 0. Returns None if no row is left, or if too many
-        jobs have preempted others in this cycle.
+        """Returns the index of the next row to try, which is always 0. Returns None if no row is left.
 
-        In the second case the remaining rows are refused with this reason.
+        If too many jobs have preempted others in this cycle, refuses the remaining rows for this reason and returns
+        None.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None
