@@ -82,8 +82,8 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Returns the work that Ray cannot place and for which a new node might help, then the resources that
-        `request_resources` asks for.
+        """Returns Ray's demand. The first entries are the work that Ray cannot place and that a new node might help to
+        place. The other entries are the resources that `request_resources` asks for.
 
         raytide's own placement groups are pinned to nodes, so they are left out.
         """

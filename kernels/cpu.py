@@ -34,7 +34,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 
 def can_pack() -> bool:
-    """Returns whether this version of torch has the private oneDNN operators that `linear` uses, and they work as
+    """Returns True if this version of torch has the private oneDNN operators that `linear` uses, and these work as
     expected.
     """
     try:

@@ -121,8 +121,8 @@ class Attempt:
     def stop(self, grace_s: float, lost: Sequence[MemberKey] = ()) -> bool:
         """Ends all processes and prints their last output. Members in `lost` are skipped.
 
-        Returns whether all other members confirmed the end of their processes. If a member did not confirm, its shims
-        end its processes within ORPHAN_GRACE_S seconds.
+        Returns whether all other members confirmed the end of their processes. If a member did not confirm, its
+        processes end within ORPHAN_GRACE_S seconds: each runs under a parent process (process_shim.py) that ends it.
         """
         for run in self._runs:
             run.is_lost = run.is_lost or member_key(run.member) in lost

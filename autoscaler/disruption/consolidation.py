@@ -62,8 +62,8 @@ def reserve_replacements(builder: PlanBuilder) -> None:
 
 
 def finish_moves(builder: PlanBuilder) -> list[Drain]:
-    """Drains the nodes whose replacements are ready. Then moves gangs that have a deadline to spot nodes, or back to
-    on-demand nodes.
+    """Drains the nodes whose replacements are ready. Then moves gangs with a deadline: some to spot nodes, others
+    back to on-demand nodes.
     """
     return [*_drain_replaced(builder), *market_migration.migrate(builder, MOVE)]
 

@@ -5,10 +5,10 @@ Requests that can be in time start in the order of their arrival, on the replica
 replicas of a fleet form one pool. Late requests are left out of the simulation, because real replicas start them after
 all others (deadline_queue.py).
 
-There are separate counts for each request rate. The rate is the usual one at the time when a node for the requests
-would have been launched: one cold start before the requests. At that time, no later rate is known. A single rate is
-observed for too few hours, so counts at nearby rates contribute. They are scaled to the same number of replicas per
-request.
+The counts are kept separately for each usual request rate. The usual rate is read one cold start before the requests
+arrive. At that time a node for these requests would have to be launched, and no later rate would be known. Each single
+rate is observed for only a few hours. Counts at nearby rates therefore contribute to the result. They are scaled to the
+same number of replicas per request.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RouterQueue:
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
         """Records the arrivals of an interval and returns their number. `taken` requests went from the queue to
-        replicas in the interval. `length` requests wait at its end.
+        replicas in the interval. `length` requests are in the queue when the interval ends.
         """
         count = max(0, taken + length - len(self.arrival_s))
         self.arrival_s.extend(spread(count, from_s, until_s))

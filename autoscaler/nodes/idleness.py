@@ -38,8 +38,8 @@ class IdleClock:
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
     def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
-        """Returns the clock after readings of the nodes' meters. `uses` has the readings, and `types` the node types,
-        by node.
+        """Returns the clock after readings of the nodes' meters. `uses` maps the id of a node to its readings, and
+        `types` maps the id of a node to its node type.
         """
         quiet = {}
         for node_id, node_type in types.items():

@@ -1,4 +1,4 @@
-"""Runs due actions, each at most once, even if this process is killed while one runs.
+"""Runs due actions. Each action takes effect at most once, even if this process is killed while the action runs.
 
 An action is recorded before it begins. An interrupted order or rollback is run again, because that is safe: an order
 has an id, and a rollback names its target revision. An interrupted command or webhook is not repeated.

@@ -19,7 +19,7 @@ _FINEST = 8  # buckets double up to here
 
 
 def bucket_of(rows: int, most_rows: int) -> int:
-    """Returns the number of rows to which a step of `rows` is padded, at most `most_rows`.
+    """Returns the number of rows to which a step of `rows` rows is padded, at most `most_rows`.
 
     - Up to 8 rows, it is a power of two.
     - Above that, it is a multiple of 8.

@@ -54,7 +54,7 @@ _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 class ModelRunner:
     """Runs the model's steps.
 
-    It owns the weights, the KV cache and all device memory, of which the scheduler knows nothing.
+    It owns the weights, the KV cache and all device memory. The scheduler knows nothing about these.
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture, launcher: LocalMembers | None = None) -> None:

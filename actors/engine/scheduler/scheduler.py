@@ -33,8 +33,7 @@ class Drafter(Protocol):
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
         """Adds drafts to the decodes of a step, at most `budget` tokens in all. `num_tokens` is the number of the
-        step's tokens, not counting drafts. `reserve(seq, count)` returns for how many of `count` draft tokens a
-        sequence has room.
+        step's tokens, not counting drafts. `reserve(seq, count)` returns how many of `count` drafts fit in a sequence.
         """
 
 
@@ -42,7 +41,8 @@ class Scheduler:
     """Plans each step: which sequences compute how many tokens, and which are preempted.
 
     It advances running sequences in the order of their ranks. When a sequence needs a block, it may evict sequences of
-    later rank. A waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
+    later rank. A waiting sequence goes before running sequences of a higher level (see policy.py). It may evict those
+    of them that have a lower priority.
 
     Every sequence ends at some time. Each step advances the sequence with the first rank, which can take the blocks of
     all others, and every sequence comes to have the first rank. `add` refuses a sequence that exceeds the whole pool.

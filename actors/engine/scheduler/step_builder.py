@@ -127,7 +127,9 @@ class StepBuilder:
         self.held.append(seq)
 
     def release_held(self) -> list[Sequence]:
-        """Removes the step's limit. Returns the running sequences that the limit has kept out of this step."""
+        """Removes the limit that keeps the step short. Returns the running sequences that were left out of this step
+        because of the limit.
+        """
         held = [seq for seq in self.held if seq.seq_id not in self.evicted]
         self.left -= sum(seq.num_pending == 1 for seq in held)
         self.held, self.limit = [], None

@@ -66,8 +66,8 @@ def prompt_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> Prom
 
 
 def token_names(token: int) -> bytes:
-    """Returns `token_id:N` for the token N, in place of the token's text. vLLM does so for tokens that are not valid
-    text on their own.
+    """Returns the name `token_id:N` of the token N. The name replaces the token's text if a request asks for token ids.
+    vLLM has these names because some tokens are not valid text on their own.
     """
     return f"token_id:{token}".encode()
 

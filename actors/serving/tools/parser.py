@@ -30,8 +30,8 @@ class ToolSyntax:
     - `named`: the tool's name, `separator`, and the arguments.
     - `arguments`: only the arguments; the tool is `name`.
 
-    `begin` may be a special token, and special tokens do not appear in the text. `starts` are the texts that begin a
-    call at the start of an output even without `begin`.
+    `begin` may be a special token, and special tokens do not appear in the text. An output that starts with one of the
+    texts `starts` therefore starts with a call, even without `begin`.
     """
 
     body: Literal["object", "array", "named", "arguments"]

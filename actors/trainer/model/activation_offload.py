@@ -1,7 +1,7 @@
 """Offloads activations that a layer saves for its backward pass, to host memory or to an unlinked file.
 
-Weights stay on the device, because FSDP gathers them again. Small tensors stay there, and so do tensors for which the
-pool has no space.
+Weights stay on the device, because FSDP gathers them again. Small tensors, and tensors for which the pool has no space,
+also stay on the device.
 """
 
 from __future__ import annotations

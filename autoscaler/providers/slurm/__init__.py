@@ -1,1 +1,1 @@
-"""Jobs of a Slurm cluster as nodes."""
+"""The provider that uses jobs of a Slurm cluster as nodes."""

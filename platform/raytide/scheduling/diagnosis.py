@@ -22,11 +22,11 @@ class Unschedulable:
 
     - `impossible`: no fleet of these node types could hold it.
     - `capacity`: other jobs and endpoints hold the nodes.
-    - `stock`: the pools that could supply its nodes back off after refusals.
+    - `stock`: the pools that could supply the nodes have refused, and are not asked again for some time.
     - `budget`: buying its nodes would exceed a price limit or a budget.
     - `rate`: too many nodes were launched within a minute.
     - `quota`: the team's quota is too small.
-    - `behind`: too many jobs before it preempt others in this decision.
+    - `behind`: too many jobs that are ahead in the queue preempt others in this decision.
     - `deadline`: the job still has time to wait for spot nodes.
     """
 

@@ -122,7 +122,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if fewer than `needed` members would be placed if only `pace` of the new nodes were launched."""
+        """Returns True if a launch of only `pace` of the new nodes would place fewer than `needed` members."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -271,8 +271,8 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 def usual_shapes(
     leases: Iterable[Lease], jobs: Iterable[Job], endpoints: Iterable[EndpointView]
 ) -> list[tuple[Resources, float]]:
-    """Returns the most frequent resources of members that use GPUs, each with its share of members. Running and waiting
-    members count.
+    """Returns the resource requests that are most frequent among members with GPUs. Each request has its share: the
+    fraction of members that make it, among the members of all returned requests. Running and waiting members count.
     """
     counted: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in leases:

@@ -66,7 +66,8 @@ def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
 def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
     """Returns the value of a label selector for all node types that are at least as fast as `node_type`.
 
-    The value is empty if `paces` is empty. An empty value selects all types.
+    `paces` has the relative throughput of each node type. It is empty if all types are equally fast. The value is then
+    empty too, and selects all types.
     """
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""

@@ -158,8 +158,8 @@ def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> S
 
 
 def past_trials(trials: tuple[TrialState, ...]) -> tuple[PastTrial, ...]:
-    """Returns the trials from which the sampler learns, in the order of their numbers. These are the trials that ran to
-    the end or were ended early.
+    """Returns the trials from which the sampler learns, in the order of their numbers. These are the trials with
+    a known value that ran to the end or were ended early.
     """
     past = []
     for trial in trials:

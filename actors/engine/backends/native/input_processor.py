@@ -93,9 +93,9 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """Returns one sequence for each sample of a request. If the request has a seed, sample i is drawn with the seed
-        plus i. A request for one sample with that seed would give the same tokens. In a resumed request, each sequence
-        has the tokens so far, and a finish reason if its sample has ended.
+        """Returns one sequence for each sample of a request. If the request has a seed, sample i is drawn with
+        the seed `seed + i`. It thus has the same tokens as the only sample of a request with the seed `seed + i`. In a
+        resumed request, each sequence has the tokens so far, and a finish reason if its sample has ended.
 
         If `prepared` is None, this call prepares the grammar and images itself.
         """

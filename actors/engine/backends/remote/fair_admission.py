@@ -55,7 +55,7 @@ class Generator(Protocol):
 
 class FairAdmission:
     """Admits requests to one engine. Use it from one event loop. If the engine does not report how many sequences it
-    runs at once, it gets all requests at once.
+    can run at the same time, it gets every request immediately.
 
     `direct` has the chunks that the engine's thread sent to clients directly, without this object. These chunks are
     counted before each decision. `slo_ttft_s` is the promised time to a first token in seconds. If it is None, a team's

@@ -75,7 +75,7 @@ class VllmEngine(Engine):
     """An engine that runs vLLM, behind the `Engine` protocol.
 
     Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests pass a function
-    that returns a running vLLM. If `launcher` is set, `members` nodes compute the model.
+    that returns a running vLLM. If `launcher` is set, the model is spread over `members` nodes.
     """
 
     backend = "vllm"

@@ -61,7 +61,7 @@ class HealthMonitor:
     def controller_age_s(self) -> float | None:
         """Returns the seconds since the controller's last tick, or None if it has never ticked.
 
-        It measures when live.json last changed, because the controller's clock may differ.
+        The last change of live.json counts as the last tick, because the controller's clock may differ from ours.
         """
         self.live()
         return None if self._changed_s is None else self._monotonic_s() - self._changed_s

@@ -73,8 +73,8 @@ def findings_of(
     seconds_ahead: float,
     uncertain_s: float,
 ) -> list[Finding]:
-    """Returns the findings about a machine. `seconds_ahead` says how far its clock is ahead of this machine's clock,
-    with an error of at most `uncertain_s`."""
+    """Returns the findings about the machine `host`. `seconds_ahead` says how far the clock of `host` is ahead of the
+    local clock, with an error of at most `uncertain_s`."""
     gpus = int(node_type.resources.get("GPU", 0))
     found = [
         Finding("ssh", "ok", f"{host.address} answers"),

@@ -183,7 +183,7 @@ class Job:
 
     @property
     def redo_s(self) -> float:
-        """The most seconds of work that would be repeated if the job lost its gang now, as its driver reported."""
+        """The maximum work, in seconds, that would be repeated if the job lost its gang now. The driver reports it."""
         return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
     def progress_number(self, name: str) -> float | None:

@@ -143,8 +143,7 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index of the next row to try, which is always 0. Returns None if no row is left, or if too many
-        jobs have preempted others in this cycle.
+        """Returns the index of the next row to try, which is always 0. Returns None if no row is left.
 
         If too many jobs have preempted others, all rows in `waiting` are refused, and the refusal states this reason.
         """

@@ -41,7 +41,7 @@ class Terms:
     def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
         """Returns the terms of a job with `hours` hours of work.
 
-        The deadline is `hours` * (1 + `slack`) hours plus one restart after the job's start.
+        The time from the job's start to the deadline is `hours` * (1 + `slack`) hours plus one restart.
         """
         work = max(1, round(hours * 3600 / tick_s))
         restart = max(1, round(restart_h * 3600 / tick_s))

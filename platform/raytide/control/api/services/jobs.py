@@ -301,7 +301,8 @@ class JobService:
 
 
 def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
-    """Returns the gang with the members of each shape kept at one provider, unless the shape sets `together`.
+    """Returns the gang with a changed placement rule: all members of a shape must be at one provider. A shape that sets
+    `together` keeps its own rule.
 
     Collectives between clouds or regions take many times as long, and their traffic costs money.
     """

@@ -1,4 +1,4 @@
-"""Users' judgements of answers in the store, by the endpoint's revision that gave the answer."""
+"""Stores users' judgements of answers, by the endpoint's revision that gave the answer."""
 
 from __future__ import annotations
 

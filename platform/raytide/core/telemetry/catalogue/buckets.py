@@ -1,4 +1,4 @@
-"""The upper bounds of the histogram buckets of latencies, in seconds, and of tokens."""
+"""The upper bounds of histogram buckets, for latencies in seconds and for numbers of tokens."""
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
