@@ -17,7 +17,8 @@ CHEAPER, DEARER = 2, 2
 def rejected(
     offerings: Offerings, shape: Shape, members: int, taken: Offering, *, is_spread: bool = False
 ) -> tuple[Rejected, ...]:
-    """Returns the alternatives to the chosen offering `taken`, for a node with `members` members of the shape.
+    """Returns the alternatives to the chosen offering `taken`. The node of that offering gets `members` members, each
+    with the resources of `shape`.
 
     `is_spread` says that the members are replicas, which are spread over zones.
     """

@@ -79,8 +79,8 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Yields pairs (share of the time, zones lost in that time) for zones that hold nodes, as the function `losses`
-        does.
+        """Yields pairs (share of the time, zones lost in that time) for the zones in `held`. The function `losses`
+        explains the pairs.
         """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
@@ -114,8 +114,10 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields pairs (share of the time, zones whose nodes are lost in that time). In each region, single zones come
-    first, then all zones together.
+    """Yields pairs (share of the time, zones whose nodes are lost in that time). A loss lasts `recovery_s` seconds.
+
+    For each region, there is first one pair for each single zone. If the region has several zones, a pair with all of
+    them follows.
     """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:

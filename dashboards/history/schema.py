@@ -66,7 +66,9 @@ def levels(days: float) -> tuple[Level, ...]:
 
 
 def pack(rows: Mapping[int, Row], level: int) -> bytes:
-    """Packs the rows of one metric into bytes. `rows` maps series ids to rows. Level 0 has only single points."""
+    """Packs rows of one metric into bytes. `rows` maps the id of each series to the series' row. On level 0, a row
+    stands for a single point, and only the point's value is stored.
+    """
     values = list(rows.values())
     parts: list[array[int] | array[float]] = [array("I", rows), array("d", (row.last for row in values))]
     if level:

@@ -63,7 +63,9 @@ class LayerFiles:
         self._json("model.safetensors.index.json", body)
 
     def finish(self, config: Mapping[str, object], source: Path, record: Mapping[str, object]) -> None:
-        """Adds config and tokenizer, and moves the directory to its target. Raises ConflictError if that exists."""
+        """Adds config and tokenizer, and moves the directory to its target. Raises ConflictError if the target
+        exists.
+        """
         with full_disk_is_an_error(str(self._target)):
             for name, file in tokenizer_files(source).items():
                 shutil.copyfile(file, self.folder / name)
@@ -105,7 +107,7 @@ def digest_in(folder: Path) -> str | None:
 
 
 def remove_others(target: Path, digest: str) -> None:
-    """Removes unfinished directories beside the target that steps with another digest left behind."""
+    """Removes unfinished directories of steps with another digest. They are in the same folder as the target."""
     for folder in target.parent.glob(f".{target.name}.*.part"):
         if folder.name != f".{target.name}.{digest[:12]}.part":
             shutil.rmtree(folder, ignore_errors=True)

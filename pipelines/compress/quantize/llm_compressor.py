@@ -1,5 +1,5 @@
-"""Runs llm-compressor as a subprocess in a virtual environment of its own, because it pins other versions of shared
-libraries.
+"""Runs llm-compressor as a subprocess in a virtual environment of its own. It needs other versions of some libraries
+than raytide does.
 """
 
 from __future__ import annotations

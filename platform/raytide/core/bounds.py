@@ -162,7 +162,7 @@ def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def problem_of(data: object, most_bytes: int = MOST_SPEC_BYTES) -> str:
-    """Returns why the raw data of any spec is unacceptable. Returns an empty text if it is acceptable.
+    """Returns the reason why a spec's raw data is unacceptable. Returns an empty text if the data is acceptable.
 
     The schema is not checked. The checks cover the size, the depth, and values that JSON or a database cannot hold.
     """

@@ -166,7 +166,7 @@ def replica_node(actor_name: str) -> str:
 
 
 def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """Returns, by the name of each placement group, Ray's ids of the nodes of its bundles."""
+    """Returns a dict from the name of each placement group to Ray's ids of the nodes on which its bundles are."""
     from ray.util.placement_group import placement_group_table
 
     return {

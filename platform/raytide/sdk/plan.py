@@ -151,7 +151,7 @@ def plan(
 
 
 def plan_workload(spec: TrainSpec) -> tuple[TrainWorkload, MemorySpec]:
-    """Returns the training workload of a spec, which includes the model's sizes, and the spec's memory options."""
+    """Returns (workload, memory options) of a training spec. The workload includes the sizes of the model."""
     return TrainWorkload.from_spec(spec, _model_of(spec)), spec.memory
 
 

@@ -34,11 +34,11 @@ def update_intervals(
     at_once: Collection[str] = (),
     pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
-    """Books the billing intervals of `nodes` up to `now_us`, where they are due.
+    """Books those billing intervals of `nodes` that are due, up to `now_us`.
 
     No node in `nodes` was GONE before this tick, so each interval is closed exactly once. Nodes held by jobs in
     `at_once` are always due. `booked_after(node_id, time_us)` returns a node's ledger entries that end after a time.
-    `pending_mj` has the energy of each node that is not booked yet, in mJ.
+    `pending_mj` has, for each node, the energy that is not booked yet, in mJ.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
@@ -89,7 +89,7 @@ def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ..
 
 
 def energy_of(entries: Iterable[Entry]) -> dict[str, int]:
-    """Returns the energy in the ledger entries by node, in millijoules."""
+    """Returns, for each node, the total energy in the node's ledger entries, in millijoules."""
     found: defaultdict[str, int] = defaultdict(int)
     for entry in entries:
         found[entry.node_id] += entry.energy_mj

@@ -28,8 +28,8 @@ _STOP_GRACE_S = 12.0
 
 def grant_access(cluster: RunningCluster) -> None:
     """Creates the API tokens of this start. The operator's token is written to `client.json`, and the gateways' token
-    to `gateway.json`. If the cluster runs Alertmanager, its token is written to another file. Tokens of users and of
-    earlier starts stay valid."""
+    to `gateway.json`. If the cluster runs Alertmanager, a token for Alertmanager is written to another file.
+    Tokens of users and of earlier starts stay valid."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""Ranks plans of a training over node types. A plan has a layout, memory options, and its time, dollars and energy."""
+"""Ranks the plans for one training. Each plan runs on one node type. A plan has a layout, memory options, and its time,
+dollars and energy.
+"""
 
 from __future__ import annotations
 
