@@ -107,7 +107,7 @@ def digest_in(folder: Path) -> str | None:
 
 
 def remove_others(target: Path, digest: str) -> None:
-    """Removes unfinished directories of steps with another digest. They are in the same folder as the target."""
+    """Removes the target's unfinished directories, except the directory of the step with this digest."""
     for folder in target.parent.glob(f".{target.name}.*.part"):
         if folder.name != f".{target.name}.{digest[:12]}.part":
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Builds the turns of a chat for its template. If the template does not support tools, they become text. Also checks
-the template variables of a request, and cuts a prompt whose last message is to be continued.
+"""Builds the turns of a chat for its template. If the template does not support tools, the tools and tool calls become
+text. Also checks the template variables of a request, and cuts a prompt whose last message is to be continued.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Runs llm-compressor as a subprocess in a virtual environment of its own. It needs other versions of some libraries
-than raytide does.
+"""Runs llm-compressor as a subprocess in a virtual environment of its own, because raytide and llm-compressor need
+different versions of the same libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new version of Ray.
 
-Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve runs that file by value, where
-raytide may not be installed.
+Ray is imported lazily. One other file imports a private API: ray_serve/policy.py. Serve pickles that file by value, and
+runs it in a process where raytide may not be installed.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def layer_bytes(model: ModelShape, part: Slice, *, sparse: bool = False) -> floa
 def norm_bytes(size: int, part: Slice) -> float:
     """Returns the bytes per token that a norm saves: its input and its statistics.
 
-    On a CPU, the normalized input is saved as well, and both are in fp32.
+    On a CPU, the norm saves the input and the normalized input, both in fp32, and the statistics.
     """
     return (2 * FLOAT * size if part.on_cpu else part.bytes_each * size) + FLOAT
 

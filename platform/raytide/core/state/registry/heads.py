@@ -1,5 +1,5 @@
-"""The lease of a cluster's head, for clusters with several machines that can be the head, and the list of waiting
-machines.
+"""The lease of a cluster's head, and the list of machines that wait for this lease. Both are for clusters in which
+several machines can be the head.
 
 The head is Ray's GCS, the controller, the API and the gateways of one machine. The head's lease is separate from the
 controller's lease. A small loop renews the head's lease, so the lease can be short even if a tick takes long.
