@@ -1,4 +1,4 @@
-"""The throughput of each job on each node type, in steps per second and GPU. It is measured from the `step` that the
+"""The throughput of each job on each node type, in steps per second per GPU. It is measured from the `step` that the
 job's driver reports. If there is no measurement, the node type's configured `speed` is used.
 
 A measurement needs a period in which the gang does not change and all its members are on nodes of one type.

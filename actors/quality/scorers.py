@@ -1,5 +1,5 @@
-"""Models that score windows of tokens: a model directory, by the native engine's forward pass, or an endpoint, by the
-log probabilities that it returns.
+"""Models that score windows of tokens. The scores of a model directory come from the native engine's forward pass. The
+scores of an endpoint come from the log probabilities that the endpoint returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Keeps a value model for each endpoint with an SLO from tick to tick. Adds the values of replicas to the snapshot.
+"""Adds the values of replicas to the snapshot. Each endpoint with an SLO has a value model, which is kept from one tick
+to the next.
 
 A new controller releases no replicas of an existing endpoint until it has observed the endpoint for `MEMORY_S`.
 """

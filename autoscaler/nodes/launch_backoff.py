@@ -22,8 +22,10 @@ def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
 
 
 def after_success(pool: Pool, requested_at_s: float) -> Pool:
-    """Returns the pool after one of its nodes has joined: without failures. `requested_at_s` is the time at which this
-    node was requested. If that was before the last failure, returns the pool unchanged.
+    """Returns the pool after one of its nodes has joined. The returned pool has no failures.
+
+    `requested_at_s` is the time at which the node was requested. If the node was requested before the pool's last
+    failure, returns the pool unchanged.
     """
     if pool.failures and requested_at_s <= pool.retry_at_s - _backoff_s(pool.failures):
         return pool

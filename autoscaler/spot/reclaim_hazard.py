@@ -79,8 +79,8 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Yields pairs (share of the time, zones lost in that time) for zones that hold nodes, as the function `losses`
-        does.
+        """Yields pairs (share of the time, zones lost in that time) for the zones in `held`. The function `losses`
+        explains the pairs.
         """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 

@@ -55,7 +55,9 @@ class Query:
     """True if the query is zero, and not without a value, before the first event."""
 
     def promql(self, variables: tuple[str, ...] = VARIABLES) -> str:
-        """Returns the query in PromQL. It is filtered by each dashboard variable that is a label of its metrics."""
+        """Returns the query in PromQL. A metric is filtered by each dashboard variable that has the name of one of the
+        metric's labels.
+        """
 
         def narrowed(selected: Selector) -> Selector:
             labels = _LABELS.get(selected.metric, ("endpoint",) if selected.metric.startswith("endpoint:") else ())

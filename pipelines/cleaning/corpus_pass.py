@@ -52,8 +52,8 @@ class CorpusCleaning:
         """Finds near-duplicates to drop. Maps each of them to the document that it duplicates, or to -1 if that
         document is in an earlier dataset.
 
-        Documents are numbered among the documents that the rules kept. `kept` is a mask of the documents that no other
-        step has dropped.
+        Document i is the i-th document that the rules kept, counted from 0. `kept[i]` is False if another step has
+        dropped document i since then.
         """
         near = self.spec.near_duplicates
         if near is None or self._store is None:

@@ -83,8 +83,8 @@ class BlockAllocator:
         return stale
 
     def cached(self) -> list[tuple[int, bytes]]:
-        """Returns the blocks of cached prefixes with their hashes. Blocks in use come first, then free blocks, the most
-        recently used first.
+        """Returns the blocks of cached prefixes with their hashes. Blocks in use come first. Free blocks follow, and
+        among them the most recently used block is first.
         """
         order = [*(block for block in self._block_of.values() if self.refs[block]), *reversed(self._free)]
         return [(block, found) for block in order if (found := self._hash_of[block]) is not None]

@@ -51,8 +51,8 @@ class StepCost:
                 del self._factors[stale], self._seen[stale]
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimated seconds of a step. Before any measurement, the result is a multiple of the time of a
-        one-row step instead.
+        """Returns the estimated seconds of a step. Before any measurement, the result is not in seconds, but in
+        multiples of the time of a step with one row.
         """
         measured = self._rows
         if not measured:

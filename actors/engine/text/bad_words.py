@@ -49,9 +49,9 @@ def bad_word_tokens(
     """Returns the token sequences of bad words as the tokenizer writes them: alone and after a space. Spellings that
     the tokenizer never writes stay possible.
 
-    `encode` tokenizes a list of texts. A word that is the name of a special token bans that token. An output could also
-    spell the name with ordinary tokens, so the tokens that `spell` returns are banned as well. `spell` returns None for
-    a text without such a name.
+    `encode` tokenizes a list of texts. If a word is the name of a special token, that token is banned. An output could
+    also spell the name with a sequence of ordinary tokens. `spell` returns this sequence, which is banned as well.
+    `spell` returns None for a text without the name of a special token.
     """
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())

@@ -1,5 +1,5 @@
-"""Builds the turns of a chat for its template, whether the template supports tools or not, and handles a prompt's other
-options.
+"""Builds the turns of a chat for its template. If the template does not support tools, the tools and tool calls become
+text. Also checks the template variables of a request, and cuts a prompt whose last message is to be continued.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_open(text: str, last: Message, content: object) -> str:
-    """Returns a rendered conversation, cut after `content`, the text of the last message. Raises UsageError if the last
-    message is not an assistant's text, or if the template changes the text.
+    """Returns the rendered conversation `text` up to the end of its last message, so that the model continues this
+    message. `content` is the text of the last message. Raises UsageError if the last message is not an assistant's
+    text, or if the template changes the text.
     """
     if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
         raise UsageError(

@@ -27,8 +27,8 @@ _READ = "Supported: compressed-tensors (int, packed int, float), gptq, awq (GEMM
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """The number format of quantized weights. If `group_size` is None, there is one scale for each output, tensor or
-    block.
+    """The number format of quantized weights. If `group_size` is None, there is one scale for each output, or for each
+    block, or for the whole tensor.
     """
 
     kind: Literal["int", "float"]

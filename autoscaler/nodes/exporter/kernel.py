@@ -28,7 +28,7 @@ def oom_kills(vmstat: Path = VMSTAT) -> int | None:
 
 
 class KernelCollector:
-    """A Prometheus collector that reads the number of OOM kills whenever the page is read."""
+    """A Prometheus collector that reads the number of OOM kills whenever the metrics page is read."""
 
     def __init__(self, vmstat: Path = VMSTAT) -> None:
         self._vmstat = vmstat

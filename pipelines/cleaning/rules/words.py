@@ -1,7 +1,7 @@
 """Splits text into words and sentences, for rules that were published with a word tokenizer.
 
 The published rules use NLTK's or spaCy's English tokenizer, which processes some 20 documents a second. Here a regular
-expression finds words: a word is a run of letters, digits and apostrophes, an ellipsis, or any other single character.
+expression finds words. A word is an ellipsis, a run of letters, digits and apostrophes, or any other single character.
 """
 
 from __future__ import annotations

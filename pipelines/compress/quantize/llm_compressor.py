@@ -1,5 +1,5 @@
-"""Runs llm-compressor as a subprocess in a virtual environment of its own, because it pins other versions of shared
-libraries.
+"""Runs llm-compressor as a subprocess in a virtual environment of its own, because raytide and llm-compressor need
+different versions of the same libraries.
 """
 
 from __future__ import annotations

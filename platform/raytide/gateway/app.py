@@ -93,13 +93,13 @@ class EndpointPaths:
 
 
 class Authentication:
-    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and those of vLLM's routes that
-    compute.
+    """Middleware that authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and for those routes of vLLM that
+    compute, such as `/tokenize`.
 
-    A request without a valid key is refused, with an error in the format of OpenAI or Anthropic. Two kinds of requests
-    need no key: those for other paths, such as `/health`, and those whose caller is known already, which are rows of
-    batches that this process sends. This middleware must be inside EndpointPaths, which takes the endpoint's name from
-    the path.
+    A request without a valid key is refused, with an error in the format of OpenAI or Anthropic. Requests for other
+    paths, such as `/health`, need no key. The rows of batches that this process sends need no key either, because their
+    caller is known already. This middleware must be inside EndpointPaths, which takes the endpoint's name from the
+    path.
     """
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:

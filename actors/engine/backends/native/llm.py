@@ -107,8 +107,8 @@ class LLM:
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns an embedding of length 1 for each prompt. By default, the embedding is the hidden state of the last
-        token. The model directory may state another way to pool the hidden states.
+        """Returns one embedding for each prompt, scaled to a Euclidean norm of 1. By default, the embedding is the
+        hidden state of the last token. The model directory may state another way to pool the hidden states.
         """
         pooling = pooling_of(self._core.weights.model_dir)
         return self._pool(prompts, lambda: PooledPrompt(pooling))

@@ -63,8 +63,8 @@ class FairQueue(Generic[T]):
         due_s: float = math.inf,
         needs_s: float = 0.0,
     ) -> None:
-        """Queues a request. Its start costs the team `tokens` tokens. A team of twice the weight gets twice as many
-        tokens.
+        """Queues a request. When the request starts, the team is charged `tokens` tokens. While two teams wait, a team
+        with twice the other's `weight` is served twice as many tokens.
 
         `again` is true for a preempted request, which goes before the other requests of its team. `due_s` and `needs_s`
         order the requests of a team (see DeadlineQueue).

@@ -253,7 +253,7 @@ class LeaderDecoder(ShardedDecoder):
 
     def head(self, hidden_RN: Tensor) -> Tensor:
         """Returns the logits of hidden states. For a model that generates, `hidden_RN` must be the first rows of the
-        last result of `hidden`. For a model that classifies, `hidden_RN` may be any rows.
+        most recent result of `hidden`. For a model that classifies, `hidden_RN` may be any rows.
         """
         if not self.arch.num_labels:
             self._leader.order(head=len(hidden_RN))

@@ -89,7 +89,7 @@ def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ..
 
 
 def energy_of(entries: Iterable[Entry]) -> dict[str, int]:
-    """Returns the energy in the ledger entries by node, in millijoules."""
+    """Returns, for each node, the total energy in the node's ledger entries, in millijoules."""
     found: defaultdict[str, int] = defaultdict(int)
     for entry in entries:
         found[entry.node_id] += entry.energy_mj

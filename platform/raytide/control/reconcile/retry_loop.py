@@ -27,10 +27,10 @@ log = logger(__name__)
 class RetryLoop:
     """Runs ticks with back-off.
 
-    `attempt` runs a tick and returns the seconds until the next tick. After a success, this delay is `period_s`. With
-    each further failure in a row it doubles, up to ten seconds. Storage errors are retried without limit, because their
-    causes pass. Any other exception is a bug. From the fifth failure in a row on, a bug is raised, so that the
-    supervisor restarts the process.
+    `attempt` runs a tick and returns the seconds until the next tick. After a success or a first failure, this delay is
+    `period_s`. Each further failure in a row doubles the delay, up to ten seconds. Storage errors are retried without
+    limit, because their causes pass. Any other exception is a bug. From the fifth failure in a row on, a bug is raised,
+    so that the supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:

@@ -38,8 +38,9 @@ class ModelAdvice:
 def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
     """Returns the optimum of each scaling law for `flops`, the default law first.
 
-    If `served_tokens` tokens will be served, the result includes the cheapest model to train and serve with the same
-    loss. If only `unique_tokens` unique training tokens exist, the result includes the best model under this limit.
+    If `served_tokens` tokens will be served, the result includes the cheapest model to train and serve that has the
+    loss of the default law's optimum. If only `unique_tokens` unique training tokens exist, the result includes the
+    best model under this limit.
     """
     optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
     found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]

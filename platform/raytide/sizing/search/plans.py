@@ -302,7 +302,7 @@ def plans_on(
 
 
 def hardware_of(device: Accelerator) -> Hardware:
-    """Returns the properties of the device that the memory estimate needs."""
+    """Returns those properties of the device that the memory estimate needs."""
     if device.is_cpu:
         return Hardware.cpu(device.memory_gb * GB)
     return Hardware(device.memory_gb * GB, activation_scale=device.memory_scale)

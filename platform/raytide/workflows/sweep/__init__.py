@@ -1,1 +1,1 @@
-"""Sweeps run variants of one stage. Variants with bad results end early."""
+"""A sweep runs variants of one stage. Variants with bad results end early."""

@@ -116,7 +116,7 @@ class LeasePolls:
                 gone.cancel()
 
     def lease(self, job: Job) -> Lease:
-        """Returns the job's lease. Before the job's admission, it is WAITING with epoch -1."""
+        """Returns the job's lease. Before the job's admission, the lease is WAITING with epoch -1."""
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 

@@ -1,4 +1,4 @@
-"""Formats the report of a load as text: one table of distributions, and one line for each other figure."""
+"""Formats the report of a load as text: one table of distributions, and one line for each of the other figures."""
 
 from __future__ import annotations
 
