@@ -175,7 +175,7 @@ def round_to_nearest(
     In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group.
 
     - symmetric scale: largest magnitude / 127.5 (4 bits: / 7.5), as in compressed-tensors
-    - asymmetric scale: range of the group and 0, / 255 (4 bits: / 15), with an offset
+    - asymmetric scale, with an offset: (largest - smallest) / 255 (4 bits: / 15), where 0 counts as one of the numbers
 
     Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """

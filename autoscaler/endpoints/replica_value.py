@@ -175,7 +175,7 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each price in `log_prices`."""
+        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each of `log_prices`."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
@@ -387,9 +387,9 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` is for 0, 1, 2... replicas
-    without losses. `losses` has pairs (share of time, share of spot replicas lost then). At least one replica is lost.
-    """
+    """Returns the late requests per hour of `spot` and `ondemand` replicas, averaged over their losses. `late_per_h` has
+    the rate of 0, 1, 2... replicas without losses. `losses` has pairs: a share of the time, and the share of the spot
+    replicas that is missing then. This share is at least one replica."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

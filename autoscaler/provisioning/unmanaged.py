@@ -1,5 +1,5 @@
-"""Provisions nodes for work without a lease: tasks, actors and placement groups that raytide did not start, then
-standing requests.
+"""Provisions nodes for work without a lease (tasks, actors and placement groups that raytide did not start), and then
+for standing requests.
 
 A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, even while no work waits for it.
 Resources that unmanaged work uses count towards the request, as in Ray. Resources of jobs and endpoints do not. One cap

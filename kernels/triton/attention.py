@@ -68,8 +68,8 @@ def attention_kernel(
     """Computes attention on the grid (blocks, KV heads, splits).
 
     - With one split, it writes the result to `out` [T, H, D].
-    - With several, it writes each split's weighted mean of the values to `parts` [blocks, KV heads, splits, rows, D].
-    - It then also writes the base-2 logarithm of each split's weight to `weights`.
+    - With several splits, it writes each split's weighted mean of the values to `parts` [blocks, KV heads, splits,
+      rows, D], and the base-2 logarithm of each split's weight to `weights`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -255,7 +255,8 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
 def num_splits(programs: int, tiles: int, device: torch.device) -> int:
     """Returns the number of parts into which each context is split, a power of two.
 
-    It gives enough programs for all processors, but no part so short that joining costs more than the split saves.
+    There are enough parts that all processors have programs. No part is so short that joining the parts costs more than
+    the split saves.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, tiles // _TILES_OF_A_SPLIT, _MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1

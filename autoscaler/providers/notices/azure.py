@@ -1,4 +1,6 @@
-"""Azure's interruption notices, read from Scheduled Events: spot evictions 30 s ahead, maintenance minutes ahead."""
+"""Azure's interruption notices, read from Scheduled Events. A spot eviction is announced 30 s before it happens, and
+maintenance some minutes before.
+"""
 
 from __future__ import annotations
 

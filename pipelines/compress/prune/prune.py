@@ -216,7 +216,7 @@ def _check(step: PruneStep, arch: Architecture, source: Path) -> None:
 
 
 def run_mask(step: MaskStep, task: StepTask) -> None:
-    """Writes the model with the least important weights of each output set to zero. Head, embeddings and experts stay
+    """Sets the least important weights of each output to zero, and writes the model. Head, embeddings and experts stay
     unchanged.
 
     This is for research: the tensors keep their size, and neither raytide's kernels nor vLLM's skip zeros.
@@ -245,7 +245,8 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight with the elements of least score in each row set to zero.
+    """Returns the weight, in which the elements with the lowest scores in each row have become zero. If the step has a
+    `pattern`, these are the two lowest of every four.
 
     The score is |w|. For Wanda it is |w| times the norm of the weight's input.
     """

@@ -108,8 +108,8 @@ class ModelShape:
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
-        """Returns the bytes of one token in the KV cache. It has 2 L k d elements of `bytes_each` bytes, for `L` layers
-        with `k` KV heads of dimension `d`.
+        """Returns the bytes of one token in the KV cache. A token has 2 L k d elements of `bytes_each` bytes, for `L`
+        layers with `k` KV heads of dimension `d`.
         """
         return 2 * self.layers * self.kv_width * bytes_each
 

@@ -107,7 +107,7 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
     """Yields the problems of the restored state. It checks the ledger's sums, the audit log's hash chain, the specs of
-    jobs and the hold on the controller, and makes one decision."""
+    jobs, and the hold on the controller. It also makes one decision, which must not raise an error."""
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         booked, kept = (
             c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)

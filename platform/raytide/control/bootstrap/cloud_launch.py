@@ -71,8 +71,8 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
-    """Returns the steps that would set up the head and one node of each type: the steps of `up`, and later those of the
-    controller. Takes none of these steps."""
+    """Returns the steps that would set up the head and one node of each type: first the steps that `up` takes, then
+    those that the controller takes. Runs none of these steps."""
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []

@@ -168,8 +168,8 @@ class EndpointLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaValue:
-    """The numbers of an endpoint's replicas that are worth their price, for an endpoint with an SLO.
-    `autoscaler/endpoints/replica_value.py` computes them."""
+    """The value of replicas of an endpoint with an SLO: how many spot and on-demand replicas are worth their price.
+    `autoscaler/endpoints/replica_value.py` computes this value."""
 
     spot: int
     """The number of replicas that are worth the price of spot, including those on standby."""

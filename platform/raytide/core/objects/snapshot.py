@@ -92,8 +92,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """The present price of a pool's nodes, and how often the provider reclaims a node. `PoolRisk` in
-    autoscaler/spot/pool_risk.py learns how often."""
+    """The present price of a pool's nodes, and the rate at which the provider reclaims a node. `PoolRisk` in
+    autoscaler/spot/pool_risk.py learns this rate."""
 
     node_type: str
     zone: str

@@ -106,7 +106,7 @@ class _Stream(SharedStream):
 
 class SharedAnswers:
     """The running streams and the cache of one endpoint, through which equal requests share answers. `version` returns
-    the version of the weights. Use it from a single event loop."""
+    the version of the weights. Use a SharedAnswers object from a single event loop only."""
 
     def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
         self.cache = AnswerCache()

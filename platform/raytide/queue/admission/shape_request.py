@@ -72,7 +72,7 @@ class ShapeRequests:
         return found
 
     def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the shapes of `for_job` for spot nodes. Shapes that name a market keep it."""
+        """Returns the shapes of `for_job`, limited to spot nodes. A shape that already names a market keeps it."""
         if (found := self._spot_by_job.get(job.id)) is None:
             shapes = [each.shape for each in self.for_job(job)]
             spot = [shape.model_copy(update={"labels": {**_SPOT, **shape.labels}}) for shape in shapes]

@@ -28,7 +28,7 @@ class PendingReason:
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
-    """Returns the reason why an admitted job has not started. Its members lack nodes, its nodes are not ready, or Ray
+    """Returns the reason why an admitted job has not started: its members lack nodes, its nodes are not ready, or Ray
     is still creating its placement groups.
     """
     waiting = [member for member in lease.members if member.state is MemberState.WAITING]

@@ -282,8 +282,8 @@ class EndpointHandle:
         return {name: [each.adapters.get(name, LOADING) for each in self.status.live] for name in names}
 
     def wait_for_adapters(self, *, timeout_s: float = 600.0) -> EndpointHandle:
-        """Blocks until every replica that answers has loaded all adapters. If a replica fails to load one, it raises
-        DataError.
+        """Blocks until every replica that answers has loaded all adapters. Raises DataError if a replica fails to load
+        an adapter.
         """
         deadline = time.monotonic() + timeout_s
         while True:

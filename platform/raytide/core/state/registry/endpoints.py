@@ -100,8 +100,8 @@ class SignalRecords:
         self._db = database
 
     def save(self, endpoint: str, values: Mapping[str, float], now_s: float) -> None:
-        """Stores the reported values of an endpoint's signals, in place of earlier values. It also deletes the values
-        of all endpoints that are older than a day."""
+        """Stores the reported values of an endpoint's signals, in place of earlier values. Also deletes, for all
+        endpoints, the values that are older than a day."""
         rows = [{"name": endpoint, "signal": name, "value": value, "at_s": now_s} for name, value in values.items()]
         with self._db.write() as c:
             c.execute(signals.delete().where(signals.c.at_s < now_s - _KEPT_S))

@@ -37,8 +37,8 @@ Total = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class ClientLatencyReport(Config):
-    """The latencies that a client observed since its last report: for whole requests and for first tokens, a count for
-    each histogram bucket and the sum in seconds."""
+    """The latencies that a client observed since its last report, of whole requests and of first tokens. Each of the
+    two has a count for each histogram bucket, and the sum in seconds."""
 
     requests: Counts = Field(max_length=len(CLIENT_REQUEST_SECONDS.buckets) + 1)
     requests_s: Total
