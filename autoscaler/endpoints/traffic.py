@@ -1,6 +1,6 @@
 """The traffic of each endpoint, measured from the counters of its replicas.
 
-It contains the request rates over the last half minute and the usual request rate, which serves as the forecast.
+Traffic consists of the request rates over the last half minute and the usual request rate, which serves as forecast.
 Replica speeds and start-up times that are not configured are learned.
 
 A new controller starts with the stored speeds and start-up times. Its first rates are too low rather than too high.

@@ -245,8 +245,8 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight, in which the elements with the lowest scores in each row have become zero. If the step has a
-    `pattern`, these are the two lowest of every four.
+    """Returns a copy of the weight in which the elements with the lowest scores in each row are zero. If the step has a
+    `pattern`, these are the two elements with the lowest scores of every four neighbours.
 
     The score is |w|. For Wanda it is |w| times the norm of the weight's input.
     """

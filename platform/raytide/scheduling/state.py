@@ -145,8 +145,8 @@ class SchedulingState:
 
         Existing nodes come first, the tightest fit first. New nodes then come from the pool that is cheapest per
         member. `menu` restricts their types, and `max_new` their number. `spread_from` counts the members in each zone,
-        to spread members over zones. `paces` is the relative throughput by node type, to compare costs per work. With
-        `apart`, each member gets a node of its own that is not in `apart`."""
+        to spread members over zones. `paces` is the relative throughput by node type, to compare costs of equal work.
+        With `apart`, each member gets a node of its own that is not in `apart`."""
         if count <= 0:
             return ()
         needed = count if at_least is None else at_least

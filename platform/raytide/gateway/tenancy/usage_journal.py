@@ -57,8 +57,8 @@ class UsageJournal:
             _log.error("reported requests stay in %s: %s", self._path, error)
 
     def take_over(self) -> Iterator[RequestUsage]:
-        """Yields the unreported requests of gateways that have ended. Adds them to this journal, and then deletes the
-        old journal.
+        """Yields the unreported requests of gateways that have ended, and adds these requests to this journal. Deletes
+        each journal of such a gateway after its last request.
         """
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:

@@ -31,8 +31,8 @@ _STYLE = (
 
 
 def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
-    """Writes the HTML page. It takes many times as long as one run, because it also runs the other policies, and
-    raytide with several SLO targets.
+    """Writes the HTML page. This function takes many times as long as one run, because it also runs the other
+    policies, and raytide with several SLO targets.
     """
     others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
@@ -62,8 +62,8 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
 def tradeoff(
     axes: Axes, curve: Sequence[Point], others: Mapping[str, Point], chosen: Mapping[str, Point], title: str = ""
 ) -> None:
-    """Draws the cost of each policy against its share of requests in time. Draws raytide as a curve over several SLO
-    targets.
+    """Draws the cost of each policy against the share of requests that it serves in time. Draws raytide as a curve
+    over several SLO targets.
     """
     label(axes, title, x="$", y="requests in time, %")
     if curve:
