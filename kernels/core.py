@@ -52,7 +52,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Several linear layers of the same input as one layer. Their outputs are concatenated."""
+    """One layer made of several linear layers that read the same input. Their outputs are concatenated."""
 
     linears: Sequence[Linear]
 

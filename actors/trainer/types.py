@@ -104,8 +104,8 @@ class RunResult(ShownAsHtml):
 
 
 class StopRequest(IntEnum):
-    """A request to stop a generation before its next step. If ranks request different values, the largest value
-    applies.
+    """A request to stop a generation before its next step: NO, STOP or SAVE. If ranks request different values, the
+    largest value applies.
     """
 
     NO = 0

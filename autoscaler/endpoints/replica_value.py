@@ -3,7 +3,7 @@ price, and the number worth the on-demand price. This module uses no clock and n
 
 A replica is bought when the late requests that it avoids are worth more than its cost. It is released once the excess
 of its cost over its value adds up to the cost of a new start. This costs at most twice the optimum (ski rental).
-On-demand replicas are never lost. A few on standby can be worth more than many spot replicas that are lost together.
+A few on-demand replicas on standby, which are never lost, can be worth more than many spot replicas lost together.
 
 The price of a late request is the dual variable of the SLO. It starts at a guess from the cost of a request. It rises
 while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
@@ -175,7 +175,7 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each price in `log_prices`."""
+        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each of `log_prices`."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
@@ -387,9 +387,9 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of `spot` and `ondemand` replicas. `late_per_h` is for 0, 1, 2... replicas
-    without losses. `losses` has pairs (share of time, share of spot replicas lost then). At least one replica is lost.
-    """
+    """Returns the late requests per hour of `spot` and `ondemand` replicas, averaged over losses. `late_per_h` has the
+    rate of 0, 1, 2... replicas without losses. `losses` has pairs: a share of the time, and the share of the spot
+    replicas that is missing then. At least one spot replica is missing then, if there are any."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

@@ -1,6 +1,6 @@
 """The traffic of each endpoint, measured from the counters of its replicas.
 
-It contains the request rates over the last half minute and the usual request rate, which serves as the forecast.
+Traffic consists of the request rates over the last half minute and the usual request rate, which serves as forecast.
 Replica speeds and start-up times that are not configured are learned.
 
 A new controller starts with the stored speeds and start-up times. Its first rates are too low rather than too high.
@@ -57,8 +57,8 @@ class RequestRate:
 @dataclass(slots=True)
 class RateForecast:
     """The usual request rate, used as a forecast. Several mean rates are computed, each with a memory of another
-    length. The mean that has forecast best so far is used. The forecast thus follows a smooth rate closely, and
-    averages over bursts, which are over before a new replica has started.
+    length. The mean whose forecasts had the least error so far is used. The forecast thus follows a smooth rate
+    closely. It averages over bursts, because a burst is over before a new replica has started.
 
     The error of a forecast is its squared difference from the rate one cold start later, relative to the variance of
     random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.
@@ -71,9 +71,7 @@ class RateForecast:
     _now_s: float = 0.0
 
     def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
-        """Counts the requests of an interval of `dt_s` seconds. `ahead_s` is how many seconds ahead the rate is used as
-        a forecast.
-        """
+        """Counts the requests of an interval of `dt_s` seconds. A forecast is for the rate `ahead_s` seconds later."""
         if dt_s <= 0:
             return
         self._now_s += dt_s

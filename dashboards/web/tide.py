@@ -1,4 +1,4 @@
-"""The tide: the node time of the last hours by use. It is computed from the ledger, so it adds up to the bill."""
+"""The tide: how the node time of the last hours was used. It is computed from the ledger, so it adds up to the bill."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TideView:
 
 
 class Tide:
-    """Sums of the ledger's entries by time and use. Steps that can no longer change are read only once."""
+    """Sums of the ledger's entries by time step and use. Time steps that can no longer change are read only once."""
 
     def __init__(self, store: Store, config: ClusterConfig, clock: Clock) -> None:
         self._store, self._clock = store, clock

@@ -68,8 +68,8 @@ def attention_kernel(
     """Computes attention on the grid (blocks, KV heads, splits).
 
     - With one split, it writes the result to `out` [T, H, D].
-    - With several, it writes each split's weighted mean of the values to `parts` [blocks, KV heads, splits, rows, D].
-    - It then also writes the base-2 logarithm of each split's weight to `weights`.
+    - With several splits, it writes each split's weighted mean of the values to `parts` [blocks, KV heads, splits,
+      rows, D], and the base-2 logarithm of each split's weight to `weights`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -85,8 +85,8 @@ class PrioritySemaphore:
         self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
 
     async def take(self, priority: int, turn: asyncio.Future[bool]) -> bool:
-        """Waits for a place. To grant a place, the semaphore sets the future `turn` to True, and `take` returns True.
-        To abort the request, another task sets `turn` to False first, and `take` returns False.
+        """Waits for a place. The semaphore grants the place by setting the future `turn` to True. `take` then returns
+        True. Another task can abort the wait by setting `turn` to False. `take` then returns False.
         """
         self._arrivals += 1
         heapq.heappush(self._waiting, (priority, self._arrivals, turn))

@@ -62,7 +62,8 @@ def choose_victims(
     """Returns the sequences to evict, at least one, so that `missing` blocks become free. Blocks in `wanted` do not
     count as free. Returns an empty list if the candidates do not have enough blocks.
 
-    Sequences of higher levels are evicted first, then those with the lowest cost, then the latest arrivals.
+    The less urgent sequences, whose level is higher, are evicted first. Among sequences of equal level, those with the
+    lowest cost are evicted first, and at equal cost the latest arrivals.
     """
     lost = {seq.seq_id: tokens_lost(seq) for seq in candidates}
     chosen: list[Sequence] = []

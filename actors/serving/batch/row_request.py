@@ -29,7 +29,7 @@ async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[
     room. If the server fails, the request is tried three times in all.
 
     `scope()` is called for each attempt and returns entries of the ASGI scope, such as the caller. If `scope()` raises
-    an ApiError, that error becomes the row's result.
+    an ApiError, the error counts as the answer to the attempt.
     """
     pause_s, errors = _BACKOFF_S[0], 0
     while True:

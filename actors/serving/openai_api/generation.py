@@ -42,7 +42,7 @@ class GenerationStream:
     """The merged streams of a request's prompts. Choice i of prompt p has the index p * n + i, as in OpenAI's API.
 
     `echoes` has one text for each prompt. Each choice of the prompt begins with that text. `tool_use` says how to parse
-    the output. The reader of the stream must settle `grant`.
+    the output. `grant` is the caller's admission, which the reader of the stream must settle.
 
     The amount of unread output is limited. If the client reads too slowly, the generation fails.
     """

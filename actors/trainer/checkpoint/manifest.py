@@ -1,9 +1,9 @@
 """Checkpoint folders: a folder such as `step-00000050-5f3a9c01` holds files and, written last, a manifest with their
 hashes.
 
-A folder without a manifest is an unfinished write and is never loaded. The hashes detect later damage. Each save has
-its own folder. A rank that still saves for a broken generation therefore cannot touch the files of another generation.
-This module does not import torch.
+A folder without a manifest is an unfinished write and is never loaded. The hashes detect later damage. Each restart
+of the gang begins a new generation of ranks. A rank of a broken generation may still be saving then. It cannot touch
+the files of another generation, because each save has its own folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
     `committed` are considered. Of these, the intact checkpoints of the newest `keep` steps stay. All others are
     removed.
 
-    Folders of later steps belong to another generation. They are neither counted nor removed. Unfinished folders stay,
-    because a rank may be writing to them until the next restart.
+    Folders of later steps belong to another generation of the gang. They are neither counted nor removed. Unfinished
+    folders stay, because a rank may be writing to them until the next restart.
     """
     kept_steps: set[int] = set()
     for name in folders_newest_first(store):

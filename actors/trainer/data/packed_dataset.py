@@ -34,7 +34,7 @@ _POSITION = np.uint64(0x9E3779B97F4A7C15)
 class PackedData:
     """A RowData whose rows are documents of a token dataset, packed by best fit.
 
-    `held_out` is the fraction of documents that are kept from training. With `of_held_out`, the rows contain the
+    `held_out` is the fraction of documents that are not used for training. With `of_held_out`, the rows contain the
     held-out documents. Otherwise they contain all others.
     """
 

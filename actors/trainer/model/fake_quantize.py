@@ -2,8 +2,8 @@
 
 The forward pass multiplies by exactly the numbers that the exporter's codes represent. Gradients are those of torchao's
 fake quantiser, `clamp(Round(w / scale) + zero, least, most)` (pytorch/ao, BSD 3: `_quantize_affine_no_dtype_cast` and
-`_Round` in torchao/quantization/quant_primitives.py). They pass straight through the rounding. Gradients of clamped
-weights are 0. Scales have no gradients.
+`_Round` in torchao/quantization/quant_primitives.py). Gradients pass straight through the rounding. Gradients of
+clamped weights are 0. Scales have no gradients.
 
 Shapes: N outputs, K inputs.
 """

@@ -2,9 +2,9 @@
 Such a synchronisation is called a meeting. It computes new weights, with which all replicas continue.
 
 A replica's movement is the change of its weights since the last meeting. The replicas' movements are averaged, and so
-are the moments of the inner optimizer. After a meeting the replicas are therefore bitwise equal, at the price of the
-moments' traffic. The checkpoint of one replica is valid for all replicas, and any layout can continue from it.
-Checkpoints are only written at a meeting, and their weights are those of that meeting.
+are the moments of the inner optimizer. After a meeting the replicas are therefore bitwise equal. The price is that
+the moments are exchanged as well. The checkpoint of one replica is valid for all replicas, and any layout can continue
+from it. Checkpoints are only written at a meeting, and their weights are those of that meeting.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class MfuMeter:
         step has `tokens` tokens and took `seconds`.
 
         `span` is the mean number of tokens over which attention runs. Without document masks it is the sequence length.
-        With document masks it is the mean, over tokens, of the length of the token's document, so that skipped pairs do
-        not count as work.
+        With document masks it is the mean, over tokens, of the length of the token's document, so that pairs of
+        tokens that attention skips do not count as work.
         """
         if self._peak is None:
             return None

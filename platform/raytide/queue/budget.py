@@ -60,10 +60,9 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """Returns the job's id if the job is beyond its own soft limit. Otherwise returns `team NAME` for the nearest
-        team that is beyond its soft limit, among the job's team and its ancestors.
-
-        Returns "" if neither applies.
+        """Returns the job's id if the job is beyond its own soft limit. Otherwise checks the job's team, and then the
+        team's ancestors from the parent up. Returns `team NAME` for the first of these teams that is beyond its soft
+        limit, or "" if there is none.
         """
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):

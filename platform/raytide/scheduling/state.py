@@ -222,7 +222,7 @@ class SchedulingState:
         )
 
     def advance(self) -> None:
-        """Advances to the next shape of the pending demand."""
+        """Frees the resources held for the next shape of the pending demand. Call it before placing that shape."""
         if self.pending is not None and self.pending.advance(self.node_table):
             self.full.clear()
 

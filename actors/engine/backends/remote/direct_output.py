@@ -1,6 +1,6 @@
 """Sends the chunks of a step from the engine's own thread, so that a step does not wake the event loop.
 
-If the event loop in the engine's process sent them, it would take a quarter of a millisecond for each step. Meanwhile
+If the event loop in the engine's process sent the chunks, each step would cost a quarter of a millisecond. Meanwhile
 the engine's thread would wait for the Python interpreter. Some output still goes through the event loop: the first and
 the last chunk of a request, log probabilities, errors, and everything for a client that reads slowly.
 """
@@ -87,8 +87,8 @@ class DirectOutput:
                 yield stream.sent.popleft()
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Sends the outputs of a step that may be sent directly, in one message for each connection. Returns the other
-        outputs, which go to the event loop. Runs on the engine's thread.
+        """Takes the outputs of a step, and sends each output that may go directly, in one message for each connection.
+        Returns the outputs that were not sent, which go to the event loop. Runs on the engine's thread.
         """
         rest: list[Any] = []
         direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)

@@ -123,7 +123,8 @@ def environment(config: VllmConfig, threads: int, host: str = "127.0.0.1") -> It
     """Sets the environment variables that vLLM reads when it starts, except those that the user has set. Other nodes
     reach vLLM at `host`.
 
-    Restores the environment afterwards. vLLM itself sets LD_PRELOAD, which no other child process may inherit.
+    Restores the environment after the block, because vLLM itself sets LD_PRELOAD, which no other child process may
+    inherit.
     """
     wanted = {
         "DO_NOT_TRACK": "1",

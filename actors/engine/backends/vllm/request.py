@@ -149,8 +149,8 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:
-    """Translates vLLM's log probabilities at one position. `entry` is vLLM's map of token ids, with the chosen token
-    and the most likely ones.
+    """Translates vLLM's log probabilities at one position. `entry` maps token ids to vLLM's log probabilities and
+    ranks. It contains the chosen token `token` and the most likely tokens, of which the result has `count`.
     """
     best = sorted((each.rank, token_id, each.logprob) for token_id, each in entry.items() if each.rank <= count)
     chosen = entry[token]

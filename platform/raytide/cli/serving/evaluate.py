@@ -1,5 +1,5 @@
-"""The command `eval`, which evaluates a model and its parent by a suite of held-out texts and tasks with a quality
-gate.
+"""The command `eval`. It evaluates a model and its parent by a suite, which consists of held-out texts, tasks and a
+quality gate.
 """
 
 from __future__ import annotations

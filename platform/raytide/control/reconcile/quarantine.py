@@ -69,7 +69,7 @@ class Quarantine:
     """Errors of this tick that belong to no record."""
 
     def begin_tick(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
-        """Begins a tick. Removes records that no longer exist from the quarantine, and selects the records to retry."""
+        """Begins a tick. Takes out of quarantine the records that no longer exist, and selects the records to retry."""
         self.errors = []
         for subject, entry in tuple(self.held.items()):
             record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)

@@ -94,7 +94,7 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 
 
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
-    """Returns the cluster size in GPUs, in whole nodes of 8, at which the jobs' GPU-hours are `load` times the
-    cluster's.
+    """Returns the cluster size in GPUs. With this size, the jobs' GPU-hours are `load` times the GPU-hours that the
+    cluster has in `days` days. The size is rounded up to whole nodes of 8 GPUs, and is at least MOST_GPUS.
     """
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))

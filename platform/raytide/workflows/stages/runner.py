@@ -135,8 +135,8 @@ def outputs_of(task: StageTask, job: Job) -> dict[str, str]:
 
 
 def metrics_of(task: StageTask, job: Job) -> dict[str, float]:
-    """Returns the metrics of a stage: the numbers that the job reported and those in its metrics.json. The latter take
-    precedence.
+    """Returns the metrics of a stage: the numbers that the job reported, and the numbers in its metrics.json. Those in
+    metrics.json take precedence.
     """
     reported: dict[str, object] = {name: value for name, value in job.progress.items() if name not in _OF_THE_RUNNER}
     return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("compress", "eval", "script") else {})}

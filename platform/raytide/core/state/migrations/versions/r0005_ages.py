@@ -1,5 +1,5 @@
-"""Adds the age that each finished job reached. The queue uses ages in place of the time for which jobs held their
-GPUs."""
+"""Adds the age of each finished job: the time from its submission to its end. The queue uses this age in place of the
+time for which the job held its GPUs."""
 
 from __future__ import annotations
 
