@@ -42,7 +42,7 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
     must equal.
 
     In that case, each group of inputs is computed in parts of 32 inputs. The sums over a part are sums of integers.
-    Fused multiply-adds in float32 then accumulate. In each group, `total` and `inputs` start at zero:
+    Fused multiply-adds in float32 then accumulate. `total` starts at zero in each group:
 
     - within a group: total += sum of the part * scale of the part's inputs
     - over the groups: y += total * scale of the group

@@ -1,5 +1,5 @@
-"""A rank's worker process, as the driver calls it. The implementation is a Ray actor in the placement group of the
-rank's member.
+"""The interface through which the driver calls a rank's worker process. The implementation is a Ray actor in the
+placement group of the rank's member.
 
 Calls return futures, and the driver does not depend on Ray. Tests run the same driver over forked processes.
 """

@@ -16,8 +16,10 @@ class Clock(Protocol):
         """Returns seconds since the epoch."""
 
     def wall_ahead_s(self) -> float:
-        """Returns by how many seconds the wall clock is ahead of `now_s`. The timestamps of other processes are ahead
-        by as much."""
+        """Returns by how many seconds the wall clock is ahead of `now_s`.
+
+        Other processes stamp with the wall clock, so their timestamps are ahead of `now_s` by the same difference.
+        """
 
     def sleep(self, seconds: float) -> None: ...
 

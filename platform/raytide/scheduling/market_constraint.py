@@ -35,7 +35,8 @@ def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
     """Undoes `constrain` for a lease's shape: returns the shape as it was before it was restricted to a market.
     `shapes` are the shapes in the job's spec.
 
-    A lease may change its market. If the job's shapes allow every market, the result therefore names no market.
+    If the job's shapes allow every market, the result is not restricted to a market either, because a lease may change
+    its market.
     """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]

@@ -59,7 +59,7 @@ class ServingLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One replica on a number of GPUs of one kind, with the number of replicas that a load needs."""
+    """The plan for an endpoint: the capacity of a replica on GPUs of one kind, and the number of replicas for a load."""
 
     device: Accelerator
     gpus: int

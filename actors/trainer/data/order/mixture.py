@@ -32,7 +32,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a mixture: each source's share of the rows. The shares apply from sample `first` of the run on."""
+    """A phase of a mixture: each source's share of the rows. The phase begins at sample `first` of the run."""
 
     first: int
     """The number of samples before this phase."""

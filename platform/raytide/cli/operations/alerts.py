@@ -112,7 +112,8 @@ def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, j
 def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
     """Lift the quarantine of a node or one of your own machines.
 
-    A node in quarantine then ends, because Ray does not take a drained node back.
+    The node itself is terminated, because Ray does not take a drained node back. A machine of your own can then be used
+    for a new node.
     """
     _order("release_node", node, reason, cluster, json)
 

@@ -55,7 +55,7 @@ class SavedFolder(Config):
 
 
 class Contents(Config):
-    """The folders and URLs that a copy of the state names."""
+    """The folders and URLs that the records in a copy of the state refer to."""
 
     folders: tuple[SavedFolder, ...] = ()
     remote: tuple[str, ...] = ()

@@ -106,8 +106,8 @@ class Quarantine:
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
         """Runs a stage of the tick. Quarantined records are left out of the snapshot, unless their retry is due.
 
-        Returns the snapshot that the stage handled, and the stage's result. The result is None if the stage raises even
-        without any records.
+        If the stage raises, the records at fault are searched for and left out too. Returns the snapshot that the stage
+        handled in the end, and the stage's result. The result is None if the stage raises even with no records left.
         """
         known = self.held.keys() - self.trying
         subjects = [subject for subject in _subjects(snapshot) if subject not in known]

@@ -21,8 +21,8 @@ _LEFT_BEHIND_S = 60.0
 def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_kept: bool = True) -> None:
     """Replaces the file atomically by `data` as JSON.
 
-    When this returns, the new text survives a power loss. If `is_kept` is false, the new text may be lost: after a
-    power loss, the file may have the old text or be empty. An OSError leaves the old text and no temporary file.
+    If `is_kept`, the new text survives a power loss once this function has returned. If not, the file may have the old
+    text or be empty after a power loss. An OSError leaves the old text and no temporary file.
     """
     write_text(path, _json(data), mode=mode, is_kept=is_kept)
 

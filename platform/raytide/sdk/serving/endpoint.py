@@ -109,7 +109,7 @@ class EndpointHandle:
         return Glance(f"endpoint {self.name}", float(status.ready_replicas), float(replicas), facts)
 
     def updates(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
-        """Yields the endpoint's status at each poll, until this many replicas answer.
+        """Polls the endpoint and yields each status, until `replicas` replicas answer.
 
         Raises EngineError if the endpoint fails, and WaitTimeoutError after `timeout_s` seconds.
         """

@@ -1,1 +1,3 @@
-"""The configuration of own machines, further clouds and Slurm, and the keywords for the resources that work needs."""
+"""The configuration of own machines, further clouds and Slurm, and the keywords with which jobs and endpoints request
+resources.
+"""
