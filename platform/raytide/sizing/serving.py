@@ -59,7 +59,7 @@ class ServingLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The plan for an endpoint: the capacity of a replica on GPUs of one kind, and the number of replicas for a load."""
+    """The plan for an endpoint: a replica on GPUs of one kind, and the number of such replicas that a load needs."""
 
     device: Accelerator
     gpus: int
