@@ -135,7 +135,9 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of a sequence. `ends` is True if the output is complete with this token.
+    """The next token of a sequence. `ends` is True if the sequence's grammar allows nothing after this token.
+
+    Stop tokens, stop strings and length limits are checked elsewhere and do not set `ends`.
 
     `token` is -1 if no token could be sampled. The reason is then `error`. If there is no `error`, the logits were not
     finite.

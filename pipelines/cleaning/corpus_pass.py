@@ -36,7 +36,11 @@ class CorpusCleaning:
     _kept: Signatures | None = None
 
     def add(self, index: int, fingerprints: Fingerprints, counts: CleaningCounts) -> None:
-        """Adds a chunk's fingerprints. The signatures take 8 bytes of memory for each band of a document."""
+        """Adds a chunk's fingerprints and counts.
+
+        They take 8 bytes of memory for each band of a document, and 4 bytes for each word if a step needs the words'
+        hashes. The rest of the signatures goes to a temporary file.
+        """
         self.counts.append(counts)
         if (near := self.spec.near_duplicates) is not None and (signatures := fingerprints.signatures) is not None:
             self._store = self._store or SignatureStore(near.bands * near.rows)

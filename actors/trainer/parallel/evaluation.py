@@ -67,7 +67,10 @@ class EarlyStop:
 
 
 class Evaluator:
-    """Evaluates one run on one process group. All ranks must call its methods together."""
+    """Computes a run's loss on held-out sequences, the same ones in every evaluation.
+
+    All ranks of the process group must create it together, and call `loss` together.
+    """
 
     def __init__(self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset) -> None:
         self._spec, self._config, self._group = spec, config, group

@@ -84,8 +84,8 @@ def is_without_ray() -> bool:
 
 
 def hush_node_deaths() -> None:
-    """Stops Ray from printing the last lines of dead raylets on the stdout of every driver. Ray prints these lines even
-    with `log_to_driver=False`.
+    """Stops this process from printing what Ray publishes to its drivers, such as the last lines of dead raylets. Ray
+    prints them even with `log_to_driver=False`.
 
     raytide's drivers learn of lost nodes from their leases, and their output belongs to the user.
     """

@@ -32,8 +32,10 @@ def needs_of(stage: StageSpec) -> tuple[str, ...]:
 
 
 def order_of(flow: FlowSpec) -> tuple[str, ...]:
-    """Returns the stages in an order in which every stage comes after the stages that it needs. Apart from that, the
-    order of the file is kept.
+    """Returns the stages in an order in which every stage comes after the stages that it needs.
+
+    First come the stages that need none, then those that need only these, and so on. Each of these groups keeps the
+    order of the file.
 
     Raises ConfigError for a cycle, which the error names, and for a reference to something that does not exist.
     """

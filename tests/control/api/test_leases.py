@@ -203,8 +203,7 @@ def test_a_driver_that_hangs_up_is_noticed_without_asking_it(leases: LeasePolls,
         leases._start_beats()
         assert leases._beater is not None
         await leases._beater
-        heard_s = store.job("job-1").heartbeat_at_s
-        assert heard_s is not None and 3.0 <= heard_s + SPEC.heartbeat_timeout_s - 100.0 <= 5.0
+        assert store.job("job-1").heartbeat_at_s == -100.0
         mine = poll(leases, "job-1")
         await until(lambda: "job-1" in leases._waiting)
         leases._start_beats()

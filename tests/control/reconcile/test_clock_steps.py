@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.control.test_controller import TICK_S, Loop
+from tests.control.test_controller import Loop
 
 from raytide.control.reconcile.driver_silence import DISCONNECT_GRACE_S, DriverSilence, disconnected_heartbeat_s
 from raytide.core.clock import SteadyClock
@@ -147,7 +147,7 @@ def test_silence_is_counted_from_when_the_last_heartbeat_changed() -> None:
     silence, job = DriverSilence(), gang(None)
     assert silence.observe([job], 100.0) == {"job-1": 0.0}
     assert silence.observe([job], 101.0) == {"job-1": 1.0}
-    job = replace(job, heartbeat_at_s=-5e9)  # whatever it is: there was none before
+    job = replace(job, heartbeat_at_s=5.0)  # whatever it is: there was none before
     assert silence.observe([job], 102.0) == {"job-1": 0.0}
     assert silence.observe([job], 104.5) == {"job-1": 2.5}
     silence.forget()
@@ -157,23 +157,32 @@ def test_silence_is_counted_from_when_the_last_heartbeat_changed() -> None:
 def test_a_driver_that_hung_up_has_a_moment_left() -> None:
     silence, job = DriverSilence(), gang(100.0)
     silence.observe([job], 100.0)
-    gone = replace(job, heartbeat_at_s=disconnected_heartbeat_s(100.0, 100.5, 10.0))
+    gone = replace(job, heartbeat_at_s=disconnected_heartbeat_s(100.5))
     assert silence.observe([gone], 100.5)["job-1"] == 10.0 - DISCONNECT_GRACE_S
-    assert silence.observe([replace(job, heartbeat_at_s=101.0)], 101.0)["job-1"] == 0.0
+    assert silence.observe([gone], 101.0)["job-1"] == 10.5 - DISCONNECT_GRACE_S
+    assert silence.observe([replace(job, heartbeat_at_s=101.0)], 101.5)["job-1"] == 0.0
+
+
+def test_a_driver_that_polls_lives_though_the_apis_clock_goes_back() -> None:
+    """Its next heartbeat comes a fifth of the timeout later, which here is more than a disconnected driver has left."""
+    silence = DriverSilence()
+    silence.observe([gang(1000.0, timeout_s=60.0)], 100.0)
+    assert silence.observe([gang(400.0, timeout_s=60.0)], 101.0)["job-1"] == 0.0
+    assert silence.observe([gang(400.0, timeout_s=60.0)], 112.0)["job-1"] == 11.0
 
 
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.floats(-1e5, 1e5), st.booleans()), max_size=60), st.floats(0.5, 100.0))
+@given(st.lists(st.tuples(st.floats(-1e5, 1e5), st.none() | st.floats(1.0, 1e9)), max_size=60), st.floats(0.5, 100.0))
 def test_whoever_beats_between_any_two_looks_is_never_silent_for_long(
-    looks: list[tuple[float, bool]], timeout_s: float
+    looks: list[tuple[float, float | None]], timeout_s: float
 ) -> None:
     """However the clocks of controller and API go."""
     silence, job = DriverSilence(), gang(0.0, timeout_s)
     now_s, since_beat = 0.0, 0
-    for passed_s, beats in looks:
+    for passed_s, beat_at_s in looks:
         now_s += passed_s
-        if beats:
-            job, since_beat = replace(job, heartbeat_at_s=(job.heartbeat_at_s or 0.0) + TICK_S), 0
+        if beat_at_s is not None and beat_at_s != job.heartbeat_at_s:
+            job, since_beat = replace(job, heartbeat_at_s=beat_at_s), 0
         found = silence.observe([job], now_s)["job-1"]
         assert found <= since_beat * timeout_s / 3 + 1e-6
         since_beat += 1

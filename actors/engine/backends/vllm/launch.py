@@ -38,7 +38,11 @@ _ALWAYS: frozenset[Feature] = frozenset(
 
 
 class StepRecorder:
-    """A vLLM stat logger that keeps the latest statistics. vLLM's core sends new statistics with every step."""
+    """A vLLM stat logger, which vLLM's core calls after every step.
+
+    It counts steps and preemptions, averages the time of a step, and keeps the latest number of running requests and
+    the latest use of the KV cache.
+    """
 
     def __init__(self) -> None:
         self.steps = 0

@@ -1,7 +1,8 @@
 """Measures, by the controller's clock, for how long the driver of each gang has not polled its lease.
 
 The API's clock sets the heartbeat times. So a heartbeat is only compared with the heartbeat before it: if the two
-differ, the driver is alive. A step of a clock thus cannot make a live driver look dead.
+differ, the driver is alive, unless the later one records that it disconnected. Such times are negative. A step of a
+clock thus cannot make a live driver look dead.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ silence.
 """
 
 
-def disconnected_heartbeat_s(heartbeat_at_s: float | None, now_s: float, timeout_s: float) -> float:
+def disconnected_heartbeat_s(now_s: float) -> float:
     """Returns the heartbeat time to store for a driver that disconnected during a pending poll.
 
-    This time is so early that the driver has only DISCONNECT_GRACE_S left until its timeout.
+    The time is negative. The driver has DISCONNECT_GRACE_S left from when the controller reads it.
     """
-    earlier_s = now_s - timeout_s + min(DISCONNECT_GRACE_S, timeout_s)
-    return earlier_s if heartbeat_at_s is None else min(earlier_s, heartbeat_at_s - 1e-3)
+    return -max(1.0, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class DriverSilence:
 def _after(before: _Silence | None, job: Job, passed_s: float) -> _Silence:
     heartbeat_at_s = -math.inf if job.heartbeat_at_s is None else job.heartbeat_at_s
     timeout_s = job.spec.heartbeat_timeout_s
-    if before is None or heartbeat_at_s > before.heartbeat_at_s:
+    if before is None or (heartbeat_at_s != before.heartbeat_at_s and heartbeat_at_s >= 0):
         return _Silence(heartbeat_at_s, 0.0)
     silent_s = before.silent_s + min(passed_s, timeout_s / _MIN_OBSERVATIONS)
-    if heartbeat_at_s < before.heartbeat_at_s:  # it disconnected, or the API restarted with an earlier clock
+    if heartbeat_at_s != before.heartbeat_at_s:  # it disconnected
         silent_s = max(silent_s, timeout_s - min(DISCONNECT_GRACE_S, timeout_s))
     return _Silence(heartbeat_at_s, silent_s)

@@ -69,8 +69,11 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unassign:
-    """Takes the node from a member of a lease, because the rest of its gang cannot be placed. An incomplete gang must
-    not hold nodes."""
+    """Takes the node from a member of a gang that has not started.
+
+    Either the rest of the gang cannot be placed, and an incomplete gang must not hold nodes, or the deadline of its job
+    now requires on-demand nodes. `reason` says which.
+    """
 
     lease_id: str
     member: int

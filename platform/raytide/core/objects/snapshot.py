@@ -80,7 +80,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The launch history of one pool: a node type in one zone."""
+    """The launch backoff of one pool, which is a node type in one zone. A node that joins resets it."""
 
     node_type: str
     zone: str
@@ -88,6 +88,7 @@ class Pool:
     """Consecutive failures."""
     retry_at_s: float = 0.0
     reason: str = ""
+    """The reason of the last failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,11 +125,9 @@ class LeasePolls:
 
         A live driver polls again before the shorter timeout ends.
         """
-        now_s = self._clock.now_s()
-        jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
-        self._store.heartbeats(
-            {job.id: disconnected_heartbeat_s(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
-        )
+        gone_s = disconnected_heartbeat_s(self._clock.now_s())
+        jobs = self._store.jobs_of(list(job_ids))
+        self._store.heartbeats({job.id: gone_s for job in jobs if not job.is_final})
 
     async def _first(self, job_id: str, *, is_beat: bool) -> PolledLease:
         found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
