@@ -10,7 +10,7 @@ from raytide.core.errors import ProviderError
 
 class PollWatcher:
     """Calls `look` periodically in a thread of its own. Calls `on_change` from this thread when the result of `look`
-    has changed.
+    has changed. A poll in which `look` raises ProviderError is skipped; any other error ends the thread.
     """
 
     def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """Purchase records of a cloud's machines, in files. The bill includes ended machines, which a cloud no longer lists.
 
 `<folder>/<node-id>.json` is written once the cloud has the machine. If a crash prevents that, the machine is found by
-its tags. `<node-id>.end.json` is written once, by the first call in which the cloud does not list the machine.
-`<node-id>.prices.json` is written whenever the price of the running machine changes.
+its tags. `<node-id>.seen.json` is written once the cloud has listed the machine, by providers that need to know it.
+`<node-id>.end.json` is written once: when the machine is ended, or by the first call in which the cloud no longer lists
+it. `<node-id>.prices.json` is written whenever the price of the running machine changes. No record is ever deleted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _RECONNECT_S, _MOST_RECONNECT_S = 1.0, 60.0
 attempt sends many requests to a cloud, and each tick would make one."""
 _SILENT_S = 1.0
 """The time that a tick waits for a provider whose last call took too long. The usual limit holds again once a call has
-ended.
+succeeded.
 """
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class ProviderSource:
 
     def ask(self, what: str, call: Callable[[Provider], T]) -> T:
         """Calls the provider and returns its answer. Raises the errors of the call, and ClusterError if the call times
-        out.
+        out, if an earlier call still runs, or if the provider's library exits.
         """
         if self._slow is not None and self._slow[1].is_alive():
             raise ClusterError(

@@ -1,4 +1,6 @@
-"""The offerings that a launch did not choose: cheaper ones that were unavailable, and the next more expensive ones."""
+"""The offerings that a launch did not choose: cheaper ones that were unavailable or too risky for replicas, and the
+next more expensive ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from raytide.core.objects.plan import Rejected
 from raytide.scheduling.offerings import Offering, Offerings, OfferingTable
 
 CHEAPER, DEARER = 2, 2
-"""The numbers of cheaper and of dearer alternatives that are reported."""
+"""The most cheaper and the most dearer alternatives that are reported."""
 
 
 def rejected(

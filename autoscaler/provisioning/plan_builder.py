@@ -45,7 +45,9 @@ class PlanBuilder:
     alternatives: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
     """Rejected offerings by shape, offering and members: many nodes of a plan share them."""
     nominated: set[str] = field(default_factory=set)
-    """Nodes that this plan needs: bought by it, or with tenants that Ray does not show yet."""
+    """Ids of the nodes that this plan needs, which are not drained as idle: nodes that it buys, and nodes on which it
+    assigns or reserves something.
+    """
     replacements: dict[str, NodeView] = field(default_factory=dict)
     """Nodes bought for a move, by the id of the node that they replace."""
     movable: set[str] = field(default_factory=set)

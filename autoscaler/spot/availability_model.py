@@ -81,7 +81,9 @@ class AvailabilityModel:
         self._learned: tuple[float, int, ReclaimRates] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
-        """Records which zones are up. Calls must be in order of time. A recorded state holds until the next call."""
+        """Records which zones are up. Calls must be in order of time. If the state of a zone differs from that of the
+        call before, half of the time between the calls counts for the earlier state.
+        """
         now = np.asarray(up, dtype=bool)
         if np.isnan(self.at_s):
             self.since_s[:] = self._gone_since_s = self.at_s = at_s

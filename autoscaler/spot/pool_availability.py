@@ -1,7 +1,7 @@
 """The availability of spot pools, derived from the cluster's own nodes.
 
 A pool is up while it sells nodes and keeps them. A refusal or a reclaim takes the pool down. The pool is up again when
-it sells a node, or when the refusal or reclaim is older than `STALE_S`.
+it sells a node, or when the refusal or reclaim is older than `STALE_S`. A pool about which nothing is known is up.
 """
 
 from __future__ import annotations

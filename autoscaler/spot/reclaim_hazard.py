@@ -51,7 +51,9 @@ class ReclaimHazard:
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
-        """Updates the hazards. `held`: the nodes in each zone now. `lost`: the nodes reclaimed since the last call."""
+        """Updates the hazards. `held`: the number of nodes in each zone now. `lost`: the number of nodes of each zone
+        that were reclaimed since the last call. `dt_s`: the seconds since the last call.
+        """
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:

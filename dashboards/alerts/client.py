@@ -13,7 +13,9 @@ _ROLLBACK = "rollback to revision"
 
 
 class OperatorClient:
-    """API calls for alert actions. Each call may be repeated. A repetition has no further effect."""
+    """API calls for alert actions. Each call may be repeated. A repetition has no further effect, except that of
+    `note_action`, which writes another entry.
+    """
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api

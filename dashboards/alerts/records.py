@@ -22,7 +22,9 @@ from raytide.gateway.files.database import FileDatabase
 FILE = "alerts.sqlite"
 """The file's name in the run folder."""
 MOST_ALERTS = 5000
-"""The most unresolved alerts of one source."""
+"""The most alerts of one source. At this number, a new alert makes all resolved ones be deleted. If there are still as
+many, the new alert is dropped. It is also the most silences.
+"""
 
 _KEPT_S = 30 * 86_400.0
 _MOST_ROWS = 20_000

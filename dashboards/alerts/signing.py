@@ -19,9 +19,11 @@ def signature_of(body: bytes, secret: str) -> str:
 
 
 def post_signed(url: str, message: Mapping[str, Any], secret: str, key: str, timeout_s: float) -> str:
-    """Posts a signed message and returns the response's status in words. Raises ClusterError if the status is not 2xx.
+    """Posts a message as JSON and returns the response's status in words. Raises ClusterError if there is no response,
+    or if its status is not 2xx.
 
-    Redirects are not followed. `key` is sent as `Idempotency-Key`, so that a receiver can drop a repetition.
+    The message is signed if `secret` is not empty. Redirects are not followed. `key` is sent as `Idempotency-Key`, so
+    that a receiver can drop a repetition; an empty one is not sent.
     """
     import httpx
 

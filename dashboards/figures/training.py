@@ -23,7 +23,7 @@ PANELS = (
 """The key in a step's line, the title and the unit of each panel."""
 MARKS = {"broke": (RED, "broke"), "resize": (VIOLET, "resized"), "not_applied": (ORANGE, "not applied")}
 POINTS = 1500
-"""The number of points of a curve: more points than the plot has columns would only enlarge the file."""
+"""A curve has at most twice as many points: more of them than the plot has columns would only enlarge the file."""
 _HEIGHT_OF_PANEL, _HEIGHT_OF_TITLE = 125, 60
 
 

@@ -25,7 +25,9 @@ class Row:
 
     count: int
     sum: float
-    """For a counter, its increase since the last point before the step."""
+    """The sum of the values. For a counter with several points in the step, its increase since the last point before
+    the step.
+    """
     last: float
     max: float
 

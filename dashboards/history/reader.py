@@ -70,7 +70,8 @@ class HistoryReader:
         """Returns curves with one point for each step. A step without a value has no point.
 
         `is_rate` turns counters into rates per second. `quantile` turns a histogram into its quantile in each step.
-        `by` sums the series that have equal values of these labels. Raises UsageError for more than `MOST_STEPS` steps.
+        `by` sums the series that have equal values of these labels. Raises UsageError for more than `MOST_STEPS` steps
+        and for steps of no length, and StorageError if the file cannot be read.
         """
         if not (step_s > 0 and (end_s - start_s) / step_s <= MOST_STEPS):
             raise UsageError(f"a curve has at most {MOST_STEPS} points.", hint="Use a longer step or a shorter time.")

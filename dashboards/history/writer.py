@@ -49,7 +49,9 @@ log = logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Series:
-    """A metric with its labels. `HistoryWriter.series` returns the same object for equal metric and labels."""
+    """A metric with its labels. `HistoryWriter.series` returns the same object for equal metric and labels, unless
+    twice as many series are known as may be stored.
+    """
 
     metric: str
     labels: Labels
@@ -78,7 +80,7 @@ class HistoryWriter:
         self.dropped = 0
         """The number of points of new series that were dropped because of the limits."""
         self.replaced = 0
-        """The files that could not be read and were replaced."""
+        """The number of times that the file could not be read and was replaced."""
         self._known: dict[tuple[str, Labels], Series] = {}
         self._stored: dict[int, Series] = {}
         self._metrics: dict[str, tuple[int, bool]] = {}

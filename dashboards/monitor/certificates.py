@@ -67,7 +67,10 @@ class CertificateWatch:
         """The Unix time at which each certificate expires; None while it is not known."""
 
     async def run(self) -> None:
-        """Reads all certificates every hour, until it is cancelled. Reads more often while an expiry is unknown."""
+        """Reads all certificates every hour, until it is cancelled. Reads more often while an expiry is unknown.
+
+        Returns at once if there are no addresses.
+        """
         while self._expires_s:
             await asyncio.gather(*(self.look(address) for address in self._expires_s))
             await asyncio.sleep(_RETRY_S if None in self._expires_s.values() else PERIOD_S)

@@ -66,7 +66,9 @@ class Monitor:
             await asyncio.sleep(min(_LOOK_S, max(0.0, due_s - time.monotonic())))
 
     async def watch_once(self) -> None:
-        """Scrapes the metrics of all programs once, and evaluates the rules on them."""
+        """Scrapes the metrics of all programs once, evaluates the rules on them, and runs the actions and sends the
+        messages that are due. If the metrics cannot be stored, the rules are not evaluated.
+        """
         timeout_s = min(_TIMEOUT_S, self._scrape_s)
         await self._find_targets(timeout_s)
         points = await self._scraper.scrape(self._targets, timeout_s)

@@ -151,8 +151,8 @@ class ProbeKey:
     """An async function that returns the API key with which probes are sent. The key is empty if the gateway requires
     none.
 
-    `team` is the team that pays for the probes. The key is created once, and kept in a file that only raytide's user
-    can read.
+    `team` is the team that pays for the probes. The key is kept in a file that only raytide's user can read. The first
+    call creates a key if the file has none, or one that is no longer valid. Later calls return the same key.
     """
 
     def __init__(self, folder: Path, team: str, is_needed: bool) -> None:

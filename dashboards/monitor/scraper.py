@@ -1,5 +1,5 @@
-"""Scrapes all metrics pages that the API's service discovery lists, concurrently, and writes their values into the
-history.
+"""Scrapes all metrics pages that the API's service discovery lists, concurrently, and returns their values as points of
+the history's series. The monitor writes these points.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
 
 
 class Scraper:
-    """Scrapes metrics pages and writes their samples into one history."""
+    """Scrapes metrics pages into points for one history, which it does not write."""
 
     def __init__(self, http: httpx.AsyncClient, history: HistoryWriter) -> None:
         self._http, self._history = http, history
@@ -69,7 +69,9 @@ class Scraper:
         """The targets of the last scrape, by job and instance: True if the target's page could be read."""
 
     async def scrape(self, targets: Iterable[ScrapeTarget], timeout_s: float) -> list[tuple[Series, float]]:
-        """Returns the samples of all metrics pages. A page that does not answer in time counts as down."""
+        """Returns the samples of all metrics pages, and for each page a sample of `up`: 1, or 0 if the page cannot be
+        read within `timeout_s` seconds.
+        """
         listed = list(dict.fromkeys(targets))
         limit = asyncio.Semaphore(_AT_ONCE)
         pages = await asyncio.gather(*(self._page(target, limit, timeout_s) for target in listed))
@@ -117,7 +119,7 @@ class PageReader:
         self._known: dict[str, Series | None] = {}
 
     def read(self, text: str) -> Iterator[tuple[Series, float]]:
-        """Yields the samples on the page. Malformed lines are left out."""
+        """Yields the samples on the page. Malformed lines, NaN, and metrics that are not kept are left out."""
         types: dict[str, str] = {}
         seen: dict[str, Series | None] = {}
         known, lines = self._known, 0

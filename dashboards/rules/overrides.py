@@ -14,7 +14,7 @@ from raytide.dashboards.rules.alerts import ALERTS, GROUPS
 def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[AlertRule, ...]]:
     """Returns the alert rules by group, adjusted by the overrides and without rules that are switched off.
 
-    Raises ConfigError if an override names an alert that does not exist.
+    Raises ConfigError if an override names an alert that does not exist, or gives a bound to a rule without one.
     """
     names = [rule.name for rule in ALERTS]
     for name in overrides:

@@ -1,4 +1,4 @@
-"""Recording rules: expressions that many queries share, computed once in each evaluation."""
+"""Recording rules: expressions that many queries share. Prometheus computes each of them once in an evaluation."""
 
 from raytide.core.telemetry.catalogue import application, model
 from raytide.core.telemetry.metrics import Metric

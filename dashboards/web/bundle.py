@@ -64,7 +64,9 @@ def bundle(folder: Path = STATIC) -> Mapping[str, StaticFile]:
 
 
 def version(folder: Path = STATIC) -> str:
-    """Returns a string that changes with every build. By it, an open page can tell that a newer build exists."""
+    """Returns a hash of the page's entry, by which an open page can tell that a newer build exists. Empty if the page
+    was never built.
+    """
     entry = bundle(folder).get(ENTRY)
     return "" if entry is None else entry.etag.strip('"')
 

@@ -68,7 +68,8 @@ class PagePicture:
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:
-        """Returns the part of the picture that a team may see: the team's own rows, and all nodes.
+        """Returns the part of the picture that a team may see: the team's own rows, all nodes, and alerts without a
+        team.
 
         The row of a node lists the jobs and endpoints that hold shares of the node. Those of other teams are not named.
         The status comes last, so that a page that has received the status has all tables that the status summarizes.

@@ -159,7 +159,8 @@ def event(kind: str, data: object) -> bytes:
 class EventStream(Response):
     """The HTTP response (ASGI) with the live stream of one listener.
 
-    It ends when the client leaves, when the client reads too slowly, or when the client's token is no longer valid.
+    It ends when the client leaves, when the client reads too slowly, after LONGEST_S seconds, or when the token of the
+    client is no longer valid. The token is checked after each `beat_s` seconds without a message.
     """
 
     media_type = "text/event-stream"

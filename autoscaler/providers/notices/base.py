@@ -37,8 +37,8 @@ class Metadata(Protocol):
 class MetadataService:
     """Queries the metadata service of a cloud machine.
 
-    The queries are plain HTTP to an address that only the machine itself can reach. The service answers 404 if there is
-    no notice.
+    The queries are plain HTTP to an address that only the machine itself can reach. `get` and `text` return None for
+    the answer 404, with which AWS says that there is no notice.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:

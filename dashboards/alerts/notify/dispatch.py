@@ -29,7 +29,8 @@ Told = Mapping[tuple[str, str], tuple[str, str, float]]
 def due_alerts(
     alerts: Iterable[Alert], told: Told, silenced: Collection[str], config: NotifySection, now_s: float
 ) -> list[Alert]:
-    """Returns the alerts of the next message to a receiver. The list is empty while the message waits for more alerts.
+    """Returns the alerts of the next message to a receiver, at most 100. The list is empty while the message waits for
+    more alerts.
 
     `told` maps each alert to its state in the last message to this receiver. A receiver gets a message when an episode
     of an alert begins and when it ends, and repetitions in between.
