@@ -1,6 +1,7 @@
 """Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write.
 
-Finished chunks are kept until the dataset is complete.
+Finished chunks are kept until the dataset is complete. They are deleted if an output cannot be written, if a stored
+chunk was altered, or if no document is kept.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def build(
 
     The call is idempotent. A finished dataset of the same spec and inputs is verified and returned. An unfinished one
     is continued from its finished chunks. An altered one is built again. Raises ConflictError if `out` holds a dataset
-    of another spec or of other inputs, or if another build writes to it.
+    of another spec or of other inputs, or if another build writes to it. Raises DataError if there are no input files
+    or no document is kept. After a StorageError, the finished chunks are deleted too.
     """
     claim = Claim([spec.out])
     try:

@@ -34,7 +34,7 @@ class EncodePlan:
     eos_id: int
     dtype: TokenDtype
     is_marked: bool
-    """The texts are rendered conversations, with marks for special tokens."""
+    """True if the texts are rendered conversations, with marks for special tokens."""
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids of all texts, number of ids of each text). The ids have type `dtype`, and `eos_id` follows each

@@ -50,7 +50,10 @@ class InputChunk:
 
 
 def find_inputs(spec: DataSpec) -> list[InputFile]:
-    """Returns every file of `spec.inputs` once, sorted by URL. Raises DataError for an input that does not exist."""
+    """Returns the files of `spec.inputs`, each once, sorted by URL. Raises DataError for an input that does not exist.
+
+    `include` and `exclude` select among the files below a folder. They do not apply to named files and patterns.
+    """
     found: dict[str, InputFile] = {}
     for url in spec.inputs:
         fs, path = open_url(url)

@@ -32,7 +32,9 @@ Stage = Literal["survey", "learn", "encode", "done"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a build. Rates are those of the current stage."""
+    """The progress of a build. Counts and rates are those of the current stage; in the stage `done`, the counts are
+    those of the dataset.
+    """
 
     stage: Stage
     documents: int
@@ -40,7 +42,7 @@ class Progress:
     documents_per_s: float
     tokens_per_s: float
     documents_total: int
-    """The number of documents in the corpus; 0 until the survey has counted them."""
+    """The number of documents that the dataset keeps; 0 until every document has been examined."""
 
     def as_report(self) -> dict[str, float | int | str]:
         return asdict(self)

@@ -21,9 +21,9 @@ from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_o
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
     """Runs the unfinished steps of a recipe, evaluates the result, and writes and returns its card.
 
-    After a kill, another call continues after the last finished step. An rtn step continues after its last finished
-    layer. Raises ConflictError while another process works on the same `out`, or if `out` has the result of another
-    recipe.
+    After a kill, another call continues after the last finished step. An rtn, prune or mask step continues after its
+    last finished layer, and a distill step from its last checkpoint. Other steps begin again. Raises ConflictError
+    while another process works on the same `out`, or if `out` has the result of another recipe.
     """
     parent = model_directory(recipe.model)
     out = Path(recipe.out)

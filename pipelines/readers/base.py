@@ -112,7 +112,8 @@ def missing(url: str) -> DataError:
 def open_input(url: str) -> Iterator[IO[bytes]]:
     """Opens a file for reading, with its content decompressed.
 
-    Raises DamagedError if decompression or the disk fails, and DataError if the file no longer exists.
+    Raises DamagedError if decompression or the disk fails, and DataError if the file no longer exists or may not be
+    read.
     """
     fs, path = open_url(url)
     try:

@@ -1,8 +1,9 @@
 """Renders conversations and preference pairs to the text on which a model is trained.
 
 The format is ChatML, as in the chat template that a trained tokenizer gets (`bpe.CHAT_TEMPLATE`). A message is
-`<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is rendered as two
-messages: its prompt as the user's and its chosen answer as the assistant's. The rejected answer is left out.
+`<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is rendered as its
+prompt and its chosen answer. A text becomes a message of the user or of the assistant, and a list of messages keeps its
+roles. The rejected answer is left out.
 
 In the rendered text, one Unicode noncharacter stands for `<|im_start|>` and another for `<|im_end|>`. The encoder turns
 these noncharacters into the special tokens. If a message itself spells out `<|im_start|>`, that stays text.

@@ -1,4 +1,4 @@
-"""The reader of WebDataset tars. Members whose names differ only in their suffixes form one sample.
+"""The reader of WebDataset tars. Adjacent members whose names differ only in their suffixes form one sample.
 
 The text of a sample is in the member with the suffix `text_column`. If the sample has no such member, the text is in
 the member whose suffix comes first in SUFFIXES.

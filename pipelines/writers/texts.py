@@ -23,7 +23,7 @@ SAMPLES = "dropped.jsonl"
 TEXTS = "texts"
 TEXT_NAME = re.compile(r"\d{5,}\.(jsonl\.gz|parquet)(\.[0-9a-f]{32}\.part)?")
 FILE_CHARS = 64 << 20
-"""The size in characters at which a text file is full; the chunk that reaches it is the file's last."""
+"""The bytes of input at which a text file is full; the chunk that reaches this size is the file's last."""
 SUFFIXES = {"jsonl": "jsonl.gz", "parquet": "parquet"}
 
 

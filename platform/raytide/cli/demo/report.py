@@ -35,7 +35,7 @@ class Report:
     """All nodes of the demo, as they were when the ledger was closed."""
     cost: CostReport | None = None
     problems: list[str] = field(default_factory=list)
-    """The promises of the demo that were not met."""
+    """The promises of the demo that were not met, or the error that ended it; wrongly booked nodes, too."""
 
     def check(self, *, kept: bool) -> None:
         """Compares the report with the demo's promises. Adds each promise that was not kept to `problems`."""

@@ -131,9 +131,10 @@ class Tokens:
         self._problem = ""
 
     async def caller(self, authorization: str | None) -> Caller:
-        """Returns the caller that an Authorization header authenticates. Raises AuthError if the token is not valid.
+        """Returns the caller that an Authorization header authenticates.
 
-        The store is read only for job tokens.
+        Raises AuthError if the token is not valid, and ClusterError if `tokens.json` has never been readable. The store
+        is read only for job tokens.
         """
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()
