@@ -83,7 +83,8 @@ _FORECAST_S = 10.0
 class Controller:
     """The control loop of a cluster: observe, decide, record, apply.
 
-    `tick` is one pass. `run` repeats it every `tick_s` seconds, and at once when the provider reports an event.
+    `tick` is one pass. `run` repeats it every `tick_s` seconds, and at once when the provider reports an event. In an
+    idle cluster, `run` waits up to REST_S seconds, until the API stores a change.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:

@@ -100,9 +100,9 @@ class Live:
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """Loads by name of the endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
-    """The last measurements of each node."""
+    """The last measured utilization of each node, by node id."""
     measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
-    """The power and energy measured on each node."""
+    """The last reading, power and energy of each node, by node id."""
     targets: tuple[Target, ...] = ()
     """The metrics pages of nodes and replicas."""
     errors: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Live:
     ticks: int = 0
     """The number of ticks of this controller process."""
     tick_s: float = 0.0
-    """The duration of the last tick."""
+    """The duration of the last tick in seconds."""
     errors_total: int = 0
 
 
@@ -198,7 +198,7 @@ class EndpointStatus(ShownAsHtml):
     startups: tuple[ReplicaStartup, ...] = ()
     """The starts of its replicas."""
     live: tuple[ReplicaLive, ...] = ()
-    """The state of the adapters on each replica that answers."""
+    """The adapters and weights on each replica that answers."""
     revision: int = 0
     """The revision that serves; 0 for a revision under rollout."""
     previous: int = 0
@@ -236,7 +236,7 @@ class ClusterStatus(AsJson):
     endpoints: int
     price_micro_usd_h: int
     cost_micro_usd: int
-    """The total cost of all nodes."""
+    """The cost so far. This and the price are those of the caller's team, or of all teams for a token for all teams."""
     ray: str
     """The URL of Ray's dashboard, which is also the address for `ray job submit`."""
     ray_environment: Mapping[str, str]

@@ -1,4 +1,5 @@
-"""The API's HTTP server. It limits connections that send nothing or never finish a request."""
+"""The API's HTTP server. It limits connections that send nothing or never finish the head of a request; `gate` limits
+bodies."""
 
 from __future__ import annotations
 

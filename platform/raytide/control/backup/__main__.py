@@ -31,8 +31,8 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 3600.0
 
 
 def run_due(place: BackupPlace, started_s: float, now_s: float) -> float:
-    """Runs the tasks that are due, and returns the seconds until the next one is due. A failure is logged and
-    recorded."""
+    """Runs the tasks that are due, and returns the seconds until the next run: at least one, at most an hour. A failure
+    is logged. The failure of a task is also recorded; a failure to create the repositories is not."""
     due, _ = due_tasks(place.settings, read_results(place.work_dir), started_s, now_s)
     for task in due:
         try:

@@ -97,7 +97,9 @@ def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
 @contextmanager
 def pinned(contents: Contents) -> Iterator[Contents]:
     """Yields the contents with each checkpoint replaced by a folder of hard links to its files. The links keep the
-    files if the run removes the checkpoint during the backup."""
+    files if the run removes the checkpoint during the backup. If a checkpoint was removed already, the run's newest one
+    takes its place; without one, the path becomes `missing`. If no links can be made, the checkpoint itself is
+    saved."""
     places = {Path(each.stored_as).parent / _PINNED for each in contents.folders if each.kind == "checkpoint"}
     try:
         folders = [_pin(each) if each.kind == "checkpoint" else each for each in contents.folders]
@@ -155,8 +157,8 @@ def _above(path: str) -> list[Path]:
 
 
 def is_there(folder: SavedFolder) -> bool:
-    """Returns whether a folder still exists after the backup. The check is needed because restic skips files that
-    disappear."""
+    """Returns whether a folder still exists after the backup; a dataset must also have the same manifest and all files.
+    The check is needed because restic skips files that disappear."""
     path = Path(folder.stored_as)
     if folder.kind != "dataset":
         return path.exists()

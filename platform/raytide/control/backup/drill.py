@@ -50,8 +50,9 @@ _DAY_S = 86_400.0
 
 
 def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], float] = time.time) -> DrillResult:
-    """Runs a drill, records the result for the metrics, and returns the result. Damage that the drill finds is part of
-    the result. Raises an error if the drill cannot be run."""
+    """Runs a drill, records the result for the metrics, and returns the result. The result of a drill of the cold
+    repository (`is_cold`) is not recorded. Damage that the drill finds is part of the result. If the drill cannot be
+    run, the error is recorded and raised."""
     with working(place.cluster):
         scratch = place.work_dir / f"drill-{secrets.token_hex(4)}"
         for left in place.work_dir.glob("drill-*"):

@@ -69,7 +69,8 @@ def find_restic() -> str:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Returns the variables of a file with lines NAME=VALUE. Raises ConfigError if other users may read the file."""
+    """Returns the variables of a file with lines NAME=VALUE. Raises ConfigError if the file cannot be read, belongs to
+    another user or may be read by others, and for any other line and a name that begins with RESTIC_."""
     try:
         about, text = file.stat(), file.read_text()
     except OSError as error:

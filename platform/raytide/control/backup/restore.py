@@ -149,7 +149,8 @@ def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = N
     """Moves the unpacked files to their original paths. The result names the folders that were moved, and the problems.
 
     `state_url` replaces the URL of the state store in the restored configuration. Raises ConflictError if the run
-    folder or the state store contains a cluster. A second call continues where a killed restore stopped.
+    folder or the state store contains a cluster. A second call continues where a killed restore stopped, unless the
+    state store was in place already: then it raises ConflictError, too.
     """
     check_is_free(run_dir)
     restored, problems = [], []

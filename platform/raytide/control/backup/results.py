@@ -40,7 +40,8 @@ class DrillResult(Config):
     at_s: float
     snapshot: str
     restore_s: float = 0.0
-    """The seconds to restore (RTO): from the start until the restored control plane answered; 0 if it never did."""
+    """The seconds to restore (RTO): from the start until the restored control plane answered, or was given up; 0 if
+    nothing was restored."""
     lost_s: float
     """The seconds of changes lost if the head had been lost at the drill's start (RPO): the age of the snapshot."""
     bytes: int = 0
@@ -55,7 +56,7 @@ class BackupResults(Config):
     cold: LastRun = LastRun()
     drill: LastRun = LastRun()
     found: DrillResult | None = None
-    """The result of the last drill that could be made."""
+    """The result of the last drill of the hot repository that could be made."""
 
 
 def work_dir_of(cluster: str) -> Path:
@@ -86,7 +87,7 @@ def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "")
 
 @contextmanager
 def failures_recorded(place: BackupPlace, kind: str, now_s: Callable[[], float] = time.time) -> Iterator[None]:
-    """Records an exception that the block raises, for the metrics. The exception is then raised again."""
+    """Records a RaytideError or OSError that the block raises, for the metrics. The error is then raised again."""
     try:
         yield
     except (RaytideError, OSError) as error:

@@ -59,9 +59,10 @@ class BackupManifest(Config):
 
 
 def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple[BackupManifest, BackupSummary]:
-    """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster runs.
+    """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster still runs after
+    five minutes.
 
-    A failure is recorded for the metrics, and raised.
+    Any other failure is recorded for the metrics, and raised.
     """
     with working(place.cluster) as handle, failures_recorded(place, "backup", now_s):
         began_s = time.monotonic()

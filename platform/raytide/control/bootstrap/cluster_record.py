@@ -154,7 +154,8 @@ class RunningCluster(Config):
         return self.logs_dir / f"{what}.log"
 
     def process(self, what: str) -> Process | None:
-        """Returns the recorded process (head, supervisor, controller or api), dead or alive."""
+        """Returns the recorded process, such as `head`, `supervisor` or `api`, dead or alive. Returns None if none is
+        recorded."""
         return Process.read(self.run_dir / "pids" / f"{what}.json")
 
     def is_alive(self, what: str) -> bool:

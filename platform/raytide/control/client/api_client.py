@@ -285,7 +285,7 @@ class ApiClient:
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def create_key(self, spec: KeySpec) -> NewKey:
-        """Creates an API key. The request is not retried, because the secret in a lost response is lost too."""
+        """Creates an API key. The request is not retried while the API is away: a lost response loses the secret."""
         return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
 
     def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:

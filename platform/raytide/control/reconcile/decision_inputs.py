@@ -27,7 +27,7 @@ _PAST_NODES = 1000
 class DecisionInputs:
     """Computes the inputs of a decision that are not stored records, and keeps what it learned from tick to tick.
 
-    A new controller learns this again from the records of nodes.
+    A new controller learns spot risk again from the records of nodes. It is given the models of endpoints with an SLO.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:

@@ -28,9 +28,9 @@ class RetryLoop:
     """Runs ticks with back-off.
 
     `attempt` runs a tick and returns the seconds until the next tick. After a success or a first failure, this delay is
-    `period_s`. Each further failure in a row doubles the delay, up to ten seconds. Storage errors are retried without
-    limit, because their causes pass. Any other exception is a bug. From the fifth failure in a row on, a bug is raised,
-    so that the supervisor restarts the process.
+    `period_s`. Each further failure in a row doubles the delay, up to ten seconds. A StorageError or OSError is retried
+    without limit, because its cause passes. Any other exception is a bug. From the fifth failure in a row on, a bug is
+    raised, so that the supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:

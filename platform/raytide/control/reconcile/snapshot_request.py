@@ -22,7 +22,8 @@ _POLL_S = 0.05
 
 
 def answer_request(folder: Path, snapshot: Snapshot) -> None:
-    """Writes the decision's input to a file if another process has requested it. Every tick calls this function."""
+    """Writes the decision's input to a file if another process has requested it. Every tick that decides calls this
+    function; a tick during a hold does not."""
     asked = folder / _ASKED
     if asked.exists():
         asked.unlink()  # first, so that the next tick answers later requests

@@ -1,4 +1,4 @@
-"""Keeps a cluster's controller and API alive.
+"""Keeps the children of a cluster's control plane alive: the controller, the API, the gateways, the monitor and others.
 
 Run as `python -m raytide.control.supervision.supervisor RUN_DIR [NAME=MODULE ...]`.
 

@@ -312,7 +312,7 @@ def _remove(place: str) -> None:
 
 @contextmanager
 def _locked(place: str) -> Iterator[None]:
-    """Locks the claim file of a local folder, and creates the file if needed; does nothing for a URL."""
+    """Locks a local folder, and creates the folder if needed; does nothing for a URL."""
     if not is_local(place):
         yield
         return

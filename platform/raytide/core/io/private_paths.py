@@ -89,8 +89,8 @@ def _check_resolved(real: str, what: str) -> None:
 
 
 def check_links(folder: str, what: str = "") -> None:
-    """Raises DeniedError if a symbolic link in this folder leads to a private path. Searches subfolders to a limited
-    depth. Links matter because the folder's files are opened by name."""
+    """Raises DeniedError if a symbolic link in this folder leads to a private path. Searches three levels of folders,
+    and at most MOST_ENTRIES entries. Links matter because the folder's files are opened by name."""
     left, level = MOST_ENTRIES, [folder]
     for _ in range(_LEVELS):
         below: list[str] = []
@@ -139,8 +139,8 @@ def _check_part(part: str, what: str, *, links: bool) -> None:
 
 
 def safe_opener(path: str, flags: int) -> int:
-    """Returns an opener for Python's `open`. The opener raises DeniedError if the opened file is private, even if links
-    changed after an earlier check.
+    """Opens a file and returns its descriptor: an `opener` for Python's `open`. Raises DeniedError if the opened file
+    is private, even if links changed after an earlier check.
 
     It does not write through a link at the end of the path, and opens only regular files.
     """

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def open_url(url: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URL and the path in it. Raises DeniedError for private paths."""
+    """Returns the file system of a URL and the path in it. Raises DeniedError for private paths, and DataError if
+    fsspec cannot open the URL."""
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 

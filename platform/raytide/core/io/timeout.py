@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def call_with_timeout(timeout_s: float, what: str, call: Callable[[], T]) -> T:
-    """Returns the result of `call`. Raises WaitTimeoutError if the call takes longer than `timeout_s`. `what` names the
-    call in the error.
+    """Returns the result of `call`. Raises WaitTimeoutError if the call takes longer than `timeout_s`. A RaytideError
+    of the call is raised unchanged, and any other exception as a ClusterError. `what` names the call in these errors.
 
     The call runs in a thread, which is abandoned on a timeout.
     """

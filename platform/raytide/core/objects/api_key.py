@@ -187,7 +187,7 @@ class RequestUsage(Config):
     user: bounds.Word = ""
     model: bounds.Word = ""
     version: bounds.Word = ""
-    """The version of the model, where the endpoint has several."""
+    """The registered version and the revision that answered, such as `chat:2 r7`; an unknown part is left out."""
     prompt_tokens: int = Field(default=0, ge=0, le=10**12)
     cached_tokens: int = Field(default=0, ge=0, le=10**12)
     """The prompt tokens that were in the prefix cache."""

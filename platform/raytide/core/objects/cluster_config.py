@@ -106,8 +106,8 @@ class HostedApi(Config):
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
     """The base URL, such as `https://api.openai.com/v1`."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
-    """The name of the environment variable with the API's key where the cluster is started. Only the controller, the
-    API and gateways get it."""
+    """The name of the environment variable with the API's key where the cluster is started. Only raytide's own
+    processes on the head get it, not those of nodes and users."""
 
 
 class GatewaySection(Config):

@@ -228,11 +228,11 @@ class LeaseClient(Protocol):
     which keeps the lease."""
 
     def lease(self, job_id: str) -> Lease:
-        """Returns the lease as it is now. Raises LeaseLostError once the lease is over."""
+        """Returns the lease as it is now. Raises LeaseLostError if the job is over or is being stopped."""
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
         """Returns the lease as soon as its epoch is above `newer_than`. After `timeout_s` seconds, returns the lease as
-        it is then."""
+        it is then. Raises LeaseLostError if the job is over or is being stopped."""
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
         """Reports the job's progress for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts and so

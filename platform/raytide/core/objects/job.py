@@ -72,9 +72,11 @@ class JobSpec(Config):
     labels: bounds.Labels = Field(default_factory=dict)
     """Labels for the user's own purposes; `project` and `model` also group costs."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """The most restarts of a driver that died; a driver that failed is not restarted."""
+    """The most restarts of a driver that died; a driver that failed is not restarted. Drivers that were lost with the
+    head, or with the nodes of all members, do not count."""
     heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
-    """The seconds without a poll of its driver after which a GANG job ends."""
+    """The seconds without a poll or report of its driver after which a GANG job ends; at most 4 after a poll that the
+    driver broke off."""
 
     @field_validator("deadline", mode="before")
     @classmethod

@@ -92,8 +92,8 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class CountedRevision(Config):
-    """One gateway's counts of the requests to one revision. They are totals since the gateway started, so a repeated
-    report changes nothing.
+    """Counts of the requests to one revision. A gateway reports its totals since it started, so a repeated report
+    changes nothing. The store returns the sums over all gateways.
 
     `RevisionCounts` in `raytide.registry.rollout.canary` defines the counts.
     """

@@ -356,7 +356,7 @@ class TrainSpec(Config):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the training state in memory. False if the state is on disk."""
+        """Returns whether peers keep copies of the state in memory. False without snapshots, or for a state on disk."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property

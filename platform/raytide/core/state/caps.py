@@ -21,7 +21,7 @@ _LIVE = [state for state in JobState if state not in FINAL_STATES]
 
 def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
     """Raises QuotaError if the team cannot add this job. Either the team has `most` unfinished jobs already, or the
-    specs of these jobs have too many bytes or shapes together."""
+    specs of these jobs have too many bytes or shapes together. A job with one shape is never refused for its shapes."""
     team, text = spec.team, sa.cast(t.jobs.c.spec, sa.Text)
     size = sa.func.coalesce(sa.func.sum(sa.func.length(text)), 0)
     # As text: the databases' JSON functions fail on values that earlier releases may have stored.

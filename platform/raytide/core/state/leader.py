@@ -86,7 +86,8 @@ class Leader:
             self._renewed_s = self._monotonic_s()
 
     def check(self) -> None:
-        """Raises ConflictError if another controller took over since the last commit. Call it before acting."""
+        """Raises ConflictError if another controller took over. Reads the store only if the last renewal is so old that
+        another one may have. Call it before acting."""
         if self._monotonic_s() - self._renewed_s >= self._checked_s:
             with self._db.write() as c:
                 self.fence(c)

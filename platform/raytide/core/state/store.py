@@ -1,7 +1,7 @@
 """The state store. Its methods are in three groups: those of the API, those of the controller, and reads.
 
-Each method is one transaction. Each column has a single writer (see `tables`), so the API and the controller never
-conflict.
+Each method is one transaction. Each column of a job, node or endpoint has a single writer (see `tables`), so the API
+and the controller never conflict.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Store:
         return self._leader.take()
 
     def check_lead(self) -> None:
-        """Raises ConflictError if another controller may have taken over since the last commit."""
+        """Raises ConflictError if another controller has taken over. Call it before acting."""
         if self._leader is not None:
             self._leader.check()
 
@@ -335,7 +335,7 @@ class Store:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns endpoints by name. With `ended`, the result includes deleted endpoints."""
+        """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included."""
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 

@@ -1,9 +1,12 @@
 """The database tables, as the newest migration leaves them.
 
-The API and the controller write different columns, so they never conflict. The API inserts jobs and endpoints, and
-writes the columns marked `API`. The controller writes all other columns. Times are seconds since the epoch, but whole
-microseconds in the ledger. Money is in whole micro-dollars. The tables hold no secrets. For API keys, they hold only
-hashes.
+The API and the controller write different columns of a row, so they never conflict. The API inserts jobs, endpoints and
+orders, and writes the columns marked `API`. The controller writes the other columns of these tables, and the tables of
+leases, nodes, plans and the ledger. The API writes the tables from `keys` on, and the controller deletes their old
+rows. Both append events and audit entries.
+
+Times are seconds since the epoch, but whole microseconds in the ledger. Money is in whole micro-dollars. The tables
+hold no secrets. For API keys, they hold only hashes.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ leaders = Table(
     Column("holder", String, nullable=False),
     Column("renewals", BigInteger, nullable=False),
 )
-"""The leader among controllers; see `leader`."""
+"""The leader among controllers (see `leader`), the lease of the head, and the waiting heads (see `registry.heads`)."""
 
 jobs = Table(
     "jobs",

@@ -33,8 +33,7 @@ def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def note(c: sa.Connection, noted: Sequence[Event]) -> None:
-    """Appends the events in `noted` and deletes the oldest events of their subjects. Ledger entries are never
-    deleted."""
+    """Appends the events in `noted`. Of each of their subjects, only the newest KEPT_EVENTS events are kept."""
     append(c, events, [values_of(event, EVENT) for event in noted])
     for subject in {event.subject for event in noted}:
         newest = sa.select(events.c.number).where(events.c.subject == subject).order_by(events.c.number.desc())
@@ -71,8 +70,8 @@ def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: 
 
 
 def next_number(c: sa.Connection, name: str) -> int:
-    """Returns the next number of a counter. A rollback resets the counter as well, so numbers have no gaps and no
-    duplicates."""
+    """Returns the next number of a counter. A rollback resets the counter as well, so no number is given twice, and a
+    failed transaction leaves no gap."""
     upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)
     taken = upsert_first.values(name=name, next=2).on_conflict_do_update(
         index_elements=["name"], set_={"next": counters.c.next + 1}
@@ -127,7 +126,8 @@ def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT
 
 
 def store_plan(c: sa.Connection, plan: Plan) -> None:
-    """Appends a plan. If the last plan is equal, only extends the last plan's time. Deletes the oldest plans."""
+    """Appends a plan. If the last plan is equal, only extends the last plan's time. Keeps the newest KEPT_PLANS
+    plans."""
     actions = plan.to_json()["actions"]
     last = c.execute(plans.select().order_by(plans.c.number.desc()).limit(1)).first()
     if last is not None and last.actions == actions:

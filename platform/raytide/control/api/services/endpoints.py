@@ -137,8 +137,8 @@ class EndpointService:
         return spec
 
     def all(self, caller: Caller) -> list[EndpointStatus]:
-        """Returns the status of all endpoints. Revisions that a rollout tests, or that still finish requests, are
-        listed separately.
+        """Returns the status of all endpoints that the caller may see, including deleted ones. Revisions that a rollout
+        tests, or that still finish requests, are listed separately.
         """
         booked = self._store.books.booked("endpoint", team=caller.only_team)
         pending = accrued(self._store.books.intervals(), to_us(self._clock.now_s()))

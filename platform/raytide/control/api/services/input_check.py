@@ -2,9 +2,9 @@
 
 For URLs, only the form is checked. The driver later reports URLs that lead to nothing. Local files are checked in
 separate threads with a timeout, so a hanging file system blocks only these threads. After a timeout, the spec is
-accepted unchecked. The API may read more files than teams may. Therefore the API tells a caller with a team's token
-only about files that every user of the machine can read. The driver reports on the others. Only regular files are
-opened.
+accepted unchecked; an endpoint whose paths may be private is refused. The API may read more files than teams may.
+Therefore the API tells a caller with a team's token only about files that every user of the machine can read. The
+driver reports on the others. Only regular files are opened.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Inputs:
             raise DataError(f"the paths of {where} cannot be checked now.", hint="Try again, or use other paths.")
 
     def check_training(self, spec: TrainSpec, caller: Caller) -> None:
-        """Raises DataError if the dataset or chat file is missing or malformed, or if a URL is not allowed."""
+        """Raises DataError if a dataset is missing or malformed, the chat file is missing, or a URL is not allowed."""
         tokenizer, template = (spec.chat.tokenizer, spec.chat.template) if spec.chat else (None, None)
         config = spec.model.config if isinstance(spec.model.config, str) else None
         held_out = spec.eval.dataset if spec.eval else None
@@ -145,7 +145,8 @@ class Inputs:
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if a local path is neither a model nor an adapter, or if a URL is not allowed.
+        """Raises DataError if the local path `model` has no model, or a local path in `adapters` no adapter. Also
+        raises it for a URL that is not allowed, and for a GGUF file in an object store.
 
         A model in PACKAGED_MODELS is part of an installed Python package. Only the nodes look for that package.
         """

@@ -202,8 +202,8 @@ class JobService:
         return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
-        """Returns the path of an uploaded package. Raises DeniedError if no unfinished job of the caller's team uses
-        the package.
+        """Returns the path of an uploaded package. Raises DeniedError if the caller has a team's token, and no
+        unfinished job of the team uses the package. Raises NotFoundError if the package is gone.
         """
         if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
             raise DeniedError(
@@ -238,8 +238,8 @@ class JobService:
         self._store.release(job_id, error=bounds.shortened(error))
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
-        """Returns the job's lease. Before admission it is WAITING with epoch -1. Raises LeaseLostError after the lease
-        has ended.
+        """Returns the job's lease. While the job waits in the queue, the lease is WAITING with epoch -1. Raises
+        LeaseLostError if the job is over or is being stopped.
         """
         return self.leases.lease(caller.acting_on(self._store.job(job_id)))
 
@@ -302,7 +302,7 @@ class JobService:
 
 def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
     """Returns the gang with a changed placement rule: all members of a shape must be at one provider. A shape that sets
-    `together` keeps its own rule.
+    `together` keeps its own rule. In a cluster with one provider, the gang is not changed.
 
     Collectives between clouds or regions take many times as long, and their traffic costs money.
     """

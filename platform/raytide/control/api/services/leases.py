@@ -1,8 +1,9 @@
-"""Serves the long polls of drivers for their leases. All polls together read the store once every tenth of a second.
+"""Serves the long polls of drivers for their leases. One watcher reads the store for all of them, ten times a second.
 
-A watcher reads a counter that each commit of jobs or leases increments. When the counter has changed, one query finds
-the polled leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll by a GANG
-job's driver is its heartbeat. Heartbeats are written in batches.
+The watcher reads a counter that each commit of jobs or leases increments. When the counter has changed, one query finds
+the polled leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll for a lease
+that is not in memory reads it at once. A poll by a GANG job's driver is its heartbeat. Heartbeats are written in
+batches.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class LeasePolls:
         """Returns the lease as JSON once its epoch exceeds `newer_than`, or on a timeout. Returns None if the client
         disconnects.
 
-        `check` must raise an error if the caller may not see the job. Raises LeaseLostError if the job is over.
+        `check` must raise an error if the caller may not see the job. Raises LeaseLostError if the job is over or is
+        being stopped, and NotFoundError if it does not exist.
         """
         deadline_s = time.monotonic() + timeout_s
         gone: asyncio.Task[None] | None = None
@@ -116,7 +118,8 @@ class LeasePolls:
                 gone.cancel()
 
     def lease(self, job: Job) -> Lease:
-        """Returns the job's lease. Before the job's admission, the lease is WAITING with epoch -1."""
+        """Returns the job's lease. While the job waits in the queue, the lease is WAITING with epoch -1. Raises
+        LeaseLostError if the job is over or is being stopped."""
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 

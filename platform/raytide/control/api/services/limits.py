@@ -56,7 +56,8 @@ class LimitsService:
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Sets some of a team's limits and returns the team's new spec. The value None restores the configured limit.
+        """Sets some of a team's limits and returns the team's new spec. A field of TeamSpec with the value None gets
+        its configured value back. Mappings, such as `quota`, are changed key by key.
 
         The caller needs a token for all teams.
         """

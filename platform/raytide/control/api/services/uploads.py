@@ -42,8 +42,8 @@ class Packages:
             path.unlink(missing_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Returns the path of the package with this digest. Raises NotFoundError if the package was never uploaded or
-        has been removed."""
+        """Returns the path of the package with this digest, and counts this as a use of the package. Raises
+        NotFoundError if the package was never uploaded or has been removed."""
         path = self._file(digest)
         try:
             os.utime(path)
@@ -55,7 +55,8 @@ class Packages:
         return path
 
     def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
-        """Removes packages that no job uses, to make room for a team's new package of `size` bytes.
+        """Removes packages that no unfinished job uses, to make room for a team's new package of `size` bytes. Also
+        removes those that were last used more than KEPT_S ago.
 
         Raises ConflictError if the packages that the team's jobs use leave no room. Raises StorageError if the packages
         of all teams, or the disk, leave no room.
@@ -90,8 +91,8 @@ class Packages:
 
     @contextmanager
     def receive(self, digest: str, team: str = "") -> Iterator[PackageWriter]:
-        """Yields a writer for a package. When the block ends, the written content becomes the package if its hash is
-        the expected digest.
+        """Yields a writer for a package. When the block ends, the written content becomes the package. Raises DataError
+        if its hash is not `digest`, or if it is not a zip file.
 
         If the package is new, `team` becomes its owner.
         """

@@ -50,7 +50,8 @@ class LedgerQueries(DatabaseAccess):
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
-        """Returns the spending of these jobs and of all teams in micro-dollars, including the cost of lost work."""
+        """Returns the spending in micro-dollars: of these jobs in total and in `month` (such as `2026-11`), and of all
+        teams in `month`. The spending of jobs includes the cost of lost work."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))

@@ -1,5 +1,5 @@
-"""Queries for the web page, which requests all of them every second. They return small rows without specs, and sums
-over time."""
+"""Queries for the web page, which repeats some of them every second. They return small rows without specs, sums over
+time, and pages of the ledger."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Registered models in the state store, and the revisions of endpoints."""
+"""The state store's records of models, datasets, endpoints, revisions, rollouts, feedback, orders and heads."""

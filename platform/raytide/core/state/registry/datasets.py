@@ -71,7 +71,8 @@ class DatasetRecords(DatabaseAccess):
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
         """Returns the team's newest jobs that read the dataset's location, and the team's models that were trained on
-        it. A model's lineage names the dataset by the hash of the manifest."""
+        it. Jobs that read it as a source of a mixture are not found. A model's lineage names the dataset by the hash of
+        the manifest."""
         j, m = core.jobs.c, t.models.c
         read = j.spec["config"]["dataset"].as_string() == spec.location
         jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())

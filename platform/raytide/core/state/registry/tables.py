@@ -1,6 +1,7 @@
 """The tables of registered models and datasets, of endpoints' revisions, and of rollouts.
 
-Only the API writes these tables, except where a table's comment says otherwise.
+Only the API writes these tables, except where a table's comment says otherwise. The controller deletes the counts of
+rollouts that have ended, and old feedback.
 """
 
 from __future__ import annotations

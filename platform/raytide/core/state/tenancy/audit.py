@@ -31,8 +31,8 @@ _actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default
 
 @contextmanager
 def acting(actor: str, at_s: float) -> Iterator[None]:
-    """Names the caller on whose behalf the block changes the store. This applies to the threads that the block starts
-    as well."""
+    """Names the caller on whose behalf the block changes the store. Worker threads in which the block runs functions
+    through anyio inherit the name; new threads do not."""
     before = _actor.set((actor, at_s))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Metrics of the gateway: requests, their latencies, tokens, and limits."""
+"""Metrics of the gateway and of endpoints: requests, latencies, tokens, limits, batches, rollouts and replicas."""
 
 from raytide.core.telemetry.catalogue.buckets import FIRST_TOKEN_S, INTER_TOKEN_S, PHASE_S, REQUEST_S, TOKEN_COUNTS
 from raytide.core.telemetry.metrics import counter, gauge, histogram
