@@ -51,8 +51,8 @@ _DATA = b"data:"
 class UsageReader:
     """Reads one response of a hosted API, and counts its tokens.
 
-    `usage` is the token usage that the API has reported. Until the API reports usage, `usage` counts one token for each
-    piece of text.
+    `usage` is the token usage that the API has reported. Until the API reports usage, `usage` has the given number of
+    prompt tokens, and one generated token for each piece of text.
     """
 
     def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
@@ -67,14 +67,15 @@ class UsageReader:
         return self._reported or TokenUsage(self._prompt_tokens, self._pieces)
 
     def whole(self, body: bytes) -> bytes:
-        """Returns the body of a response that is not streamed, with the model's name replaced by this endpoint's
-        name.
+        """Returns the body of a response that is not streamed, with the model's name replaced by this endpoint's name,
+        and the answer's id by the given one. Raises EngineError if the body is not a JSON object.
         """
         return json.dumps(self._read(_parsed(body))).encode()
 
     def events(self, piece: bytes) -> Iterator[bytes]:
         """Yields the complete lines of a streamed response as bytes arrive, with the model's name replaced by this
-        endpoint's name.
+        endpoint's name, and the answer's id by the given one. The event that has only the usage is left out if the
+        client did not ask for it. Raises EngineError for a malformed line.
         """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > _MOST_LINE_BYTES:
@@ -160,8 +161,9 @@ class HostedApis:
         """Returns the hosted API's response to a request, whole or as a stream. The response names `model` as its
         model.
 
-        `track` counts the request once it has been answered. Raises ApiError if the API refuses the request (with the
-        API's own error), is full (429) or fails (503).
+        `track` counts the request when its response ends. It does not count a request for which this call raises an
+        error. Raises ApiError if the caller is not admitted, or if the API refuses the request (with the API's own
+        error), is full (429) or fails (503). Raises EngineError if the response is too large or not a JSON object.
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")

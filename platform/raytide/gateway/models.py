@@ -154,7 +154,7 @@ class EndpointModels:
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
         """Returns the response to this request from the revision that the rollout chooses. If a challenger fails, the
-        champion answers. If all replicas refuse, the fallback API answers.
+        champion answers. If no replica can answer, the fallback API answers.
 
         If `respond` raises, another server may answer. `respond` may therefore raise only before it sends anything."""
         try:
@@ -258,8 +258,8 @@ class EndpointModels:
         return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
     async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
-        """Returns the server of a model. If the endpoint has had no replica yet, the call waits for the first replica,
-        but no longer than the request may wait."""
+        """Returns the server of a model. If the endpoint has had no replica yet, and no hosted API can answer for it,
+        the call waits for the first replica, but no longer than the request may wait."""
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)

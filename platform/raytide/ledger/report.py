@@ -68,7 +68,7 @@ class CostRow:
     micro_usd_h: int
     """The present cost rate."""
     forecast_micro_usd: int
-    """The amount at the end of the month (UTC) if the present rate stays."""
+    """The amount at the end of the month (UTC) if the present rate stays; in a report by day, at the end of the day."""
     lost_micro_usd: int = 0
     """The part of the amount for work that was lost."""
     lost_to: tuple[str, ...] = ()
@@ -86,8 +86,9 @@ def rows(
 ) -> tuple[CostRow, ...]:
     """Returns the rows of a cost report, the most expensive row first. Rows by day are in order of date.
 
-    Idle, start-up and waste have rows of their own, so that all rows sum to the total cost. `losses` are the lines for
-    lost work, which are already contained in `lines`.
+    All rows sum to the total cost. In reports by team, project, job and model, costs of no job or endpoint have rows of
+    their own, such as `(idle)` or `(waste)`. The start-up of a node for a job and the lost work of a job count in the
+    job's row. `losses` are the lines for lost work, which are already contained in `lines`.
     """
     amounts: defaultdict[str, int] = defaultdict(int)
     energy: defaultdict[str, int] = defaultdict(int)

@@ -26,7 +26,8 @@ class Unschedulable:
     - `budget`: buying its nodes would exceed a price limit or a budget.
     - `rate`: too many nodes were launched within a minute.
     - `quota`: the team's quota is too small.
-    - `behind`: too many jobs that are ahead in the queue preempt others in this decision.
+    - `behind`: it cannot be preempted and would take room for which the head of the queue waits, or too many jobs that
+      are ahead in the queue preempt others in this decision.
     - `deadline`: the job still has time to wait for spot nodes.
     """
 

@@ -27,8 +27,8 @@ from raytide.scheduling.throughput import cost_per_work
 USUAL = 4
 """The number of shapes that represent the usual demand."""
 SPREAD_EXTRA = 0.2
-"""The extra cost that is accepted for a replica in another zone, as a share, while one zone has at least half of the
-endpoint's replicas.
+"""The extra cost that is accepted for a replica in another zone, as a share, while the cheapest zone has more than half
+of the endpoint's replicas.
 """
 COUNTS = 8
 """The number of different member counts that are considered for a node, evenly spaced, because a node may hold

@@ -28,7 +28,9 @@ _EPS = 1e-6
 
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
-    """Returns the snapshot with reserved nodes for the first unplaced replica of each endpoint."""
+    """Returns the snapshot with reserved nodes for the first unplaced replica of each endpoint. Endpoints whose policy
+    chooses their nodes get none.
+    """
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot

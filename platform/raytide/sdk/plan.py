@@ -140,6 +140,7 @@ def plan(
       such as `llama-3-8b`.
     - `tokens` is the number of tokens to train on if `source` is only a model. By default it is compute-optimal for the
       model's size.
+    - `hours` is the longest that the run should take. Plans that take longer are ranked after all others.
     - `corrections` were measured on a cluster's runs. `ApiClient.corrections()` returns them.
     """
     config = load_cluster(cluster_file)

@@ -48,8 +48,8 @@ class Executor:
         """Reads the states of all running stages, and takes all actions that are possible now. Returns whether the
         cycle is over.
 
-        Raises ClusterError if the API does not answer. Completed actions are already stored, and the next step
-        continues after them.
+        Raises ClusterError if the API does not answer, and StorageError if the state or a result cannot be stored. The
+        next step continues after the completed actions.
         """
         try:
             self._look_at_all()

@@ -86,7 +86,7 @@ class FlowState(Config):
     inputs: str = ""
     """The fingerprint of the data stages' inputs in this cycle."""
     next_at_s: float | None = None
-    """The time of the next cycle; None while a cycle runs."""
+    """The time of the next cycle by the cron expression; None while a cycle runs, and always without an expression."""
 
     @property
     def is_over(self) -> bool:

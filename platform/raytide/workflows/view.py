@@ -40,7 +40,7 @@ class StageView(ShownAsHtml):
     """The time from its first attempt to its end, or to the report."""
     is_cached: bool = False
     result: str = ""
-    """Its first metrics, or a summary of its trials."""
+    """A summary of its trials, its reference or URL, or its first metrics."""
     why: str = ""
 
     def row(self) -> tuple[object, ...]:

@@ -46,8 +46,8 @@ class SeriesLimits:
 
     The first values of a label are kept. For later values, counters and histograms are added up under the value
     `other`. Gauges of later values are left out, because ratios and prices do not add up. A value that was kept once
-    stays on the page as long as it occurs. A value that was added to `other` is always added to `other`. Otherwise
-    counters would jump.
+    stays on the page as long as it occurs. A value that was added to `other` stays in `other` as long as it occurs.
+    Otherwise counters would jump. A value that is missing on one page is treated as new when it returns.
     """
 
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:

@@ -57,7 +57,9 @@ class AnswerCache:
         return chunks
 
     def add(self, key: bytes, chunks: Sequence[GenChunk]) -> None:
-        """Adds a complete answer to the cache."""
+        """Adds a complete answer to the cache, unless it has more than `MAX_TOKENS` tokens or the cache is off. Evicts
+        the least recently used answers beyond the cache's size.
+        """
         if self._policy is None or key in self._answers or sum(len(chunk.token_ids) for chunk in chunks) > MAX_TOKENS:
             return
         kept = [replace(chunk, replica=KEPT) for chunk in joined(chunks)]

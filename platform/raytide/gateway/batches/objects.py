@@ -87,9 +87,10 @@ class BatchObject(BaseModel):
     """A batch, as the API shows it. Its times are Unix seconds. Its status changes as follows:
 
     - `validating` -> `in_progress` -> `finalizing` -> `completed`, by the gateway process that works on the batch
-    - `validating` -> `failed`, if a line of the input file is wrong
-    - `in_progress` -> `cancelling`, by the client; then `cancelling` -> `cancelled`, by the gateway process
-    - any status of an unfinished batch -> `expired`, at `expires_at`
+    - `validating` -> `failed`, if the input file is wrong
+    - `validating` or `in_progress` -> `cancelling`, by the client; then `cancelling` -> `cancelled`, by the gateway
+      process
+    - `in_progress` -> `expired`, at `expires_at`, if some rows have no result by then
     """
 
     id: str

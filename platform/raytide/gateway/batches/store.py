@@ -48,6 +48,9 @@ class BatchStore:
     def create(self, request: BatchRequest, team: str, account: str) -> BatchObject:
         """Creates a batch whose requests are the rows of an uploaded file. The file cannot be deleted until the batch
         ends.
+
+        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose or if the team has
+        too many unfinished batches.
         """
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
@@ -107,7 +110,8 @@ class BatchStore:
     def cancel(self, team: str, batch_id: str) -> BatchObject:
         """Marks the batch as cancelling and returns the batch. The process that works on the batch then ends it.
 
-        Raises an ApiError (409) if the batch can no longer be cancelled.
+        Has no effect on a batch that is being cancelled. Raises an ApiError: 404 if the team has no such batch, and 409
+        if the batch can no longer be cancelled.
         """
         with self._database.write() as connection:
             batch = _found(connection, batch_id, team)

@@ -159,7 +159,7 @@ class FileStore:
         expires_after_s: int | None,
     ) -> FileObject:
         """Publishes a written and synced file within the caller's transaction. Clients see the file once the
-        transaction commits.
+        transaction commits. The limits of the team and of the cluster are not checked.
         """
         now = int(self._now_s())
         if expires_after_s is None and purpose == "batch":
@@ -226,7 +226,9 @@ class FileStore:
         return self.get(team, file_id), self.content_path(file_id)
 
     def delete(self, team: str, file_id: str) -> FileDeletion:
-        """Deletes a file. Raises an ApiError (400) if an unfinished batch still reads the file."""
+        """Deletes a file. Raises an ApiError: 404 if the team has no such file, and 400 if an unfinished batch still
+        reads the file.
+        """
         with self.database.write() as connection:
             row = connection.execute("SELECT holds FROM files WHERE id = ? AND team = ?", (file_id, team)).fetchone()
             if row is None:
@@ -240,7 +242,10 @@ class FileStore:
         return FileDeletion(id=file_id)
 
     def sweep(self) -> None:
-        """Removes expired files, and incomplete files that killed processes left behind."""
+        """Removes expired files that no unfinished batch reads, and incomplete files that killed processes left behind.
+        Also removes contents that are older than an hour and that the database does not list, unless a damaged database
+        was set aside.
+        """
         sweep([self.folder])
         with self.database.write() as connection:
             expired = connection.execute(

@@ -75,7 +75,8 @@ class ShadowTraffic:
     ) -> Server:
         """Starts a copy of a request on the challenger. Returns the server that answers the request itself.
 
-        The returned server is the champion's, with an engine that records the answer for the comparison.
+        The returned server is the champion's, with an engine that records the answer for the comparison. If too many
+        copies run already, no copy starts, and the champion itself is returned.
         """
         if len(self._copies) >= _MOST_COPIES:
             return champion

@@ -62,7 +62,9 @@ class KeyTable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def apply(self, change: KeyTableChange) -> None:
-        """Applies changes to the table. Changes that are older than the table are ignored."""
+        """Applies changes to the table. Changes that are older than the table are ignored, unless they are the whole
+        table.
+        """
         if change.is_whole:
             self._keys.clear()
         elif change.revision < self._revision:

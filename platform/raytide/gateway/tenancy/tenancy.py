@@ -102,9 +102,9 @@ class Tenancy:
     async def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
         """Returns the caller of a request with these headers, whose names must be in lower case.
 
-        The key is in `Authorization`, or in `x-api-key` as Anthropic's clients send it. Raises an ApiError (401) if the
-        key is missing or invalid. If the cluster does not require keys, only texts that look like a raytide key are
-        checked, because OpenAI's client always sends some text.
+        The key is in `Authorization`, or in `x-api-key` as Anthropic's clients send it. Raises an ApiError: 401 if the
+        key is missing or invalid, and 503 if the keys cannot be checked. If the cluster does not require keys, only
+        texts that look like a raytide key are checked, because OpenAI's client always sends some text.
         """
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
@@ -125,7 +125,8 @@ class Tenancy:
         """Returns the caller of a batch's row. `account` is the account of the API key that created the batch, or "" if
         the batch was created without a key.
 
-        Raises an ApiError (401) if the account has no valid key any more.
+        Raises an ApiError: 401 if the account has no valid key any more, or if requests need a key now and the batch
+        was created without one; 503 if the keys cannot be checked.
         """
         if account:
             return GatewayCaller(self, self.keys.key_of_account(account), row)
@@ -198,8 +199,9 @@ class GatewayCaller:
     ) -> GatewayGrant:
         """Admits a request that uses at most the given numbers of tokens. `price` replaces the endpoint's token prices.
 
-        Raises an ApiError: 403 if the key may not use the model, 429 beyond a rate limit or the budget, and 503 if the
-        limits cannot be checked now. The caller must settle or release the returned grant.
+        Raises an ApiError: 403 if the key may not use the model, 429 beyond a rate limit or the budget, 401 if the key
+        has become invalid, and 503 if the limits cannot be checked now. The caller must settle or release the returned
+        grant.
         """
         grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
         if self.key is None:

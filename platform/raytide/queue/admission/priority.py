@@ -1,4 +1,5 @@
-"""The scheduling order of all jobs, waiting or running: least attained service first, with corrections.
+"""The scheduling order of all jobs, waiting or running: by priority class, and within a class least attained service
+first, with corrections.
 
 Pure least attained service starves large gangs and preempts long jobs late. The corrections are:
 - An overdue gang goes before all jobs except urgent and new ones. A gang is overdue once it has waited at least four

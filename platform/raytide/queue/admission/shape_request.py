@@ -62,8 +62,9 @@ class ShapeRequests:
         return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
     def for_job(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the shapes that the job may request now, the cheapest per unit of work first. The result is empty if
-        the job waits for spot nodes.
+        """Returns the shapes that the job may request now. If throughputs of the job are known, the cheapest per unit
+        of work comes first; otherwise the shapes are in the order of the spec. The result is empty if the job waits for
+        spot nodes.
         """
         if (found := self._by_job.get(job.id)) is None:
             shapes = _cheapest_first(job.spec.gang.shapes, self.offerings, self.throughputs.get(job.id, {}))

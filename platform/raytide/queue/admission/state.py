@@ -61,7 +61,9 @@ class AdmissionState:
     members beyond a gang's minimum.
     """
     head: int | None = None
-    """The first row in the order that did not fit; None if all fitted."""
+    """The first row in the order that found no room on nodes; None if there is none. Rows that only lack quota or
+    budget do not count.
+    """
     room_after_head: SchedulingState | None = None
     """The capacity that is left once the head has started. Jobs that cannot be preempted may use no other."""
     _full: dict[int, Unschedulable] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""The GPU-seconds that a job has received. They decide the job's place in the queue and whether it may be preempted."""
+"""The GPU-seconds that a job has received, which decide the job's place in the queue. The job's spec and the number of
+its preemptions decide whether it may be preempted.
+"""
 
 from __future__ import annotations
 

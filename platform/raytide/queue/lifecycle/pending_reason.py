@@ -28,8 +28,9 @@ class PendingReason:
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
-    """Returns the reason why an admitted job has not started. There are three possible reasons: members of the job lack
-    nodes, the job's nodes are not ready, or Ray is still creating the job's placement groups.
+    """Returns the reason why an admitted job has not started. There are four possible reasons: members of the job lack
+    nodes, other jobs are still leaving the job's slots, the job's nodes are not ready, or Ray is still creating the
+    job's placement groups.
     """
     waiting = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count

@@ -93,8 +93,8 @@ def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
 
 
 class LearnedCorrections:
-    """Corrections of predicted step times and memory. They are learned from successful trainings that ran on nodes of a
-    single type.
+    """Corrections of predicted step times. They are learned from successful trainings that ran on nodes of a single
+    type.
 
     The store is searched for new trainings at most once a minute.
     """

@@ -37,7 +37,7 @@ class TrafficSplit(Config):
         return self
 
     def revision_of(self, unit: str) -> int:
-        """Returns the revision that answers the requests of this unit, which is a user or an API key.
+        """Returns the revision that answers the requests of this unit, which is a user, an API key or a single request.
 
         A unit that the challenger answers stays with the challenger while `percent` rises.
         """

@@ -189,8 +189,8 @@ class EndpointHandle:
         """Judges an answer by its response id, with "up" or "down" or with your own metrics: `feedback(id,
         accepted=1.0)`. Returns the revision that gave the answer.
 
-        A later judgement replaces an earlier one of the same metric. Raises NotFoundError for a request that does not
-        belong to the team of the API key.
+        A later judgement replaces an earlier one of the same metric. Raises NotFoundError for a request that has not
+        ended or does not belong to the team of the API key, and EngineError if the judgement is refused.
         """
         given: list[dict[str, object]] = [{"metric": name, "value": value} for name, value in metrics.items()]
         if score is not None or comment or not metrics:
@@ -241,7 +241,8 @@ class EndpointHandle:
         """Loads a LoRA adapter on all replicas, and blocks until they have it. Requests address it as the model
         `ENDPOINT:NAME`.
 
-        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load the adapter.
+        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load the adapter,
+        and WaitTimeoutError after `timeout_s` seconds.
         """
         self.status = self._client.change_adapters(self.name, AdapterChange(load={name: location}))
         return self.wait_for_adapters(timeout_s=timeout_s)
@@ -257,7 +258,8 @@ class EndpointHandle:
 
         No request fails meanwhile, and running requests continue with the new weights. `location` is a directory, a URL
         or a registered model, or "" for the weights with which the endpoint was created. If a replica refuses the new
-        weights, the endpoint returns to its previous weights and ConflictError is raised.
+        weights, the endpoint returns to its previous weights and ConflictError is raised. After `timeout_s` seconds,
+        WaitTimeoutError is raised, and the swap goes on.
         """
         before = self.refresh().status.endpoint.spec.weights
         self.status = self._client.change_weights(self.name, WeightsChange(location=location))
@@ -283,7 +285,7 @@ class EndpointHandle:
 
     def wait_for_adapters(self, *, timeout_s: float = 600.0) -> EndpointHandle:
         """Blocks until every replica that answers has loaded all adapters. Raises DataError if a replica fails to load
-        one.
+        one, and WaitTimeoutError after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -232,7 +232,7 @@ class SearchOptions:
     corrections: Corrections = field(default_factory=Corrections)
     watts_per_core: float = WATTS_PER_CORE
     hours: float | None = None
-    """The longest that the run may take; None for any time."""
+    """The longest that the run should take; None for any time. Plans that take longer are ranked after all others."""
 
 
 def search_plans(

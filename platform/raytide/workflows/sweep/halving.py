@@ -47,8 +47,8 @@ def goes_on(
     """Returns whether a trial with this value at a rung may continue. It may if the value is among the best `1 /
     factor` of the trials that have reached the rung.
 
-    `others` are the values of all other trials at the rung. At least one trial continues. A value that is not finite
-    counts as the worst.
+    `others` are the values of all other trials at the rung. At least one trial continues. All continue until more than
+    `spec.least` trials have reached the rung. A value that is not finite counts as the worst.
     """
     known = [_rank(each, mode) for each in others]
     own = _rank(value, mode)

@@ -22,7 +22,7 @@ class PastTrial:
 
     params: Mapping[str, Value]
     value: float
-    """Its metric at `step`; NaN if it diverged or failed."""
+    """Its metric at `step`. The sampler leaves out trials whose value is not finite."""
     step: int
     is_whole: bool
     """False for a trial that was ended early."""

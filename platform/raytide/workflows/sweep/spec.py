@@ -58,7 +58,7 @@ class HalvingSpec(Config):
     """The step of the first rung. The next ones are at `first * factor`, `first * factor ** 2` and so on."""
     factor: int = Field(default=3, ge=2, le=100)
     least: int = Field(default=1, ge=1)
-    """The number of trials that must have reached a rung before one can end there."""
+    """The number of other trials that must have reached a rung before a trial can end there."""
 
 
 class SweepSpec(Config):

@@ -30,8 +30,8 @@ def root_key(*parts: str | None) -> bytes:
 
 
 def prefix_keys(tokens: Sequence[int], root: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Returns a key for each full block of a prompt. The key of a block covers the tokens from the start of the prompt
-    to the end of the block.
+    """Returns a key for each of the first `MAX_BLOCKS` full blocks of a prompt. The key of a block covers the tokens
+    from the start of the prompt to the end of the block.
 
     `known` contains the keys of the first blocks if these keys were computed before. If one of the numbers in the other
     blocks cannot be a token id, only `known` is returned.

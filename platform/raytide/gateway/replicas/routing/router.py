@@ -1,5 +1,5 @@
-"""Chooses the replica that is expected to produce the first token soonest, as a pure function of the replicas'
-statistics.
+"""Chooses the replica that is expected to produce the first token soonest, from the replicas' statistics and from the
+requests that this gateway has sent to them.
 
 The cost of a replica is a number of prefill tokens: those that the request must still compute there, plus those queued
 before it. A gateway knows its own requests exactly. It learns of other gateways' requests from the replicas, which push

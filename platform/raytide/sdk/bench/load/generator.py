@@ -42,7 +42,7 @@ class BenchProgress:
     output_tokens: int
     """The tokens of the requests that have ended."""
     most_requests: int | None
-    """The number of requests that will be sent; None if it is not known yet."""
+    """The most requests that will be sent; None if only the duration or the end of a trace limits them."""
 
 
 class LoadGenerator:

@@ -146,8 +146,8 @@ class BenchReport:
         return {"spec": self.spec.model_dump(mode="json"), **plain}
 
     def write_records(self, path: Path) -> None:
-        """Writes one JSON line for each request. The file is also a trace, so `--trace` can send the same load
-        again.
+        """Writes one JSON line for each request. The file is also a trace, so `--trace` can send requests of the same
+        lengths at the same times again. The prompts themselves are not written.
         """
         with full_disk_is_an_error(str(path)):
             path.write_text("".join(f"{json.dumps(_line(record))}\n" for record in self.records), encoding="utf-8")
