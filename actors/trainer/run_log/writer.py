@@ -210,7 +210,9 @@ class RunLog:
         )
 
     def log_run(self, train: Callable[[], object]) -> RunResult:
-        """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError."""
+        """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError.
+        After a ConflictError or an exception that is no RaytideError, no final state is written.
+        """
         try:
             try:
                 train()
@@ -257,7 +259,7 @@ class RunLog:
 
     def mark_finished(self) -> None:
         """Records that all steps are done. Call it if an earlier driver was killed after the last step and could not
-        record this.
+        record this. Does nothing for a run that may end early (`eval.patience`).
         """
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps
