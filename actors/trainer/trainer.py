@@ -98,7 +98,7 @@ class Trainer:
         self.profiler = Profiler(spec.profile, self.folder, group.rank, group.device)
         self.steps_done = 0
         self.saved_step: int | None = 0
-        """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
+        """Step of the last checkpoint, also one in progress; None if it failed. 0 needs none: the seed gives it."""
         self._unsaved = UnsavedNotice()
         self._compared_step = self._met_step = 0
         """Steps after which the replicas were last compared, and last met."""
