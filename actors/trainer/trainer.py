@@ -50,7 +50,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 class Trainer:
-    """The state of one run on one process group. All ranks must call its methods together."""
+    """The state of one run on one process group. All ranks must call its methods together, except `close`."""
 
     def __init__(
         self, spec: TrainSpec, group: ProcessGroup, snapshots: Snapshots | None = None, claim: str = ""
@@ -98,7 +98,7 @@ class Trainer:
         self.profiler = Profiler(spec.profile, self.folder, group.rank, group.device)
         self.steps_done = 0
         self.saved_step: int | None = 0
-        """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
+        """Step of the last checkpoint, also one in progress; None if it failed. 0 needs none: the seed gives it."""
         self._unsaved = UnsavedNotice()
         self._compared_step = self._met_step = 0
         """Steps after which the replicas were last compared, and last met."""
@@ -108,7 +108,7 @@ class Trainer:
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._samples = SampleLog(self.folder, group) if spec.record_samples and group.is_data_first else None
         self._stop_request = 0
-        """The largest StopRequest of all ranks at the last step."""
+        """The StopRequest at the last step, summed over the ranks. The driver sends it to rank 0 only."""
 
     def _build(self) -> None:
         self.model_parts = parallelize.build_model_parts(self.spec, self.model_source, self.group, self._pool)
@@ -203,8 +203,9 @@ class Trainer:
     def run(
         self, *, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest] = lambda: StopRequest.NO
     ) -> bool:
-        """Trains to the end and saves as the spec requires. If a rank requested a pause, saves the state and returns
-        False. Raises TrainError if the guard stops the run. The weights are then those before the rejected step.
+        """Trains to the end, saves as the spec requires, and exports the model if the spec asks for it. After a
+        requested pause, calls `flush` (with `save` only if the request is SAVE) and returns False. Raises TrainError if
+        the guard stops the run. The weights are then those before the rejected step.
         """
         try:
             return self._run(on_step, paused)

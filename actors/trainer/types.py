@@ -99,13 +99,13 @@ class RunResult(ShownAsHtml):
     steps_lost: int
     """Steps repeated because no snapshot or checkpoint had them."""
     recovery_s: float
-    """Longest time from the first sign of a failure to the next completed step."""
+    """Longest time in seconds from the first sign of a failure or a planned change to the next completed step."""
     model_dir: str | None
 
 
 class StopRequest(IntEnum):
-    """A request to stop a generation before its next step: NO, STOP or SAVE. If ranks request different values, the
-    largest value applies.
+    """A request to stop a generation before its next step: NO, STOP or SAVE. The driver sends it to rank 0 only. The
+    other ranks learn it in the step's all-reduce, which adds up the values of all ranks.
     """
 
     NO = 0
@@ -148,7 +148,7 @@ class WorkerStatus:
     source: str = ""
     """Origin of the state: "memory", "storage", or empty for a fresh start."""
     save_s: float = 0.0
-    """Duration of the last checkpoint, from the copy to the manifest; 0 before the first."""
+    """Duration of the last successful checkpoint in seconds; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ Nodes leave in this order:
 - Nodes of gangs that may be preempted, the lowest priority class first. Within a class, elastic gangs shrink before any
   gang stops.
 
-Members of gangs get `NOTICE_S` to write a checkpoint. Replicas, gangs that may not be preempted, and nodes without a
-price stay. The queue and the planner decide everything else.
+Members of gangs get `NOTICE_S` to write a checkpoint. These stay: replicas, gangs that may not be preempted, gangs
+whose deadline is urgent, nodes without a price, and nodes that may host replicas of an endpoint without a fresh report.
+The queue and the planner decide everything else.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Returns the actions that make nodes and gangs leave. Returns none while Ray does not answer, because then it is
-    unknown which work runs on which node.
+    """Returns the actions that make nodes and gangs leave. Returns none up to TOLERANCE times the limit. Also returns
+    none while Ray does not answer, because then it is unknown which work runs on which node.
     """
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:

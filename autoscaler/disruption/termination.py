@@ -39,8 +39,9 @@ def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
 
 
 def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
-    """Yields drains of idle nodes that are not in `keep`. Ray refuses a drain if a task has just started on the node.
-    `leaving` are the ids of nodes that leave for other reasons.
+    """Yields drains of nodes that have been idle for their type's `idle_timeout_s`, as far as the type's `min_nodes`
+    allows. Nodes in `keep` stay. Yields a Wait for a node that may still be busy outside of Ray. Ray refuses a drain if
+    a task has just started on the node. `leaving` are the ids of nodes that leave for other reasons.
     """
     types = {t.name: t for t in snapshot.node_types}
     reservation, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)

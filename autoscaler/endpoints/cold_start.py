@@ -51,8 +51,8 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """The start-up time in seconds. It includes the purchase of a node, unless no node was ever bought for this
-        endpoint. None until enough starts were measured.
+        """The start-up time in seconds. If a node was bought for any of the kept starts, only such starts count, and
+        the time includes the purchase. None until enough of the starts that count were measured.
         """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]

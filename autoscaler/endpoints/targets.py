@@ -1,8 +1,8 @@
 """The target number of replicas of each endpoint.
 
 For an endpoint with an SLO, the serving policy (`slo_policy`) sets the target. For any other endpoint, the target rises
-after `upscale_delay_s` of high load and falls after `downscale_delay_s` of low load. It never falls while a report of
-Serve or of one of the replicas is stale.
+after `upscale_delay_s` of high load and falls after `downscale_delay_s` of low load. Low load never lowers it while a
+report of Serve or of one of the replicas is stale. A target outside the configured bounds is corrected at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
     """Returns the number of replicas that the load needs, within the configured bounds.
 
-    The result is 0 only if three things hold: the minimum is 0, there are no requests, and no first replica is
-    starting.
+    An endpoint with a hosted backend needs 0. For any other endpoint, the result is 0 only if three things hold: the
+    minimum is 0, there are no requests, and no first replica is starting.
     """
     spec = endpoint.spec
     if spec.backend is not None:
@@ -94,7 +94,7 @@ def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """Returns the new target of an endpoint, from the load only. Returns None if the target does not change."""
+    """Returns the new target of an endpoint, from its bounds and its load. Returns None if it does not change."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None

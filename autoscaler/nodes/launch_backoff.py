@@ -1,4 +1,6 @@
-"""The launch history of each pool (a node type in a zone), and the exponential back-off after failed launches."""
+"""Counts the failed launches of each pool (a node type in a zone) since its last success. After each failure, the pool
+waits twice as long as before, at most LONGEST_BACKOFF_S seconds.
+"""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@ carried out.
 
 The states are REQUESTED -> LAUNCHING -> READY -> DRAINING -> TERMINATING -> GONE:
 
+- REQUESTED: the launch is decided.
 - LAUNCHING: the provider lists the node.
 - READY: Ray lists the node as alive.
-- DRAINING: a notice came, or Ray accepted a drain.
-- GONE: the provider ended the node.
+- DRAINING: a notice came, an operator ordered it, or Ray accepted a drain.
+- TERMINATING: the end is decided.
+- GONE: the machine has ended, or the provider refused the launch or no longer lists the machine.
 
 Every transition can be repeated after a crash. `overdue` lists the decisions that have not been carried out.
 """

@@ -1,5 +1,5 @@
-"""Translates request bodies into messages and sampling parameters. Unsupported fields raise an error and are never
-dropped silently.
+"""Translates request bodies into messages and sampling parameters. An unsupported field that would change the answer
+raises an error. It is never dropped silently.
 """
 
 from __future__ import annotations

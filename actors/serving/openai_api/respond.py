@@ -330,7 +330,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def failed(error: Exception, track: RequestTracker) -> ApiError:
-    """Counts and logs the failure of a request, and returns it as an API error."""
+    """Counts the failure of a request and returns it as an API error. Logs it only if it is an error of the server."""
     api_error = to_api_error(error)
     outcome = outcome_of(error)
     if outcome == "error" and api_error.status != _TIMED_OUT:  # the client has asked for its timeout

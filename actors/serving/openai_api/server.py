@@ -208,8 +208,8 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of a pair of texts that the model reads together. Raises ApiError if they
-        exceed the context.
+        """Returns the token ids of a text, or of a pair of texts that the model reads together. Raises ApiError if
+        there are none or if they exceed the context.
         """
         tokenize = partial(self.engine.tokenize, special=special)
         if cut is None:

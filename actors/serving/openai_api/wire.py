@@ -109,7 +109,7 @@ NO_EFFECT = frozenset(
         "verbosity",
     }
 )
-"""Known fields that do not change the answer."""
+"""Known fields that change no answer, unless a request type defines them, as chats define `reasoning_effort`."""
 
 
 class _Request(BaseModel):

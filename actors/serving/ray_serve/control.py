@@ -147,8 +147,8 @@ class ServeControl:
         return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
 
     def delete(self, name: str, *, is_there: bool) -> None:
-        """Deletes an endpoint's GCS records. If Serve has an application for the endpoint (`is_there`), deletes the
-        application. Replicas finish their running requests first.
+        """Deletes an endpoint's GCS records, except its route. If Serve has an application for the endpoint
+        (`is_there`), deletes the application. Replicas finish their running requests first.
         """
 
         def call() -> None:

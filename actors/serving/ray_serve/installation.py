@@ -6,6 +6,9 @@ depends on the deployment:
 
 - If no replica of the deployment has become ready yet, the replica fails, and Serve gives the deployment up.
 - Otherwise the replica waits until Serve ends it, because Serve would restart a failed replica for ever.
+
+The GCS keeps only one failure per endpoint. A failure on another node replaces it, and a success deletes it. The first
+node then tries the packages again.
 """
 
 from __future__ import annotations

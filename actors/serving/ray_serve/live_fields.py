@@ -55,8 +55,8 @@ class AdapterSync:
         return {name: self._state(adapter_id(name, at)) for name, at in sorted(self._wanted.items())}
 
     async def sync(self, wanted: Mapping[str, str]) -> None:
-        """Loads the wanted adapters that are not loaded yet. Unloads the adapters that are no longer wanted, once no
-        request uses them. `wanted` maps adapter names to locations.
+        """Loads the wanted adapters that are not loaded yet. A failed load is tried again after RETRY_S. Unloads the
+        adapters that are no longer wanted, once no request uses them. `wanted` maps adapter names to locations.
         """
         self._wanted = dict(wanted)
         ids = {adapter_id(name, location): location for name, location in wanted.items()}
@@ -165,7 +165,9 @@ class LiveFields:
         self._reported: bytes = b""
 
     async def start(self) -> None:
-        """Applies the live fields before the replica gets requests."""
+        """Applies the live fields before the replica gets requests. A failed load or swap is reported, and the replica
+        then serves without it.
+        """
         await self._follow_once(is_alone=True)
 
     async def follow(self) -> None:

@@ -1,7 +1,8 @@
 """Splits a model's output into reasoning, text and tool calls while the output is generated.
 
-Text that may be the beginning of a marker is held back until it is certain what the text is. A call with broken JSON is
-returned as text, as the model wrote it.
+Text that may be the beginning of a marker is held back until it is certain what the text is. A call whose name cannot
+be read is returned as text, as the model wrote it. Arguments that arrive after the name are passed on as they are, even
+if their JSON is broken.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class AsyncSaver:
         self.buffer = StagingBuffer()
         self.task = BackgroundTask("checkpoint")
         self.last_save_s = 0.0
-        """Duration of the last save, from the copy to the manifest."""
+        """Duration of the last successful save in seconds, until old checkpoints are removed."""
         self.rejected: list[str] = []
         """Folders of bad checkpoints, which do not count towards `keep`."""
         self._channel, self._rank, self._world = channel, rank, world

@@ -68,8 +68,10 @@ class UnsavedNotice:
 
 
 class CheckpointManager:
-    """The checkpoints of a run, for one generation of ranks. All ranks must call its methods together, except
-    `close`.
+    """The checkpoints of a run, for one generation of ranks.
+
+    All ranks must create it together, and call `save`, `list_checkpoints`, `select` and `load` together. The other
+    methods are local.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class CheckpointManager:
 
     @property
     def save_s(self) -> float:
-        """The duration of the last save in seconds, from the copy to the manifest. 0.0 before the first save."""
+        """The duration of the last successful save in seconds, until old checkpoints are removed. 0.0 before the first
+        save.
+        """
         return self._saver.last_save_s
 
     @property
@@ -96,7 +100,7 @@ class CheckpointManager:
 
     @property
     def has_saved(self) -> bool:
-        """True if a save was started and has completed, and `wait` has not been called since."""
+        """True if a save was started and has succeeded, and `wait` has not been called since."""
         return self._in_flight and not self.is_saving and not self.has_failed
 
     @property
@@ -141,8 +145,8 @@ class CheckpointManager:
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """Returns the committed checkpoints. Starts to remove the folders of unfinished writes. No rank writes to these
-        folders any more.
+        """Returns the committed checkpoints and the rejected ones. Starts to remove the folders of unfinished writes.
+        The saves of earlier generations are cancelled by then.
         """
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)

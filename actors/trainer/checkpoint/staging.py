@@ -57,8 +57,8 @@ class StagingBuffer:
         return self.block[: self.size]
 
     def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
-        """Allocates the buffer's block of memory. The whole block is touched once, so that no copy waits for page
-        faults.
+        """Makes room for these entries. A block that is too small is replaced by a new one. New memory is touched once,
+        so that no copy waits for page faults.
         """
         if entries == self.entries:
             return

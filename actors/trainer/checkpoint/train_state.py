@@ -63,8 +63,8 @@ class TrainState:
         self._offsets: dict[str, tuple[int, ...]] = {}
 
     def shards(self) -> list[TensorShard]:
-        """Returns this rank's shards of all tensors, without a copy. Tensors of which the rank has no part are left
-        out.
+        """Returns this rank's shards of all tensors, without a copy. A shard may be empty. Tensors of other pipeline
+        stages are left out.
         """
         return self._shards(self.optimizer.tensors(), self._extras())
 

@@ -20,7 +20,7 @@ class VerifyResult:
     state: Literal["whole", "bad", "unfinished"]
     """Unfinished: in progress or interrupted. Such a folder is never loaded."""
     size: int = 0
-    """The number of bytes read and hashed."""
+    """The size of the checkpoint's files in bytes, according to its manifest."""
     world: int = 0
     """The number of ranks that wrote the checkpoint."""
     problems: tuple[str, ...] = ()

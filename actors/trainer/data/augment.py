@@ -56,8 +56,8 @@ def fill_in_the_middle(document: Ids, spec: FillInTheMiddle, chances: Floats) ->
     sentinels of both prefix and suffix. The length stays the same, because the suffix loses as many tokens as there are
     sentinels: three.
 
-    `document` has no end token. `chances` are four random numbers in [0, 1). A document whose suffix is too short is
-    returned unchanged.
+    `document` has no end token. `chances` are four random numbers in [0, 1). The document is returned unchanged if
+    the first of them is not below the spec's rate, or if its suffix is too short.
     """
     length = len(document)
     first, last = sorted(int(chance * (length + 1)) for chance in chances[1:3])

@@ -52,7 +52,9 @@ class ShardCache:
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def read_shard(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        """Returns the tokens of a shard. Raises DataError if the shard is missing or differs from the manifest."""
+        """Returns the tokens of a shard. Raises DataError if the shard is missing, differs from the manifest, or is
+        evicted each time before it is opened.
+        """
         with self._guard:
             coming = self._coming.pop(index, None)
         if coming is not None:

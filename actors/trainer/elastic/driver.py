@@ -35,8 +35,8 @@ def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start:
     """Trains `spec` to its end on the lease of `job_id`. Members may be lost, leave and return meanwhile.
 
     Needs a process that is connected to Ray, unless `start` makes workers that do not use Ray. Resumes from the latest
-    checkpoint in `spec.out`. Raises the error that ended the run early: LeaseLostError, DataError, CheckpointError,
-    StorageError or TrainError. Raises ConflictError if another run is writing to `spec.out`.
+    checkpoint in `spec.out`. Raises the error that ended the run early, such as LeaseLostError, ConfigError, DataError,
+    CheckpointError, StorageError or TrainError. Raises ConflictError if another run is writing to `spec.out`.
     """
     claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
     try:

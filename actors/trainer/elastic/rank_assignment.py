@@ -46,8 +46,8 @@ def usable(spec: TrainSpec, ranks: int) -> int:
 def assign_ranks(
     candidates: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], current: Collection[S] = ()
 ) -> list[S]:
-    """Returns the candidates that get a rank, in rank order. Returns an empty list if there are fewer members than the
-    gang's minimum.
+    """Returns the candidates that get a rank, in rank order. Returns an empty list if fewer members are ready than the
+    gang's minimum, or if the layout cannot use so few ranks.
 
     Candidates that have a rank now are preferred, because their memory holds training state. The ranks of one member
     are adjacent.

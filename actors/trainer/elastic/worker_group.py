@@ -105,8 +105,8 @@ class WorkerGroup:
             self.settled_version = lease.version
 
     def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
-        """Updates which workers are ready and which have died. Returns the workers that died before they were ready,
-        each with the reason and an optional error.
+        """Updates which workers are ready and which have died. Kills the workers that did not start in time. Returns
+        the workers that died or were killed before they were ready, each with the reason and an optional error.
 
         The error is set if a new start of the worker would end with the same error. Such a worker is not started again.
         """

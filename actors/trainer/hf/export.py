@@ -237,8 +237,9 @@ class AtomicDirectory:
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
         """Replaces the target while the context manager `commit` is open. Returns the first error, or None.
 
-        After an error the target is unchanged. If an upload broke off, the target instead has no config, so that no
-        reader takes it for a model.
+        After an error before the replacement the target is unchanged. If an upload broke off, the target instead has
+        no config, so that no reader takes it for a model. If a local replacement broke off, the target is incomplete or
+        missing.
         """
         try:
             with commit():

@@ -31,8 +31,9 @@ class ModelSource:
     folder: Path | None
     """Directory of the initial weights; None for random ones."""
     digest: str
-    """Digest of what a resume must match: the architecture, the trained weights, the initial weights' content and the
-    data order."""
+    """Digest of what a resume must match: the architecture, the choice of the trained weights, the initial weights'
+    content, the data order, and the options of distillation and QAT.
+    """
 
 
 def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:

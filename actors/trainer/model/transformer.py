@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         self.at_T: Tensor | None = None
         """Positions of the tokens that attention sees on this rank; None for all from 0."""
         self.loss: Loss = loss_sum
-        """The loss function. Tensor parallelism replaces it."""
+        """The loss function. Tensor parallelism and the memory option `loss_chunk` replace it."""
         self._tables: list[Rotation] | None = None
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:

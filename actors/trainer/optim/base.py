@@ -24,7 +24,8 @@ STEP = "step"
 class Optimizer(ABC):
     """The base of sharded optimizers: parameter groups, state and checkpoints.
 
-    As in torch, a parameter group has `params`, `lr` and `weight_decay`. Every rank must call every method.
+    As in torch, a parameter group has `params`, `lr` and `weight_decay`. All ranks must call `step` together. Nothing
+    else communicates.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:

@@ -22,7 +22,7 @@ from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.train import MemorySpec
 
 BUCKET = 1 << 24
-"""The number of elements in one exchange."""
+"""The most elements in one exchange, unless one tensor alone has more."""
 BLOCK = 256
 """The number of elements that share one int8 scale."""
 

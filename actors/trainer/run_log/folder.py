@@ -2,9 +2,9 @@
 If `out` is a URL, the log is written to a local copy, which is uploaded.
 
 Object stores cannot append. A process therefore keeps its files of the run in a temporary folder, and a background
-thread uploads the files that have changed. A slow or missing store delays no step. Each file has one writer. A process
-that is killed loses the lines since the last upload. To limit this loss, `flush` uploads the lines before a checkpoint
-is written.
+thread uploads the files that have changed. Each file has one writer. A process that is killed loses the lines since the
+last upload. To limit this loss, `flush` uploads the lines before a checkpoint is written. Only `fetch`, `remove`,
+`flush` and `close` wait for the store.
 """
 
 from __future__ import annotations

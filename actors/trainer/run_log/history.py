@@ -16,7 +16,7 @@ Line = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class RunHistory:
     steps: list[Line]
-    """One line per step in order; for a repeated step, the last."""
+    """One line per logged step in order; for a repeated step, the last."""
     events: list[Line]
 
 

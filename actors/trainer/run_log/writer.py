@@ -1,4 +1,4 @@
-"""Writes a run's log: `metrics.jsonl` (one line per step), `events.jsonl` and `run.json` (the run's state).
+"""Writes a run's log: `metrics.jsonl` (one line per logged step), `events.jsonl` and `run.json` (the run's state).
 
 A step that is repeated after a failure has several lines. The last of them counts.
 """
@@ -98,8 +98,9 @@ def _to_json(value: object) -> object:
 class StepLog:
     """The log of a run's training steps, `metrics.jsonl`.
 
-    In a gang, rank 0 writes the log after each step and before a checkpoint. No checkpoint is therefore ahead of the
-    log, even if a process is killed.
+    A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a gang,
+    rank 0 writes the log, each line before the checkpoint of its step. No checkpoint is therefore ahead of the line of
+    its step, even if a process is killed.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -210,7 +211,9 @@ class RunLog:
         )
 
     def log_run(self, train: Callable[[], object]) -> RunResult:
-        """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError."""
+        """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError.
+        After a ConflictError or an exception that is no RaytideError, no final state is written.
+        """
         try:
             try:
                 train()
@@ -257,7 +260,7 @@ class RunLog:
 
     def mark_finished(self) -> None:
         """Records that all steps are done. Call it if an earlier driver was killed after the last step and could not
-        record this.
+        record this. Does nothing for a run that may end early (`eval.patience`).
         """
         if self.spec.eval is None or self.spec.eval.patience is None:
             self.steps = self.spec.steps

@@ -32,7 +32,7 @@ class SetUp:
     """
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        """Starts the set-up in the background, unless it is in progress."""
+        """Starts the set-up in the background, unless it is in progress or has succeeded."""
 
     def failures(self) -> Mapping[str, str]:
         """Returns the error of each node whose last set-up failed, by node id."""

@@ -39,7 +39,8 @@ class SpotPrices:
     def now(self) -> Prices:
         """Returns the last prices in micro-dollars an hour by node type and zone. The first call starts the polling.
 
-        Raises ClusterError if the last prices are too old. The configured prices hold in that case.
+        Raises ClusterError if the last prices are too old, or if every poll so far has failed. The configured prices
+        hold in that case.
         """
         if self._types and not self._thread.is_alive() and not self._stop.is_set():
             self._thread.start()
@@ -52,7 +53,7 @@ class SpotPrices:
         )
 
     def last(self) -> Prices:
-        """Returns the last prices. The result is empty if they are too old."""
+        """Returns the last prices. The result is empty if there are none or if they are too old."""
         return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:

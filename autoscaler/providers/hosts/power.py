@@ -27,10 +27,11 @@ class PowerSwitch:
         self._closed = threading.Event()
 
     def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> None:
-        """Switches the machine on if it cannot be reached, and waits until it can.
+        """Switches the machine on if it cannot be reached, and waits until it can or until `is_given_up` returns True.
 
         `reach` tries to reach the machine and raises ClusterError if that fails. After `power_on_timeout_s` the call
-        raises the last error of `reach`. Raises ProviderError if the power command fails.
+        raises the last error of `reach`. Raises ProviderError if the power command fails, and ClusterError after
+        `close`.
         """
         argv = self._hosts.power_on_of(host)
         if not argv:

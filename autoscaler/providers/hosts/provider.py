@@ -183,7 +183,7 @@ class HostsProvider(Provider):
 
     def check_nodes(self) -> frozenset[str]:
         """Finds the nodes whose raylets have ended, and records these nodes as ended. Ends raylets that still run on
-        machines in quarantine. Returns the ids of the nodes that run.
+        machines in quarantine. Returns the ids of the nodes that have not ended, those that still start included.
         """
         with self._lock:
             nodes = {bound.host: node_id for node_id, bound in self._bound.items() if bound.is_started}

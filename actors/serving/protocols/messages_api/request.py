@@ -232,7 +232,9 @@ def _tool_choice(choice: ToolChoice) -> str | Item:
 
 
 def system_text(system: Content | None) -> str:
-    """Returns the text of a system prompt."""
+    """Returns the text of a system prompt, without the texts that begin with Claude Code's billing header. Raises
+    ApiError (400) for a block that is not text.
+    """
     if isinstance(system, str) or system is None:
         return system or ""
     texts = [_text_of(block, f"system[{place}]") for place, block in enumerate(system)]

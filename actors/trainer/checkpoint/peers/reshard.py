@@ -1,5 +1,5 @@
-"""Fills a new layout's shards from snapshot copies in the memory of several ranks. The ranks exchange data in rounds of
-bounded size.
+"""Fills a new layout's shards from snapshot copies in the memory of several ranks. The ranks exchange data in rounds.
+In a round, a rank sends each other rank at most ROUND_BYTES, or one part that is larger.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ MOST = 1000
 HALF_LIFE = 16
 """Half-life of the averages, in samples."""
 UNDISTURBED_EVERY = 64
-"""One due snapshot in this many steps is left out, since only a step without one shows what snapshots cost."""
+"""If a snapshot is due after every step, one in this many steps is left out, since only a step without one shows what
+snapshots cost.
+"""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,8 @@ class SnapshotCadence:
 
 
 class Snapshots:
-    """Snapshots of the training state. All ranks must call its methods together, except `close`.
+    """Snapshots of the training state. All ranks must call `join`, `save`, `find_newest` and `load` together. The other
+    methods are local.
 
     The host memory needed is four times a rank's share of the state. There are two snapshots, because the older one is
     needed until the newer one is complete everywhere. Each snapshot has the rank's own copy and a peer's copy.
