@@ -1,7 +1,8 @@
 """The `Engine` protocol, through which replicas, the router and tests use an engine.
 
-Implementations are `native.NativeEngine`, `vllm.VllmEngine` and `fake.FakeEngine`. All of them must pass the
-conformance suite in tests/actors/engine/conformance. `EngineInfo.features` lists the optional features of an engine.
+Implementations are `native.NativeEngine`, `vllm.VllmEngine`, `fake.FakeEngine` and `remote.RemoteEngine`, which is a
+client of an engine in another process. All of them must pass the conformance suite in tests/actors/engine/conformance.
+`EngineInfo.features` lists the optional features of an engine.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Engine(Protocol):
 
         If the request has `resume` (feature "resume"), only the rest of the output is streamed, but `usage` counts the
         whole output. Before the first chunk it may raise UsageError (a bad prompt, or a feature that the engine lacks),
-        ConflictError (request id in use) or OverloadedError (queue full or draining). Raises EngineError if this
-        request fails.
+        NotFoundError (adapter not loaded), ConflictError (request id in use) or OverloadedError (queue full or
+        draining). Raises EngineError if this request fails.
         """
 
     async def abort(self, request_id: str) -> bool:

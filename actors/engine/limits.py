@@ -1,4 +1,5 @@
-"""Limits on a single request. A request that exceeds a limit is refused before any work is done for it.
+"""Limits on a single request, and on the work that all requests together may have in progress. A request that exceeds a
+limit on requests is refused before any work is done for it.
 
 The serving API checks the limits for every engine. The native engine checks the limits on sampling a second time. The
 limits are far above what clients send, but low enough that no request delays others by more than milliseconds.

@@ -194,8 +194,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class GenChunk:
     """The output of one step for one sample of a request. The last chunk of a sample has `finish_reason`. The last
-    chunk of the request has `usage` of all samples, and `timing`. The first chunk has `prompt_logprobs`, whose first
-    entry is None.
+    chunk of the request has `usage` of all samples, and `timing`. If prompt log probabilities are requested, the first
+    chunk of the first sample has `prompt_logprobs`, whose first entry is None.
 
     `text` can lag behind `token_ids`, because incomplete characters and possible starts of stop strings are held back.
     A router names the `replica` in the first chunk. `stop` is the stop string that ended the sample, or "".
@@ -328,6 +328,7 @@ class EngineStats:
     Health checks watch two counters. `steps` must increase while a serving engine has work. `commands_done` must
     increase in any state while there are `pending_commands`. `free_blocks` includes cached blocks that no sequence
     uses. `step_ms` is a moving average. A generated token is counted at once, but a prompt only when its request ends.
+    `finished` counts all requests that ended, also those that failed or were aborted.
     """
 
     state: EngineState = "serving"

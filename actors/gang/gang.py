@@ -26,8 +26,8 @@ class Gang:
 
     `with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
 
-    A thread polls for the lease all the time. The lease is therefore kept as long as this process lives, and `members`
-    is up to date.
+    Inside the block, a thread polls for the lease all the time. The lease is therefore kept as long as this process
+    lives, and `members` is up to date. The end of the block releases the lease.
     """
 
     def __init__(self, client: GangClient, job_id: str, *, timeout_s: float = 600.0) -> None:
@@ -42,7 +42,7 @@ class Gang:
 
     @property
     def lease(self) -> Lease:
-        """The lease as last polled. Raises LeaseLostError once the lease is over."""
+        """The lease as last polled. Raises LeaseLostError before the lease is held and once it is over."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
@@ -57,7 +57,8 @@ class Gang:
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
         """Returns the arguments of Ray's `.options(...)` for an actor or task on a member. They set the placement and,
-        by default, request all resources of the member.
+        by default, request all resources of the member. `options` replace or extend them. Raises ClusterError if the
+        member is not usable now.
         """
         from raytide.actors.gang.placement_groups import member_options
 
@@ -70,7 +71,7 @@ class Gang:
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
         """Waits until the lease's epoch is above `newer_than`, for at most `timeout_s` seconds. Returns the present
-        lease.
+        lease, also after the timeout. Raises LeaseLostError once the lease is over.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._epoch > newer_than, timeout_s)

@@ -67,7 +67,9 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress to the API on a thread, at most once a second. A change of the settled members is sent at once."""
+    """Sends progress to the API on a thread, at most once a second. A change of the settled members does not wait for
+    that second. Progress that comes while an earlier report is on its way is left to a later `send`.
+    """
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id

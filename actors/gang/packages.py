@@ -99,8 +99,8 @@ def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool 
     """Returns the path of the environment in `folder`, and a file descriptor. While the descriptor is open, the
     environment is protected from removal. Makes the environment if it does not exist.
 
-    Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if the package index could
-    not be reached, and StorageError if the folder cannot be written.
+    Raises ConfigError with pip's reason if the packages cannot be installed, ClusterError if pip failed for a reason
+    that may pass (the network, the package index, a full disk), and StorageError if the environment cannot be made.
     """
     path = folder / content_key(requirements)
     handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)

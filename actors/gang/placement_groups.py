@@ -34,7 +34,7 @@ class PlacementGroups:
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
         """Returns raytide's placement groups by key. The result includes removed groups for as long as Ray remembers
-        them.
+        them. Raises WaitTimeoutError if Ray does not answer within LIST_TIMEOUT_S seconds.
         """
         table = call_with_timeout(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]

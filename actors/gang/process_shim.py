@@ -7,8 +7,8 @@ cannot change to another user.
 
 The owner is the process that holds the other end of stdin. Stdin closes when the owner closes it or dies. The command's
 processes then get SIGTERM, and a few seconds later SIGKILL. FOLDER, their working directory, is removed. A SIGTERM to
-the shim is passed on to the command's processes. The shim exits as the command did: with its exit code, or with 128
-plus the signal's number.
+the shim is passed on to the command's processes. If stdin closes after such a SIGTERM, SIGKILL follows at once. The
+shim exits as the command did: with its exit code, or with 128 plus the signal's number.
 
 The shim imports nothing of raytide, since it is run as a file and must start quickly. It is two processes: the owner's
 child, which Ray kills together with the owner, and a guard, which is that child's own child in a new session. If one of

@@ -49,11 +49,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class StagedModel:
-    """A model directory on this node that is protected from deletion until `close`, or until this process ends."""
+    """A model on this node. A copy in the model cache is protected from deletion until `close`, or until this process
+    ends. A local directory outside of the cache is not protected.
+    """
 
     path: str
     bytes: int = 0
-    """The bytes that were copied for this caller: 0 if the directory was there already."""
+    """The bytes that were copied for this caller: 0 if the model was there already."""
     _lock: int | None = None
 
     def close(self) -> None:
@@ -70,7 +72,7 @@ def staged_model(location: str, on_progress: Progress = lambda done, total: None
     - DataError: the location is not allowed or cannot be read.
     - DeniedError: the location is outside the data roots.
     - StorageError: the model does not fit.
-    - WaitTimeoutError: no bytes arrive.
+    - WaitTimeoutError: no bytes arrive, or another process copies or deletes the model for too long.
     - ConfigError: a packaged model is not installed on this node.
     """
     if (path := packaged_path(location)) is not None:

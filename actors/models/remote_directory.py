@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 STALL_S = 120.0
-"""The seconds without a byte, or without the result of a listing, after which a store is given up."""
+"""The seconds without a whole piece of a file (8 MiB or its rest), or without the result of a listing, after which a
+store is given up.
+"""
 MOST_ENTRIES = 10_000
 _PIECE_BYTES = 8 << 20
 _THREADS = 8
@@ -62,7 +64,9 @@ class RemoteDirectory:
 
     @classmethod
     def read(cls, url: str) -> RemoteDirectory:
-        """Lists the directory. Raises DataError if it is not a model directory or cannot be read."""
+        """Lists the directory. Raises DataError if it is not a model directory or cannot be read, WaitTimeoutError if
+        the listing takes too long.
+        """
 
         def listing() -> dict[str, RemoteFile]:
             fs, root = open_url(url)

@@ -43,8 +43,8 @@ class CorpusReader:
             raise DataError(f"a window of {window} tokens has no room for text.", hint="Raise window.")
 
     def windows(self, corpus: HeldOutText) -> Iterator[Window]:
-        """Yields windows until they have `corpus.tokens` predicted tokens in all. Raises DataError for an unreadable or
-        empty corpus.
+        """Yields windows until they have `corpus.tokens` predicted tokens in all, or until the corpus ends. Raises
+        DataError for an unreadable or empty corpus.
         """
         left, size = corpus.tokens, self._window - len(self._start)
         given = len(self._start) or 1

@@ -53,7 +53,9 @@ class QualitySums:
     parent_nll: float | None = None
     same: int | None = None
     windows: list[tuple[int, float]] = field(default_factory=list)
-    """For each window, the number of its tokens and the sum of their likelihoods' differences to the parent."""
+    """For each window, the number of its tokens, and the sum over them of the model's negative log likelihood minus
+    the parent's.
+    """
     divergences: list[Tensor] = field(default_factory=list)
 
     def add(self, nll_T: Tensor, parent_nll_T: Tensor | None = None) -> None:

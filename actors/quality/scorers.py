@@ -95,7 +95,7 @@ class EndpointScorer:
 
     def nll(self, window: Window) -> torch.Tensor:
         """Returns the negative log likelihood of the window's targets, float32 [T]. Raises ClusterError if the endpoint
-        fails.
+        fails or refuses the request, DataError if it does not return the log probabilities of its prompt.
         """
         body = {
             "model": self._model,

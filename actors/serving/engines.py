@@ -204,8 +204,9 @@ def _processes(spec: ServeSpec) -> tuple[int, int]:
 
 
 def check_members(spec: ServeSpec) -> None:
-    """Raises ConfigError if the processes of a replica cannot divide the model's heads or layers evenly. Does nothing
-    for a model that cannot be read on this node.
+    """Raises ConfigError if the processes of a replica cannot divide the model's heads evenly, if there are more
+    pipeline stages than layers, or if several processes would compute a model that reads images. Does nothing for a
+    model that cannot be read on this node.
     """
     from raytide.actors.engine.model.parallel.shard import check_divides
     from raytide.actors.models.families import read_architecture

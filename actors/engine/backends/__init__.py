@@ -1,1 +1,3 @@
-"""The implementations of the engine interface in `base.py`: native, vLLM and a fake."""
+"""The implementations of the engine interface in `base.py`: native, vLLM, a fake, and a client of an engine in another
+process (`remote`).
+"""

@@ -2,7 +2,8 @@
 reusable prefix.
 
 A block without references is free. A free block that was registered under a hash keeps its content until the block is
-taken. The least recently used block is taken first. Nothing here touches memory, since a block is only a number.
+taken. Blocks that became free without a hash are taken first, then the least recently used ones. Nothing here touches
+memory, since a block is only a number.
 """
 
 from __future__ import annotations

@@ -54,8 +54,11 @@ class BlockFolder:
     """The block files of one engine under the directory `root`, in order of last use.
 
     A block's bytes depend on the block's key, and on the model and options that `identity` stands for. `limit_bytes` is
-    the largest total size of this folder and of the folders under `root` whose engines have ended. One thread may write
-    while another reads. Raises ConfigError if other users can write to `root`, OSError if the disk fails.
+    the largest total size of this folder and of the folders under `root` whose engines had ended when this object was
+    made. One thread may write while another reads.
+
+    Raises ConfigError if `limit_bytes` is less than a block, if `root` is not a folder, if other users can write to
+    `root` or use the engine's folder, or if 64 engines use `root` already. Raises OSError if the disk fails.
     """
 
     def __init__(self, root: Path, identity: str, block_bytes: int, limit_bytes: int) -> None:

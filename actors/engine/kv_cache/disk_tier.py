@@ -160,7 +160,8 @@ class DiskTier:
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
         """Starts to read these blocks if that is cheaper than computing them. Reads from the first block up to the
-        first one that is not on disk. Returns the key of the read, or None if nothing is read.
+        first one that is not on disk, or that another read in progress contains. Returns the key of the read, or None
+        if nothing is read.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -224,7 +225,7 @@ class DiskTier:
             self._writer.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Ends the threads and unlocks the folder. Blocks that are not written yet are lost. Idempotent."""
         self.is_on = False
         self._writer.end()
         self._reader.end()

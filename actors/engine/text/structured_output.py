@@ -153,7 +153,8 @@ class GrammarCompiler:
 
     def compile(self, structured: Structured) -> Grammar:
         """Returns the compiled grammar, and blocks until it is compiled. Raises UsageError if the grammar is invalid or
-        takes too long to compile, OverloadedError if too many grammars wait.
+        takes too long to compile, OverloadedError if too many grammars wait or the machine is too busy, ConfigError if
+        llguidance is not installed or cannot read the tokenizer.
         """
         job = self._submit(structured)
         began_s = time.monotonic()
@@ -166,7 +167,7 @@ class GrammarCompiler:
                 raise copy(error) from None  # the cached one must not collect the callers' tracebacks
 
     async def compile_async(self, structured: Structured) -> Grammar:
-        """Returns the compiled grammar without blocking the event loop."""
+        """Returns the compiled grammar without blocking the event loop. Raises the same errors as `compile`."""
         job = self._submit(structured)
         began_s = time.monotonic()
         compiling = asyncio.wrap_future(job.future)

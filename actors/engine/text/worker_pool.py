@@ -25,8 +25,9 @@ class TextPool:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread and returns its result. Raises OverloadedError if too many texts wait, EngineError if
-        a Rust library panics in `work`.
+        """Runs `work` in a thread and returns its result. Raises OverloadedError if too many texts wait. If `work`
+        fails with an error that is not raytide's own, such as a panic in a Rust library, raises EngineError. If the
+        call is cancelled, `work` still runs to its end.
         """
         if self._jobs >= self._max_jobs:
             raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")

@@ -35,7 +35,9 @@ class ModelWeights(Protocol):
         """
 
     def check_all_read(self) -> None:
-        """Raises DataError if tensors of quantized modules were not read."""
+        """Raises DataError if tensors of quantized modules were not read. For a GGUF file, any tensor that was not read
+        is an error.
+        """
 
     @property
     def quantization(self) -> str:

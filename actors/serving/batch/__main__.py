@@ -48,7 +48,7 @@ def run_batch_job(
 
     The model is the one in `spec`, whatever model the rows name. `holder` is the job's id. Raises DataError if a line
     of the input is wrong or the recorded progress belongs to another batch. Raises ConflictError while another process
-    runs this batch.
+    runs this batch. Raises SystemExit if a SIGTERM has stopped the batch before its last row.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")

@@ -67,8 +67,9 @@ class BatchInput:
 
 
 def check_input(path: Path, url: str | None) -> BatchInput:
-    """Reads the whole file and returns its rows, or its errors. `url` is the only URL that rows may name. If it is
-    None, rows may name any of `URLS`.
+    """Reads the whole file and returns its rows, or its errors. Reading ends early at MAX_ERRORS errors, at a line that
+    is too long, and at more than MAX_ROWS rows. `url` is the only URL that rows may name. If it is None, rows may name
+    any of `URLS`.
     """
     found, digest, known = BatchInput(path), hashlib.sha256(), set[bytes]()
     with path.open("rb") as file:

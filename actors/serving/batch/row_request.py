@@ -26,7 +26,8 @@ _BACKOFF_S = (0.1, 15.0)
 
 async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[], Mapping[str, Any]]) -> RowResult:
     """Runs a row and returns its result. If the server has no room, the request is sent again until the server has
-    room. If the server fails, the request is tried three times in all.
+    room. If the server fails, the request is tried three times in all. A response with the header `x-should-retry:
+    false` is final.
 
     `scope()` is called for each attempt and returns entries of the ASGI scope, such as the caller. If `scope()` raises
     an ApiError, the error counts as the answer to the attempt.

@@ -23,6 +23,7 @@ class ResponseHeaders:
 
     `x-request-id` and `request-id` have the same value: the client's `x-request-id` if there is one, else a new id.
     Anthropic's clients read `request-id`. A HEAD request is answered as a GET, and the HTTP server leaves the body out.
+    A response that its client leaves unread for SEND_TIMEOUT_S seconds is broken off.
 
     The middleware is plain ASGI, because Starlette's BaseHTTPMiddleware would hide a client's disconnect from the
     routes.

@@ -136,7 +136,9 @@ class EngineCore:
         return list(self._requests)
 
     def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
-        """Queues a request whose prompt is already tokenized. Raises UsageError, ConflictError or OverloadedError."""
+        """Queues a request whose prompt is already tokenized. Raises UsageError, ConflictError or OverloadedError.
+        Raises NotFoundError for an adapter that is not loaded.
+        """
         now_s = time.monotonic()
         if self.info.num_labels:
             raise UsageError(f"{self.info.model} classifies: it generates no text.", hint="Use another model for that.")

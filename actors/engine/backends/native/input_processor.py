@@ -80,8 +80,8 @@ class InputProcessor:
         return tuple(processor.prepare(data, index) for index, data in enumerate(request.images))
 
     async def prepare(self, request: GenRequest) -> Prepared:
-        """Compiles a request's grammar and decodes its images in separate threads. Raises UsageError or
-        OverloadedError.
+        """Prepares a request's stop strings and bad words, compiles its grammar and decodes its images, all in separate
+        threads. Raises UsageError or OverloadedError.
         """
         params, bad_words = request.sampling, None
         if params.bad_words or params.stop:
@@ -97,7 +97,7 @@ class InputProcessor:
         the seed `seed + i`. It thus has the same tokens as the only sample of a request with the seed `seed + i`. In a
         resumed request, each sequence has the tokens so far, and a finish reason if its sample has ended.
 
-        If `prepared` is None, this call prepares the grammar and images itself.
+        If `prepared` is None, this call prepares the grammar, bad words and images itself.
         """
         params, limit = request.sampling, self._max_len
         tokens = self.checked(f"request {request.request_id}", prompt)

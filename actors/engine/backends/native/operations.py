@@ -1,4 +1,5 @@
-"""The engine's commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup.
+"""The engine's commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup, and the
+export and import of requests.
 
 No command loses a request. If a command discards KV, the engine computes the KV again from the tokens.
 """
@@ -158,8 +159,11 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Continues a request that another engine exported. If there is no room for the request's KV now, the request waits
-    in the queue and this engine computes the KV again.
+    """Continues a request that another engine exported. If there is no room for the request's KV now, if the engine
+    sleeps, or if the export has no KV, the request waits in the queue and this engine computes the KV again.
+
+    Raises the same errors as `EngineCore.add`. Raises UsageError for another request than the exported one,
+    ConflictError for KV of another model, version or layout.
     """
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)

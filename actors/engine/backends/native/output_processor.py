@@ -110,7 +110,7 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """True once the last chunk has been returned."""
+        """True once all samples have ended by themselves. An abort does not set it."""
         return self._open == 0
 
     def emit(self, sample: SampleState, run: Items[Sampled], text: str, now_s: float) -> list[GenChunk]:

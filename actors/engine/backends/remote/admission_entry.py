@@ -36,7 +36,9 @@ class AdmissionEntry:
     """True if the engine has ever preempted the request."""
     is_aborted: bool = False
     cached_tokens: int | None = None
-    """The number of prompt tokens that were cached at the first start; known only after a preemption, else None."""
+    """The number of prompt tokens that were cached at the start that gave the first token. It is None until the request
+    has been preempted after its first token.
+    """
 
     @property
     def kv_tokens(self) -> int:

@@ -27,7 +27,7 @@ from raytide.core.errors import EngineDeadError, RaytideError, from_json
 
 _CONNECT_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0
-"""A process that has sent nothing for this many seconds, not even its status, counts as dead."""
+"""A process that has sent no status for this many seconds counts as dead."""
 
 _EMBEDDED_AT_ONCE = 128
 """The most inputs of one call: 2,048 vectors of a large model would be a longer message than a connection accepts."""
@@ -36,9 +36,9 @@ Item = GenChunk | RaytideError
 
 
 class RemoteEngine(Engine):
-    """A client of an engine in another process, over one connection. If the connection is lost or silent, every open
-    request ends with EngineDeadError and `on_lost` is called once. Connections to the same model may share the map
-    `token_texts`.
+    """A client of an engine in another process, over one connection. If the connection is lost, silent, or closed by
+    `shutdown`, every open request ends with EngineDeadError and `on_lost` is called once. A `start` that fails calls
+    `on_lost` too. Connections to the same model may share the map `token_texts`.
     """
 
     backend = "remote"

@@ -1,8 +1,9 @@
 """Sends the chunks of a step from the engine's own thread, so that a step does not wake the event loop.
 
 If the event loop in the engine's process sent the chunks, each step would cost a quarter of a millisecond. Meanwhile
-the engine's thread would wait for the Python interpreter. Some output still goes through the event loop: the first and
-the last chunk of a request, log probabilities, errors, and everything for a client that reads slowly.
+the engine's thread would wait for the Python interpreter. Some output still goes through the event loop: the first
+chunk of a request, the last chunk of each sample, log probabilities, errors, and everything for a client that reads
+slowly. The output of kept streams (kept_streams.py) always goes through the event loop.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class FairQueue(Generic[T]):
         return False
 
     def charge(self, team: str, tokens: int, *, weight: float = 1.0, priority: int = 0) -> None:
-        """Charges a team for tokens that its running requests have generated."""
+        """Charges a team for tokens that its running requests have generated. Does nothing while no request of this
+        priority waits.
+        """
         if (level := self._levels.get(priority)) is not None:
             level.charge(team, tokens / weight)
 

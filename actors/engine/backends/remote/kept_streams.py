@@ -2,7 +2,8 @@
 and the engine need not compute it twice.
 
 Such a request runs on when its connection is lost, and its answer is kept here for a while. A later request with the
-same key gets the same stream from its beginning, whether the engine still computes the answer or has finished.
+same key gets the same stream from its beginning, whether the engine still computes the answer or has finished. Answers
+that failed, were aborted or have more than MAX_ENTRIES tokens and log probabilities are not kept.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class KeptStreams:
     async def generate(
         self, request: GenRequest, waited_s: float, is_lost: Callable[[], bool]
     ) -> AsyncGenerator[GenChunk]:
-        """Streams a request. If a stream with the request's key exists, yields that stream from its beginning.
+        """Streams a request. If a stream with the request's key exists, yields that stream from its beginning. A stream
+        that has become too long for a second reader is stopped instead, and the request is computed from the start.
 
         When the last reader leaves on purpose, the request is aborted. When the last reader's connection was lost
         (`is_lost()`), the request continues.

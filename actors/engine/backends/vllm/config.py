@@ -72,7 +72,8 @@ def engine_arguments(
     config: VllmConfig, known: Collection[str], is_cpu: bool, span: Span | None = None
 ) -> dict[str, Any]:
     """Returns the arguments for vLLM's AsyncEngineArgs. `known` are the parameters of the installed AsyncEngineArgs.
-    `span` describes this node if several nodes compute the model.
+    `span` describes this node if several nodes compute the model. Raises ConfigError if `known` lacks an argument of
+    the options, or one that raytide needs.
     """
     unknown = sorted(config.vllm.keys() - set(known))
     if unknown:
@@ -120,8 +121,9 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
 
 @contextmanager
 def environment(config: VllmConfig, threads: int, host: str = "127.0.0.1") -> Iterator[None]:
-    """Sets the environment variables that vLLM reads when it starts, except those that the user has set. Other nodes
-    reach vLLM at `host`.
+    """Sets the environment variables that vLLM reads when it starts, except those that the user has set. Removes
+    VLLM_CPU_KVCACHE_SPACE even if the user has set it, because `kv_memory_gb` sets the size. Other nodes reach vLLM at
+    `host`.
 
     Restores the environment after the block, because vLLM itself sets LD_PRELOAD, which no other child process may
     inherit.

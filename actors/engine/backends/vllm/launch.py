@@ -92,8 +92,8 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Stops vLLM's process and blocks until it has ended. Skips vLLM's own cleanup, which would take many
-        seconds.
+        """Stops vLLM's process and blocks until it has ended. vLLM's own cleanup, which may take many seconds, is cut
+        off after 1 s if this vLLM has a timeout for it.
         """
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)

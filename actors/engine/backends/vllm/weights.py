@@ -29,8 +29,8 @@ class ServedWeights:
         """Serves the weights of another directory from the next step on, and returns their version.
 
         vLLM overwrites its weights in place. It pauses meanwhile, and then computes the KV of running requests again.
-        Raises ConflictError for another architecture, DataError for unreadable files, EngineError if vLLM fails to read
-        them. After an error, vLLM serves the old weights.
+        Raises ConflictError for another architecture, DataError for unreadable files. If vLLM fails to read the new
+        weights, it reads the old ones again, and this call raises EngineError.
         """
         model_dir = Path(source)
         found = await asyncio.to_thread(_checked, model_dir, self._model_dir)

@@ -61,7 +61,9 @@ class ImageProcessor:
             )
 
     def prepare(self, data: bytes, index: int = 0) -> PreparedImage:
-        """Returns an image's pixels. Raises UsageError if the data is not an image or the image is too large."""
+        """Returns an image's pixels. Raises UsageError if the data is not an image in one of the read formats, or if
+        the image is too large or too narrow.
+        """
         pixels = self._scaled(self._resized(_decoded(data, f"image {index}")))
         return PreparedImage(pixels, blake2b(pixels.tobytes(), digest_size=16).digest())
 

@@ -218,8 +218,8 @@ class Speculator:
                 counts[2] += accepted(chunk.seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
-        """Stops guessing for a sequence. The sequence's output is kept as a source of guesses for later sequences with
-        the same prefix-cache salt.
+        """Stops guessing for a sequence. If earlier answers are a source of guesses, the sequence's output is kept for
+        later sequences with the same prefix-cache salt.
         """
         self._guessers.pop(seq.seq_id, None)
         if "answers" in self._sources and seq.output_len:

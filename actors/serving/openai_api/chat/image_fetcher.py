@@ -66,8 +66,9 @@ class ImageFetcher:
     async def fetch(self, where: str, url: str, budget: ImageBudget) -> bytes:
         """Returns the content of the file at a URL.
 
-        Raises ApiError if the URL is not allowed or not found, if the file takes too long, or if the file is larger
-        than the rest of `budget`. The error names `where`, the place of the image in the request.
+        Raises ApiError if the URL is not allowed, if its host is not found or does not answer with status 200, if the
+        file takes too long, or if the file is larger than the rest of `budget`. The error names `where`, the place of
+        the image in the request.
         """
         parts = self._checked(where, url)
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
