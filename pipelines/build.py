@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,8 +71,9 @@ def build(
 
     The call is idempotent. A finished dataset of the same spec and inputs is verified and returned. An unfinished one
     is continued from its finished chunks. An altered one is built again. Raises ConflictError if `out` holds a dataset
-    of another spec or of other inputs, or if another build writes to it. Raises DataError if there are no input files
-    or no document is kept. After a StorageError, the finished chunks are deleted too.
+    of another spec or of other inputs, or if another build writes to it. A build that another one has taken over
+    deletes nothing. Raises DataError if there are no input files or no document is kept. After a StorageError, the
+    finished chunks are deleted too.
     """
     claim = Claim([spec.out])
     try:
@@ -154,7 +156,8 @@ class _Build:
         self.item_bytes = 0
 
     def run(self, tokenizer_file: bytes | None) -> TokenManifest:
-        clear(self.spec.out)
+        with committing([self.spec.out], self.claim.token):
+            clear(self.spec.out)
         try:
             manifest = self._run(tokenizer_file)
         except StorageError as error:
@@ -171,9 +174,7 @@ class _Build:
             self._discard()
             raise
         except BaseException:
-            clear(self.spec.out)
-            if not self.store.names():
-                remove_partial(self.spec.out)
+            self._discard(keeps_chunks=True)
             raise
         finally:
             if self.passes.cleaning is not None:
@@ -358,9 +359,14 @@ class _Build:
         share = self.passes.done_bytes / size if size and self.passes.done_bytes else 1.0
         return int(2 * tokens * self.item_bytes / share)
 
-    def _discard(self) -> None:
-        clear(self.spec.out)
-        remove_partial(self.spec.out)
+    def _discard(self, *, keeps_chunks: bool = False) -> None:
+        """Removes the output and, unless `keeps_chunks`, the finished chunks. Removes nothing if another build has
+        taken over the claim, because the files may be those of that build.
+        """
+        with suppress(ConflictError), committing([self.spec.out], self.claim.token):
+            clear(self.spec.out)
+            if not (keeps_chunks and self.store.names()):
+                remove_partial(self.spec.out)
 
 
 class _EmptyCorpusError(DataError):
