@@ -1,13 +1,14 @@
 """Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write.
 
-Finished chunks are kept until the dataset is complete. They are deleted if an output cannot be written, if a stored
-chunk was altered, or if no document is kept.
+Finished chunks are kept until the dataset is complete, also if the build fails. All are deleted if the disk is full or
+if no document is kept. A stored chunk that was altered is deleted alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,8 +71,9 @@ def build(
 
     The call is idempotent. A finished dataset of the same spec and inputs is verified and returned. An unfinished one
     is continued from its finished chunks. An altered one is built again. Raises ConflictError if `out` holds a dataset
-    of another spec or of other inputs, or if another build writes to it. Raises DataError if there are no input files
-    or no document is kept. After a StorageError, the finished chunks are deleted too.
+    of another spec or of other inputs, or if another build writes to it. A build that another one has taken over
+    deletes nothing. Raises DataError if there are no input files or no document is kept. If the disk is full, raises
+    StorageError and deletes the finished chunks too.
     """
     claim = Claim([spec.out])
     try:
@@ -154,26 +156,29 @@ class _Build:
         self.item_bytes = 0
 
     def run(self, tokenizer_file: bytes | None) -> TokenManifest:
-        clear(self.spec.out)
+        with committing([self.spec.out], self.claim.token):
+            clear(self.spec.out)
         try:
             manifest = self._run(tokenizer_file)
         except StorageError as error:
+            if not is_full_disk(error):
+                self._discard(keeps_chunks=True)
+                raise
             needed = self._needed_bytes()
             self._discard()
-            if not is_full_disk(error):
-                raise
             raise StorageError(
                 f"dataset {self.spec.name}: {error.message.rstrip('.')}; {self.spec.out} needs about "
                 f"{needed / 1e9:.3f} GB.",
                 hint="Free that much space and build again, or choose another out. Partial output was removed.",
             ) from error
-        except (_EmptyCorpusError, AlteredError):
+        except _EmptyCorpusError:
             self._discard()
             raise
+        except AlteredError as error:
+            self._discard(keeps_chunks=True, altered=error.name)
+            raise
         except BaseException:
-            clear(self.spec.out)
-            if not self.store.names():
-                remove_partial(self.spec.out)
+            self._discard(keeps_chunks=True)
             raise
         finally:
             if self.passes.cleaning is not None:
@@ -358,9 +363,16 @@ class _Build:
         share = self.passes.done_bytes / size if size and self.passes.done_bytes else 1.0
         return int(2 * tokens * self.item_bytes / share)
 
-    def _discard(self) -> None:
-        clear(self.spec.out)
-        remove_partial(self.spec.out)
+    def _discard(self, *, keeps_chunks: bool = False, altered: str = "") -> None:
+        """Removes the output and, unless `keeps_chunks`, the finished chunks; in any case the result `altered`. Removes
+        nothing if another build has taken over the claim, because the files may be those of that build.
+        """
+        with suppress(ConflictError), committing([self.spec.out], self.claim.token):
+            clear(self.spec.out)
+            # Lengths say that their tokens exist, so they go first.
+            self.store.remove([altered.replace("tokens-", "lengths-", 1), altered] if altered else [])
+            if not (keeps_chunks and self.store.names()):
+                remove_partial(self.spec.out)
 
 
 class _EmptyCorpusError(DataError):

@@ -29,6 +29,13 @@ CHECKSUM_BYTES = 16
 class AlteredError(ClusterError):
     """Raised when a stored result has changed since it was stored, by a power failure or because someone altered it."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")
+        self.name = name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AlteredError, (self.name,)
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
@@ -148,7 +155,7 @@ def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str
     stated, body = bytes(view[:CHECKSUM_BYTES]), view[CHECKSUM_BYTES:]
     # Signatures of datasets that earlier releases built begin with a SHA-256.
     if len(body) < 8 or (stated != _checksum(body) and stated != hashlib.sha256(body).digest()[:CHECKSUM_BYTES]):
-        raise AlteredError(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")
+        raise AlteredError(name)
     start = CHECKSUM_BYTES + 8 + int.from_bytes(body[:8], "little")
     head = json.loads(bytes(view[CHECKSUM_BYTES + 8 : start]))
     arrays = {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from raytide.core.errors import ProviderError
+from raytide.core.errors import RaytideError
+from raytide.core.logs import logger
+
+log = logger(__name__)
 
 
 class PollWatcher:
     """Calls `look` periodically in a thread of its own. Calls `on_change` from this thread when the result of `look`
-    has changed. A poll in which `look` raises ProviderError is skipped; any other error ends the thread.
+    has changed. A poll in which `look` raises an error is skipped.
     """
 
     def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:
@@ -29,8 +32,11 @@ class PollWatcher:
         while not self._stop.wait(self._every_s):
             try:
                 now = self._look()
-            except ProviderError:
+            except RaytideError:
                 continue  # the controller's own call reports it
+            except Exception as error:  # the thread must see what happens after it
+                log.warning("source failed", extra={"source": self._thread.name, "error": repr(error)})
+                continue
             if before is not None and now != before:
                 self._on_change()
             before = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ from raytide.autoscaler.explain import lines
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.lifecycle import requested
 from raytide.autoscaler.providers.fake import FakeProvider
+from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import ProviderError
+from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import Lease, LeaseState, Shape
@@ -115,6 +117,27 @@ def test_the_fake_provider_never_buys_the_same_node_twice_and_bills_until_the_en
     assert (machine.started_at_s, machine.ended_at_s, machine.reason) == (10.0, 45.0, "reclaimed")
     assert provider.notices() == ()
     assert told == ["x", "x"]
+
+
+def test_a_poll_that_fails_is_not_the_last() -> None:
+    results = iter([ClusterError("no answer"), ValueError("nonsense"), "before", OSError("no file"), "after"])
+    is_made, told = threading.Event(), list[str]()
+
+    def look() -> str:
+        is_made.wait()
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def on_change() -> None:
+        told.append("x")
+        watcher._stop.set()
+
+    watcher = PollWatcher("x", 0.0, look, on_change)
+    is_made.set()
+    watcher._thread.join()
+    assert told == ["x"]
 
 
 def test_the_fake_provider_has_stock_and_prices_by_pool() -> None:

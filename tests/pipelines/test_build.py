@@ -22,6 +22,7 @@ from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
 from raytide.pipelines import build as build_module
 from raytide.pipelines import inputs, survey
 from raytide.pipelines.build import Progress
+from raytide.pipelines.chunk_store import AlteredError
 from raytide.pipelines.runners.inline import InlineRunner
 
 SpecOf = Callable[..., DataSpec]
@@ -251,6 +252,55 @@ def test_two_builds_never_write_to_one_out(corpus: Path, spec_of: SpecOf) -> Non
 
     assert build(spec, on_progress=second) == verify(spec.out)
     assert build(spec) == verify(spec.out)
+
+
+def full_disk() -> StorageError:
+    error = StorageError("no space left.")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    return error
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), DataError("gone"), full_disk(), AlteredError("tokens-1")])
+def test_a_build_that_lost_its_claim_deletes_nothing_of_its_successor(
+    corpus: Path, spec_of: SpecOf, error: BaseException | None
+) -> None:
+    spec = spec_of(corpus)
+    out = Path(spec.out)
+    of_successor = [out / name for name in ("manifest.json", "shards/00099.bin", ".partial/tokens-1")]
+
+    def lose_claim(progress: Progress) -> None:
+        if progress.stage != "encode" or of_successor[0].exists():
+            return
+        claim = out / ".claim.json"
+        claim.write_text(json.dumps(json.loads(claim.read_text()) | {"token": "another"}))
+        for file in of_successor:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("of the successor")
+        if error is not None:
+            raise error
+
+    with pytest.raises(ConflictError if error is None else type(error)):
+        build(spec, on_progress=lose_claim)
+    assert [file.read_text() for file in of_successor] == ["of the successor"] * 3
+    assert json.loads((out / ".claim.json").read_text())["token"] == "another"
+
+
+def test_a_build_that_lost_its_claim_while_it_listed_its_inputs_clears_nothing(
+    corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, real = spec_of(corpus), build_module.plan_chunks
+    shard, claim = Path(spec.out, "shards", "00000.bin"), Path(spec.out, ".claim.json")
+
+    def lose_claim(*args: Any) -> Any:
+        claim.write_text(json.dumps(json.loads(claim.read_text()) | {"token": "another"}))
+        shard.parent.mkdir()
+        shard.write_text("of the successor")
+        return real(*args)
+
+    monkeypatch.setattr(build_module, "plan_chunks", lose_claim)
+    with pytest.raises(ConflictError, match="taken over"):
+        build(spec)
+    assert shard.read_text() == "of the successor"
 
 
 def test_an_input_that_changes_between_the_passes_is_found(

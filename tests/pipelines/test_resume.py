@@ -1,5 +1,7 @@
 """A killed build goes on from its finished chunks, and its bytes are those of a build that was never killed."""
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -8,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from raytide.core.errors import ClusterError, DataError
+from raytide.core.errors import ClusterError, DataError, StorageError
 from raytide.core.io.token_dataset import verify
 from raytide.core.specs.data import DataSpec, TokenizerSpec
 from raytide.pipelines import build as build_module
 from raytide.pipelines import encode, inputs
 from raytide.pipelines.build import build
+from raytide.pipelines.chunk_store import AlteredError
 from raytide.pipelines.inputs import group_chunks
 from raytide.pipelines.passes import Progress
 from raytide.pipelines.readers.base import InputPart
@@ -174,6 +177,52 @@ def test_a_chunk_that_was_altered_is_made_again(corpus: Path, spec_of: SpecOf, c
     build(spec_of(corpus), runner=InlineRunner())
     assert len(counted.read) == 45 - 29 + 3
     assert files_in(spec_of(corpus).out) == files_in(whole.out)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "texts"])
+def test_one_torn_chunk_costs_no_other_chunk(
+    corpus: Path, spec_of: SpecOf, counted: Counted, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    whole, spec = (spec_of(corpus, out=str(corpus.parent / out), texts="jsonl") for out in ("whole", "out"))
+    build(whole, runner=InlineRunner())
+    partial, real, stored = Path(spec.out, ".partial"), build_module.plan_shards, list[str]()
+
+    def tear(*args: Any) -> Any:
+        if not stored:
+            stored.extend(path.name for path in partial.iterdir())
+            min(partial.glob(f"{kind}-*")).write_bytes(b"")
+        return real(*args)
+
+    monkeypatch.setattr(build_module, "plan_shards", tear)
+    with pytest.raises(AlteredError, match=f"{kind}-[0-9a-f]* was altered"):
+        build(spec, runner=InlineRunner())
+    torn = min(name for name in stored if name.startswith(kind))
+    assert {path.name for path in partial.iterdir()} == {*stored} - {torn, torn.replace("tokens", "lengths")}
+    counted.read = []
+    build(spec, runner=InlineRunner())
+    assert len(counted.read) == (kind == "texts")
+    assert files_in(spec.out) == files_in(whole.out)
+
+
+@pytest.mark.parametrize("place", ["shards", ".partial/lengths"])
+def test_a_write_that_fails_costs_no_finished_chunk(
+    corpus: Path, spec_of: SpecOf, counted: Counted, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    real = os.replace
+
+    def refuse(old: str, new: str) -> None:
+        if place in str(new):
+            raise OSError(errno.EIO, "Input/output error")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match="cannot write"):
+        build(spec_of(corpus), runner=InlineRunner())
+    assert not Path(spec_of(corpus).out, "shards").exists()
+    monkeypatch.setattr(os, "replace", real)
+    counted.read = []
+    assert build(spec_of(corpus), runner=InlineRunner()) == verify(spec_of(corpus).out)
+    assert counted.read == []
 
 
 def test_files_without_a_version_are_read_again_by_each_run(

@@ -259,7 +259,8 @@ class SlurmProvider(Provider):
                 assert failure is not None
                 raise failure
             found: dict[str, list[SlurmJob]] = {}
-            for job in sorted(listed, key=lambda each: (each.has_ended, int(each.job_id.partition("_")[0]))):
+            single = [job for job in listed if job.job_id.isdigit()]  # 12_3 and 12+0 are parts of the user's own jobs
+            for job in sorted(single, key=lambda each: (each.has_ended, int(each.job_id))):
                 head, _, node_id = job.comment.rpartition(":")
                 if head == self._comment("").removesuffix(":") and node_id:
                     found.setdefault(node_id, []).append(job)

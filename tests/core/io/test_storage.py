@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_part(
         raise OSError(code, "simulated")
 
     monkeypatch.setattr(storage, "sync", full)
-    with pytest.raises(StorageError, match=words):
+    with pytest.raises(StorageError, match=words) as caught:
         storage.write_bytes(url, b"new")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert storage.is_full_disk(error) == (code == errno.ENOSPC)
     assert storage.read_bytes(url) == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -1,4 +1,5 @@
 import hashlib
+import pickle
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from pathlib import Path
@@ -134,8 +135,9 @@ def test_a_chunk_that_was_altered_is_found(tmp_path: Path) -> None:
     plans = list(plan_shards([ChunkTokens("tokens-0", np.array([2]), np.array([True]))], 10, "bin"))
     for torn in (b"", whole[:10], whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         chunk.write_bytes(torn)
-        with pytest.raises(AlteredError, match="tokens-0 was altered"):
+        with pytest.raises(AlteredError, match="tokens-0 was altered") as caught:
             ShardStage(store, str(tmp_path), "bin")(plans[0])
+        assert pickle.loads(pickle.dumps(caught.value)).name == "tokens-0", "it may come from a worker"
 
 
 def test_a_worker_that_sees_another_folder_of_the_same_name_writes_nothing(tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ def sha256(*parts: bytes | memoryview) -> str:
     return found.hexdigest()
 
 
+class FullDiskError(StorageError):
+    """Raised when a disk is full or a quota is exhausted. Another process gets the error without its cause."""
+
+
 @contextmanager
 def full_disk_is_an_error(what: str) -> Iterator[None]:
     """Turns an OSError inside the block into a StorageError. `what` names the written file in the message."""
@@ -151,7 +155,7 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full_disk(error):
-            raise StorageError(
+            raise FullDiskError(
                 f"no space left while writing {what}.",
                 hint="Free space there, then resume: earlier files are complete.",
             ) from error
@@ -159,8 +163,8 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Returns whether a full disk or an exhausted quota caused the error."""
+    """Returns whether a full disk or an exhausted quota caused the error, in this process or in another one."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
+    while cause is not None and not isinstance(cause, (OSError, FullDiskError)):
         cause = cause.__cause__
-    return cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(cause, FullDiskError) or (cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT))

@@ -13,7 +13,7 @@ from tests.autoscaler.providers.slurm.fake_slurm import FakeSlurm
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.hosts.provider import HostCluster
 from raytide.autoscaler.providers.slurm.provider import SlurmProvider
-from raytide.autoscaler.providers.slurm.queue import parse_jobs
+from raytide.autoscaler.providers.slurm.queue import SlurmJob, parse_jobs
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.objects.cluster_config import load_cluster
@@ -114,6 +114,18 @@ def test_jobs_of_other_clusters_and_of_the_user_are_left_alone(
     assert listed(provider, clock) == {}
     provider.terminate("n1")
     assert (slurm.cancelled, slurm.interrupted) == ([], [])
+
+
+@pytest.mark.parametrize("job_id", ["12+0", "12_3", "12_[4-9]"])
+def test_a_part_of_a_job_of_the_user_hides_no_node(
+    make: Make, slurm: FakeSlurm, clock: VirtualClock, job_id: str
+) -> None:
+    slurm.listed[job_id] = SlurmJob(job_id, "RUNNING", 1000.0, None, "n9", "None", "mine")
+    provider = make()
+    provider.launch(node(), GPU)
+    slurm.start("2")
+    assert set(listed(provider, clock)) == {"n1"}
+    assert slurm.cancelled == []
 
 
 def test_a_job_that_is_refused_or_fails_at_once_leaves_no_node(
