@@ -48,7 +48,7 @@ class ActionRunner:
     def resume(self, now_s: float) -> None:
         """Continues the actions that an earlier process left unfinished, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}
-        for record in self._records.actions():
+        for record in self._records.actions(with_held=False):
             if record.state != "started":
                 continue
             action = entries.get((record.alert, record.kind))
@@ -60,7 +60,8 @@ class ActionRunner:
     def run_due(self, source: AlertSource, now_s: float) -> list[ActionRecord]:
         """Runs the actions that are due for the alerts of this source. Returns the records of the actions."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
-        due = due_actions(self._records.alerts(source), self._actions, self._records.actions(), silenced, now_s)
+        begun = self._records.actions(with_held=False)  # else many delayed ones would hide those that limits count
+        due = due_actions(self._records.alerts(source), self._actions, begun, silenced, now_s)
         return [record for each in due if (record := self._run(each, now_s)) is not None]
 
     def _run(self, due: DueAction, now_s: float) -> ActionRecord | None:

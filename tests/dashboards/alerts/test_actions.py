@@ -1,8 +1,10 @@
 """Alerts act once in each episode, within their limits, never twice, without raytide's secrets."""
 
 import json
+import sqlite3
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,29 @@ def test_the_rate_limit_counts_all_objects(tmp_path: Path) -> None:
     assert len(world.orders) == 2
     running.run_due("raytide", NOW_S + 3601)
     assert len(world.orders) == 4
+
+
+def test_an_action_that_stays_held_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    running = runner(tmp_path, World(), action(most_per_h=1))
+    fire(tmp_path, firing(), firing(node="node-2"))
+    running.run_due("raytide", NOW_S)
+    before = (tmp_path / "a").read_bytes()
+    (held,) = running.run_due("raytide", NOW_S + 1)
+    assert held.state == "held"
+    assert (tmp_path / "a").read_bytes() == before
+
+
+def test_the_limits_count_an_action_that_many_held_ones_follow(tmp_path: Path) -> None:
+    world = World()
+    running = runner(tmp_path, world, action(most_per_h=1))
+    fire(tmp_path, firing())
+    running.run_due("raytide", NOW_S)
+    copy = "INSERT INTO actions SELECT ?, at_s + 1, NULL, alert, kind, entry, object, 'held', plan, '' FROM actions"
+    with closing(sqlite3.connect(tmp_path / "a")) as connection, connection:
+        connection.executemany(f"{copy} WHERE state = 'done'", [(str(number),) for number in range(1000)])
+    fire(tmp_path, firing(node="node-2"))
+    running.run_due("raytide", NOW_S + 2)
+    assert list(world.orders.values()) == ["quarantine_node node-1"]
 
 
 @given(
