@@ -27,6 +27,8 @@ from raytide.dashboards.alerts.states import AlertSource
 log = logger(__name__)
 
 _MOST_OUTPUT = 1000
+_KILL_S = 5.0
+"""The longest wait for the end of a command that was killed."""
 _ORDERS = ("restart_replica", "replace_node", "quarantine_node")
 
 
@@ -140,7 +142,10 @@ class ActionRunner:
             output, _ = process.communicate(json.dumps(alert).encode(), timeout=action.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            process.communicate()
+            for pipe in (process.stdin, process.stdout):  # not read to the end: a child in another group may hold it
+                if pipe is not None:
+                    pipe.close()
+            process.wait(_KILL_S)
             raise UsageError(f"{action.command[0]} did not end within {action.timeout_s:g} s.") from None
         said = output.decode("utf-8", "replace").strip()[-_MOST_OUTPUT:]
         if process.returncode:

@@ -1,7 +1,10 @@
 """Alerts act once in each episode, within their limits, never twice, without raytide's secrets."""
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -261,3 +264,23 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
     (record,) = AlertRecords(tmp_path / "a").actions()
     assert record.state == "failed"
     assert "did not end within" in record.outcome
+
+
+def test_the_daemon_of_a_killed_command_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons: list[int] = []
+
+    def communicate(process: subprocess.Popen[bytes], input: bytes = b"", timeout: float | None = None) -> None:
+        assert timeout is not None  # else it waits for the daemon, too
+        assert process.stdout is not None
+        daemons.append(int(process.stdout.readline()))
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    program = "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    fire(tmp_path, firing())
+    try:
+        runner(tmp_path, World(), action("command", command=[sys.executable, "-c", program])).run_due("raytide", NOW_S)
+    finally:
+        os.kill(daemons[0], signal.SIGKILL)
+    ((_, _, state),) = states(tmp_path)
+    assert state == "failed"
