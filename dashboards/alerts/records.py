@@ -165,20 +165,25 @@ class AlertRecords:
             query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
             return [_episode(row) for row in c.execute(query, (name, limit))]
 
-    def actions(self, limit: int = 1000) -> list[ActionRecord]:
-        """Returns the log of actions, newest first."""
+    def actions(self, limit: int = 1000, *, with_held: bool = True) -> list[ActionRecord]:
+        """Returns the log of actions, newest first. Without `with_held`, delayed actions are left out."""
+        where = "" if with_held else "WHERE state != 'held'"
         with self._database.read() as c:
-            return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
+            found = c.execute(f"SELECT * FROM actions {where} ORDER BY at_s DESC LIMIT ?", (limit,))
+            return [_action(row) for row in found]
 
     def begin(self, action: ActionRecord) -> bool:
         """Records an action before it is run. Returns False if the action was begun before and must not be run again.
 
-        If the action was delayed before, this record replaces the record of the delay.
+        If the action was delayed before, this record replaces the record of the delay. If the action is still delayed,
+        nothing is written.
         """
         with self._database.write() as c:
             row = c.execute("SELECT state FROM actions WHERE key = ?", (action.key,)).fetchone()
             if row is not None and row["state"] != "held":
                 return False
+            if row is not None and action.state == "held":  # a changed file would make the monitor act at once again
+                return True
             named = (action.key, action.at_s, action.ended_at_s, action.alert, action.kind, action.entry)
             rest = (action.object, action.state, json.dumps(action.plan), action.outcome)
             c.execute("INSERT OR REPLACE INTO actions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*named, *rest))

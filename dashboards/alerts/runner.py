@@ -27,6 +27,8 @@ from raytide.dashboards.alerts.states import AlertSource
 log = logger(__name__)
 
 _MOST_OUTPUT = 1000
+_KILL_S = 5.0
+"""The longest wait for the end of a command that was killed."""
 _ORDERS = ("restart_replica", "replace_node", "quarantine_node")
 
 
@@ -48,7 +50,7 @@ class ActionRunner:
     def resume(self, now_s: float) -> None:
         """Continues the actions that an earlier process left unfinished, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}
-        for record in self._records.actions():
+        for record in self._records.actions(with_held=False):
             if record.state != "started":
                 continue
             action = entries.get((record.alert, record.kind))
@@ -60,7 +62,8 @@ class ActionRunner:
     def run_due(self, source: AlertSource, now_s: float) -> list[ActionRecord]:
         """Runs the actions that are due for the alerts of this source. Returns the records of the actions."""
         silenced = {silence.name for silence in self._records.silences(now_s)}
-        due = due_actions(self._records.alerts(source), self._actions, self._records.actions(), silenced, now_s)
+        begun = self._records.actions(with_held=False)  # else many delayed ones would hide those that limits count
+        due = due_actions(self._records.alerts(source), self._actions, begun, silenced, now_s)
         return [record for each in due if (record := self._run(each, now_s)) is not None]
 
     def _run(self, due: DueAction, now_s: float) -> ActionRecord | None:
@@ -139,7 +142,10 @@ class ActionRunner:
             output, _ = process.communicate(json.dumps(alert).encode(), timeout=action.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            process.communicate()
+            for pipe in (process.stdin, process.stdout):  # not read to the end: a child in another group may hold it
+                if pipe is not None:
+                    pipe.close()
+            process.wait(_KILL_S)
             raise UsageError(f"{action.command[0]} did not end within {action.timeout_s:g} s.") from None
         said = output.decode("utf-8", "replace").strip()[-_MOST_OUTPUT:]
         if process.returncode:

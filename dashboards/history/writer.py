@@ -139,7 +139,7 @@ class HistoryWriter:
         rows: defaultdict[int, dict[int, Row]] = defaultdict(dict)
         self._c.execute("BEGIN IMMEDIATE")
         for series, value in points:
-            if series.id not in self._stored and not self._register(series, at_s):
+            if self._stored.get(series.id) is not series and not self._register(series, at_s):
                 continue
             self._stored[series.id].seen_s = at_s
             rows[self._metrics[series.metric][0]][series.id] = Row(1, value, value, value)
@@ -159,10 +159,12 @@ class HistoryWriter:
             self._c.execute("INSERT OR IGNORE INTO times VALUES (?, ?)", (level, at_s))
 
     def _register(self, series: Series, at_s: float) -> bool:
-        """Gives the series an id; returns False if the limit on series is reached."""
+        """Gives the series an id; returns False if the limit on series is reached. An id from a replaced file or from a
+        rolled-back transaction may be that of another series by now.
+        """
         name = (series.metric, series.labels)
         known = self._known.get(name)
-        if known is not None and known.id in self._stored:
+        if known is not None and self._stored.get(known.id) is known:
             series.id = known.id
             return True
         if len(self._stored) >= self._most_series and not self._forget_oldest(at_s):

@@ -11,7 +11,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import httpx
 
 from raytide.actors.serving.openai_api.respond import PROBE
 from raytide.control.client.api_client import ApiClient
-from raytide.core.errors import RaytideError
+from raytide.core.errors import NotFoundError, RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.logs import logger
 from raytide.core.telemetry.catalogue import monitoring as m
@@ -57,11 +57,10 @@ class Prober:
         probes: Sequence[ProbeSection],
         serve_url: str,
         http: httpx.AsyncClient,
-        key: Callable[[], Awaitable[str]],
+        key: ProbeKey,
         folder: Path,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`key` returns the API key of the requests, or an empty string if there is none."""
         self._probes, self._serve_url, self._http, self._key = probes, serve_url, http, key
         self._folder, self._now_s = folder, now_s
         self._results: dict[tuple[str, str], ProbeResult] = {}
@@ -124,6 +123,8 @@ class Prober:
                     raise ValueError("the answer is larger than 1 MiB")
                 parts.append(part)
         text = b"".join(parts)
+        if response.status_code == httpx.codes.UNAUTHORIZED:  # somebody may have revoked the key
+            self._key.forget(key)
         if not response.is_success:
             raise ValueError(f"{response.status_code}: {text[:_MOST_ANSWER].decode('utf-8', 'replace')}")
         choice = json.loads(text)["choices"][0]
@@ -152,7 +153,8 @@ class ProbeKey:
     none.
 
     `team` is the team that pays for the probes. The key is kept in a file that only raytide's user can read. The first
-    call creates a key if the file has none, or one that is no longer valid. Later calls return the same key.
+    call creates a key if the file has none, or one that is no longer valid. Later calls return the same key until it
+    is forgotten.
     """
 
     def __init__(self, folder: Path, team: str, is_needed: bool) -> None:
@@ -171,6 +173,11 @@ class ProbeKey:
                     log.warning("there is no key for probes", extra={"error": str(error)})
             return self._secret or ""
 
+    def forget(self, secret: str) -> None:
+        """Makes the next call check whether this key is still valid, and return a new one if it is not."""
+        if secret == self._secret:  # else another probe has done so, and there is a newer key
+            self._secret = None
+
     def _find(self) -> str:
         """Returns the kept key, or a new key if the kept one is no longer valid."""
         try:
@@ -178,9 +185,15 @@ class ProbeKey:
         except ValueError:
             kept = {}
         client = ApiClient.from_run_dir(self._folder)
-        valid = {key["key"]["id"] for key in client.call("GET", "/v1/keys", query={"limit": 1000})}
-        if kept.get("id") in valid:
+        if (key_id := kept.get("id")) and self._is_valid(client, str(key_id)):
             return str(kept["secret"])
         made = client.call("POST", "/v1/keys", {"name": NAME, "team": self._team})
         write_json(self._path, {"id": made["key"]["id"], "secret": made["secret"]})
         return str(made["secret"])
+
+    @staticmethod
+    def _is_valid(client: ApiClient, key_id: str) -> bool:
+        try:
+            return client.key(key_id).key.is_valid(time.time())
+        except NotFoundError:
+            return False

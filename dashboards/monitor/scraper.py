@@ -77,7 +77,8 @@ class Scraper:
         pages = await asyncio.gather(*(self._page(target, limit, timeout_s) for target in listed))
         points: list[tuple[Series, float]] = []
         self.up = {}
-        self._readers = {target: reader for target, reader in self._readers.items() if target in set(listed)}
+        known = set(listed)
+        self._readers = {target: reader for target, reader in self._readers.items() if target in known}
         for target, page in zip(listed, pages, strict=True):
             labels = dict(target.labels)
             self.up[labels.get("job", ""), labels.get("instance", "")] = page is not None

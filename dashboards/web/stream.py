@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 """The time between two pictures."""
 BEAT_S = 10.0
-"""The longest silence of a stream; each beat also checks that the token is still valid."""
+"""The longest silence of a stream; its token is checked again after this time, too."""
 SEND_S = 15.0
 """A listener that does not take a message within this time is dropped; it may come back."""
 MOST_QUEUED = 20
@@ -160,7 +160,8 @@ class EventStream(Response):
     """The HTTP response (ASGI) with the live stream of one listener.
 
     It ends when the client leaves, when the client reads too slowly, after LONGEST_S seconds, or when the token of the
-    client is no longer valid. The token is checked after each `beat_s` seconds without a message.
+    client is no longer valid. The token is checked before each beat, and before a message if the last check was
+    `beat_s` seconds ago.
     """
 
     media_type = "text/event-stream"
@@ -170,6 +171,7 @@ class EventStream(Response):
         del self.headers["Content-Length"]  # of the empty body that it begins with
         self._streams, self._hello, self._check, self._beat_s = streams, hello, check, beat_s
         self._listener = streams.join(team)
+        self._checked_s = asyncio.get_running_loop().time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_until_gone(receive))
@@ -188,22 +190,24 @@ class EventStream(Response):
             self._streams.leave(self._listener)
 
     async def _next(self, gone: asyncio.Task[None]) -> bytes | None:
-        """Returns the next message, or a beat after a while; None once the stream ends."""
+        """Returns the next message, or a beat after `beat_s` seconds without one; None once the stream ends."""
         waiting = asyncio.create_task(self._listener.messages.get())
         try:
             await asyncio.wait({waiting, gone}, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() or self._listener.is_dropped:
                 return None
-            if waiting.done():
-                return waiting.result()
+            message = waiting.result() if waiting.done() else None
         finally:
             waiting.cancel()
-        try:
-            await self._check()
-        except RaytideError as error:
-            _log.info("a page's token is not valid any more: %s", error)
-            return None
-        return b": beat\n\n"
+        now_s = asyncio.get_running_loop().time()
+        if message is None or now_s - self._checked_s >= self._beat_s:
+            try:
+                await self._check()
+            except RaytideError as error:
+                _log.info("a page's token is not valid any more: %s", error)
+                return None
+            self._checked_s = now_s
+        return message or b": beat\n\n"
 
     @staticmethod
     async def _send(send: Send, body: bytes) -> None:

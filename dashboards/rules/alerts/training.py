@@ -35,9 +35,9 @@ ALERTS = (
     _rule(
         "LossNaN",
         "critical",
-        Condition(_LOSS, "!=", _LOSS),
+        Condition(max_by(select(training.JOB_LOSS_FINITE), *_JOB), "==", 0),
         0,
-        "The loss of {job} is not a number",
+        "The loss of {job} is NaN or infinite",
         "Stop it, lower the learning rate, and start again from a checkpoint before it.",
     ),
     _rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,14 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.control.client import ApiClient
+from raytide.dashboards.monitor.probes import ProbeResult
 
-PROBES = [
-    {"endpoint": "chat", "probe": "tides", "at_s": 1.0, "success": True, "is_right": False, "seconds": 0.25},
-    {"endpoint": "code", "probe": "hello", "at_s": 1.0, "success": False, "is_right": False, "error": "no answer"},
-]
+RESULTS = (  # as the monitor writes them
+    ProbeResult("chat", "tides", 1.0, success=True, right=True, seconds=0.25),
+    ProbeResult("chat", "winds", 1.0, success=True, right=False, seconds=0.5),
+    ProbeResult("code", "hello", 1.0, success=False, right=False, seconds=9.0, error="no answer"),
+)
+PROBES = [asdict(result) for result in RESULTS]
 
 
 def test_probes_are_listed_with_their_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +29,8 @@ def test_probes_are_listed_with_their_last_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ApiClient, "find", lambda _: SimpleNamespace(call=call))
     rows = CliRunner().invoke(app, ["alerts", "probes"]).stdout.splitlines()
     assert [row.split("\t") for row in rows[1:]] == [
-        ["chat", "tides", "yes", "no", "0.25"],
-        ["code", "hello", "no", "no", "-"],
+        ["chat", "tides", "yes", "yes", "0.25"],
+        ["chat", "winds", "yes", "no", "0.50"],
+        ["code", "hello", "no", "no", "9.00"],
     ]
     assert json.loads(CliRunner().invoke(app, ["alerts", "probes", "--json"]).stdout) == PROBES

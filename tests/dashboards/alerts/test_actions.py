@@ -1,8 +1,13 @@
 """Alerts act once in each episode, within their limits, never twice, without raytide's secrets."""
 
 import json
+import os
+import signal
+import sqlite3
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +131,29 @@ def test_the_rate_limit_counts_all_objects(tmp_path: Path) -> None:
     assert len(world.orders) == 4
 
 
+def test_an_action_that_stays_held_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    running = runner(tmp_path, World(), action(most_per_h=1))
+    fire(tmp_path, firing(), firing(node="node-2"))
+    running.run_due("raytide", NOW_S)
+    before = (tmp_path / "a").read_bytes()
+    (held,) = running.run_due("raytide", NOW_S + 1)
+    assert held.state == "held"
+    assert (tmp_path / "a").read_bytes() == before
+
+
+def test_the_limits_count_an_action_that_many_held_ones_follow(tmp_path: Path) -> None:
+    world = World()
+    running = runner(tmp_path, world, action(most_per_h=1))
+    fire(tmp_path, firing())
+    running.run_due("raytide", NOW_S)
+    copy = "INSERT INTO actions SELECT ?, at_s + 1, NULL, alert, kind, entry, object, 'held', plan, '' FROM actions"
+    with closing(sqlite3.connect(tmp_path / "a")) as connection, connection:
+        connection.executemany(f"{copy} WHERE state = 'done'", [(str(number),) for number in range(1000)])
+    fire(tmp_path, firing(node="node-2"))
+    running.run_due("raytide", NOW_S + 2)
+    assert list(world.orders.values()) == ["quarantine_node node-1"]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10_000)), max_size=40),
     st.integers(1, 4),
@@ -236,3 +264,23 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
     (record,) = AlertRecords(tmp_path / "a").actions()
     assert record.state == "failed"
     assert "did not end within" in record.outcome
+
+
+def test_the_daemon_of_a_killed_command_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons: list[int] = []
+
+    def communicate(process: subprocess.Popen[bytes], input: bytes = b"", timeout: float | None = None) -> None:
+        assert timeout is not None  # else it waits for the daemon, too
+        assert process.stdout is not None
+        daemons.append(int(process.stdout.readline()))
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    program = "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    fire(tmp_path, firing())
+    try:
+        runner(tmp_path, World(), action("command", command=[sys.executable, "-c", program])).run_due("raytide", NOW_S)
+    finally:
+        os.kill(daemons[0], signal.SIGKILL)
+    ((_, _, state),) = states(tmp_path)
+    assert state == "failed"

@@ -132,6 +132,29 @@ def test_a_file_that_breaks_while_it_is_written_is_replaced(tmp_path: Path) -> N
     assert HistoryReader(path).range("up", {}, 0, NOW_S + 200)[0][1] == [(NOW_S + 100, 7.0)]
 
 
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FULL])
+def test_each_series_has_its_own_points_after_a_write_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A damaged file is replaced, and the write to a full disk is rolled back: ids are given again in both."""
+
+    def fail(*_: object) -> None:
+        error = sqlite3.OperationalError("it fails")
+        error.sqlite_errorcode = code
+        raise error
+
+    history = HistoryWriter(tmp_path / "h", low_bytes=0)
+    points = [(history.series("up", label_set({"job": job}), False), value) for job, value in (("a", 1.0), ("b", 2.0))]
+    with monkeypatch.context() as broken:
+        broken.setattr(HistoryWriter, "_insert", fail)
+        assert not history.write(NOW_S, points)
+    assert history.write(NOW_S, reversed(points))
+    assert HistoryReader(tmp_path / "h").range("up", {}, NOW_S, NOW_S) == [
+        ((("job", "a"),), [(NOW_S, 1.0)]),
+        ((("job", "b"),), [(NOW_S, 2.0)]),
+    ]
+
+
 def test_a_missing_file_and_one_of_another_version_hold_nothing(tmp_path: Path) -> None:
     assert HistoryReader(tmp_path / "none").range("up", {}, 0, 1) == []
     with sqlite3.connect(tmp_path / "new") as other:

@@ -14,7 +14,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.telemetry.metrics import render
 from raytide.core.telemetry.settings import MonitoringSection, ProbeSection
 from raytide.dashboards.alerts.service import PROBES_FILE
-from raytide.dashboards.monitor.probes import Prober, ProbeResult
+from raytide.dashboards.monitor.probes import ProbeKey, Prober, ProbeResult
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -30,11 +30,10 @@ def chat(text: str | None) -> httpx.Response:
 
 def send(folder: Path, section: ProbeSection, answer: Answer, key: str = "") -> tuple[ProbeResult, str]:
     async def run() -> tuple[ProbeResult, str]:
-        async def key_of() -> str:
-            return key
-
+        probe_key = ProbeKey(folder, "default", is_needed=bool(key))
+        probe_key._secret = key
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-            prober = Prober([section], "http://gateway", http, key_of, folder, lambda: 1000.0)
+            prober = Prober([section], "http://gateway", http, probe_key, folder, lambda: 1000.0)
             result = await prober.send(section)
             return result, render(prober.samples()).decode()
 

@@ -338,10 +338,10 @@ TRAINING = (
     AlertCase(
         "LossNaN",
         3,
-        one("raytide_job_loss", JOB, "2.5 2.4 NaN NaN"),
+        one("raytide_job_loss_finite", JOB, "1 1 0 0"),
         JOB,
-        "The loss of job-1 is not a number",
-        one("raytide_job_loss", JOB, "2.5 NaN 2.4 2.3"),
+        "The loss of job-1 is NaN or infinite",
+        one("raytide_job_loss_finite", JOB, "1 0 1 1"),
     ),
     AlertCase(
         "LossSpike",

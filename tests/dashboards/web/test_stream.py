@@ -219,6 +219,18 @@ async def test_a_stream_ends_once_its_token_is_revoked() -> None:
     assert streams._listeners == set()
 
 
+async def test_a_stream_that_is_never_silent_ends_once_its_token_is_revoked() -> None:
+    streams, wire = Streams(picture, period_s=3600), Wire()
+    response = EventStream(streams, "one", {}, revoked, beat_s=0.01)
+
+    async def send(message: Any) -> None:
+        response._listener.put(stream.event("jobs", {}))  # the next message waits already
+        await wire.send(message)
+
+    await asyncio.wait_for(response({}, wire.receive, send), 60)
+    assert wire.sent[-1]["more_body"] is False
+
+
 async def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SEND_S", 0.01)
     streams, wire = Streams(picture, period_s=3600), Wire()

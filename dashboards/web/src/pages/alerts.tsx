@@ -30,7 +30,7 @@ interface Probe {
   endpoint: string;
   probe: string;
   success?: boolean;
-  is_right?: boolean;
+  right?: boolean;
   seconds?: number;
   at_s?: number;
   error?: string;
@@ -105,7 +105,7 @@ export function Alerts(_: { at: Place }) {
                       {probe.error && <span class="sub-line">{probe.error}</span>}
                     </span>
                     {probe.seconds != null && <span class="quiet">{span(probe.seconds)}</span>}
-                    <State of={probe.success === false ? "failed" : probe.is_right === false ? "warning" : "running"} title={probe.is_right === false ? "the answer was wrong" : ""} />
+                    <State of={probe.success === false ? "failed" : probe.right === false ? "warning" : "running"} title={probe.right === false ? "the answer was wrong" : ""} />
                     {probe.at_s != null && <When at={probe.at_s} />}
                   </li>
                 ))}

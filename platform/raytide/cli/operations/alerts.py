@@ -148,7 +148,7 @@ def _action_row(each: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _probe_row(each: dict[str, Any]) -> tuple[object, ...]:
-    answered, right = (_YES[each.get(field)] for field in ("success", "is_right"))
+    answered, right = (_YES[each.get(field)] for field in ("success", "right"))
     seconds = each.get("seconds")
     return (each["endpoint"], each["probe"], answered, right, "-" if seconds is None else f"{seconds:.2f}")
 

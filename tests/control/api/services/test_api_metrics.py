@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from raytide.core.objects.node import CapacityType, Node, NodeMeasurement, NodeR
 from raytide.core.objects.team import TeamSpec
 from raytide.core.specs.rollout import CountedRevision
 from raytide.core.state import Changes, Store, tables
+from raytide.core.state.codec import finite
 from raytide.core.state.queries.jobs import HeldJob, WaitingJob
 from raytide.core.state.tenancy.audit import acting
 from raytide.core.telemetry.catalogue import METRICS
@@ -82,6 +84,15 @@ def test_training_jobs_show_what_their_drivers_report_and_the_user_s_own_values(
     assert page("raytide_job_report", *job, "accuracy") == 0.75
     assert {labels[2] for name, labels in page.values if name == "raytide_job_report"} == {"accuracy"}
     assert page("raytide_gang_pending_seconds", "job-2", "blue") == 600.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [(2.5, 1), (math.nan, 0), (-math.inf, 0), ("diverged", None), (True, None)],
+)
+def test_a_loss_that_is_not_finite_is_shown_as_such(loss: float | str, shown: int | None) -> None:
+    page = Page(job_samples([HeldJob("job-1", "red", "train", 0, finite({"loss": loss}))], [], 0.0))
+    assert page("raytide_job_loss_finite", "job-1", "red") == shown
 
 
 def test_a_job_that_reports_a_thousand_names_shows_the_first_of_them() -> None:

@@ -6,6 +6,9 @@ _JOB = ("job", "team")
 
 JOB_STEP = gauge("raytide_job_step", "Last step that a running job reported", *_JOB)
 JOB_LOSS = gauge("raytide_job_loss", "Last loss that a running job reported", *_JOB)
+JOB_LOSS_FINITE = gauge(
+    "raytide_job_loss_finite", "0 if the last loss that a running job reported is NaN or infinite, else 1", *_JOB
+)
 JOB_TOKENS_PER_SECOND = gauge("raytide_job_tokens_per_second", "Training throughput", *_JOB)
 JOB_MFU = gauge("raytide_job_mfu_ratio", "Model FLOPs utilization", *_JOB)
 JOB_STEP_SECONDS = gauge("raytide_job_step_seconds", "Duration of a training step", *_JOB)

@@ -204,6 +204,8 @@ def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: f
         for name, metric in _REPORTED.items():
             if (value := _number(job.progress, name)) is not None:
                 yield MetricSample(metric, value, labels)
+        if (is_finite := _is_finite(job.progress, "loss")) is not None:
+            yield MetricSample(training.JOB_LOSS_FINITE, is_finite, labels)
         for name, metric in _AGES.items():
             if (at_s := _number(job.progress, name)) is not None:
                 yield MetricSample(metric, max(0.0, now_s - at_s), labels)
@@ -225,3 +227,14 @@ def _number(progress: Mapping[str, object], name: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def _is_finite(progress: Mapping[str, object], name: str) -> bool | None:
+    """Returns False for NaN and infinity, which a job's stored progress holds as texts; None for what is no number."""
+    value = progress.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return None
