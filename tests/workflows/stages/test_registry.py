@@ -71,6 +71,20 @@ def test_the_same_spec_is_served_once_and_another_one_again() -> None:
 LOWER = {"loss": {"better": "lower", "gain": 0.0}}
 
 
+def in_state(status: EndpointStatus | None, state: EndpointState, reason: str = "") -> EndpointStatus:
+    assert status is not None
+    return replace(status, endpoint=replace(status.endpoint, state=state, reason=reason))
+
+
+def test_an_endpoint_that_failed_is_deployed_again_by_the_next_attempt_whatever_the_rule() -> None:
+    api, better = Serving(2.0), {"loss": {"better": "lower", "gain": 0.5}}
+    registry.serve(api, task(1, better))
+    api.status = in_state(api.status, EndpointState.FAILED, "no such file")
+    handle = registry.serve(api, task(1, better))
+    assert len(api.requests) == 2
+    assert registry.served(api, task(1, better), handle) == StageReport("running")
+
+
 def test_a_worse_version_is_refused_and_the_old_one_stays() -> None:
     api = Serving(2.0, 3.0, 1.0)
     registry.serve(api, task(1, LOWER))
