@@ -124,6 +124,14 @@ def test_a_stage_is_done_once_a_replica_answers_and_failed_with_the_endpoint() -
     assert registry.served(api, task(1), handle).reason == "endpoint chat failed: no such file"
 
 
+@pytest.mark.parametrize("state", [EndpointState.DELETING, EndpointState.DELETED])
+def test_a_stage_whose_endpoint_was_deleted_has_failed(state: EndpointState) -> None:
+    api = Serving(2.0)
+    handle = registry.serve(api, task(1))
+    api.status = in_state(api.status, state)
+    assert registry.served(api, task(1), handle) == StageReport("failed", "endpoint chat was deleted")
+
+
 def test_a_new_version_is_served_once_one_of_its_own_replicas_answers() -> None:
     api = Serving(2.0, 1.0)
     registry.serve(api, task(1))

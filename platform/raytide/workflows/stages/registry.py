@@ -68,6 +68,8 @@ def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
     status = client.endpoint(handle)
     if status.endpoint.state is EndpointState.FAILED:
         return StageReport("failed", f"endpoint {handle} failed: {status.endpoint.reason}")
+    if status.endpoint.state in (EndpointState.DELETING, EndpointState.DELETED):
+        return StageReport("failed", f"endpoint {handle} was deleted")
     answers = (status.ready_replicas > 0 and _is_new(client, status)) or status.endpoint.spec.backend is not None
     scaled_to_zero = status.endpoint.state is EndpointState.RUNNING and status.endpoint.target_replicas == 0
     if not answers and not scaled_to_zero:
