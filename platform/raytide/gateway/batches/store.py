@@ -49,8 +49,8 @@ class BatchStore:
         """Creates a batch whose requests are the rows of an uploaded file. The file cannot be deleted until the batch
         ends.
 
-        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose or if the team has
-        too many unfinished batches.
+        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose, if the team has
+        too many unfinished batches, or if files take all the room that they may.
         """
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
@@ -75,6 +75,7 @@ class BatchStore:
                     param=None,
                     code="batch_limit_exceeded",
                 )
+            self.files.check_room(connection, team, 0)  # for the results, whose size is not known yet
             held = connection.execute(
                 "UPDATE files SET holds = holds + 1 WHERE id = ? AND team = ?", (source.id, team)
             ).rowcount
