@@ -252,6 +252,27 @@ def test_a_team_without_room_for_results_creates_no_batch(tmp_path: Path) -> Non
     assert gateway.batches.unfinished() == []
 
 
+def test_a_batch_is_deleted_30_days_after_its_end_and_its_results_are_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "files", ok)
+        batch = gateway.submit(1)
+        async with gateway.running():
+            done = await gateway.ended(batch)
+        unfinished = gateway.submit(1)
+        gateway.now_s += 30 * 86_400
+        gateway.batches.sweep()
+        assert gateway.batches.get("red", batch.id) == done
+        gateway.now_s += 1
+        async with gateway.running():  # its first sweep
+            await until(
+                lambda: batch.id not in {each.id for each in gateway.batches.page("red", after=None, limit=9).data}
+            )
+            assert (await gateway.ended(unfinished)).status == "expired"
+        assert len(gateway.lines(done.output_file_id)) == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_failure_that_nobody_expects_does_not_end_the_work_on_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ class BatchRunner:
                 try:
                     if time.monotonic() - swept_s > _SWEEP_S:
                         swept_s = time.monotonic()
-                        await asyncio.to_thread(self._batches.files.sweep)
+                        await asyncio.to_thread(self._batches.sweep)
                     await self._take_up()
                 except (RaytideError, OSError) as error:
                     _log.warning("batches wait, since their files cannot be read: %s", error)

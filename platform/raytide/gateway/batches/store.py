@@ -26,6 +26,10 @@ MOST_SHOWN = 20
 """The most batches that the metrics show."""
 MAX_UNFINISHED = 100
 """The most batches of one team that have not ended."""
+_KEPT_S = 30 * 86_400
+"""The seconds for which a batch is kept after its end."""
+_SWEPT_AT_ONCE = 1000
+"""The most batches that one sweep looks at, the oldest that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,19 @@ class BatchStore:
                     ids[f"{name}_file_id"] = added.id
             batch = batch.model_copy(update={**ids, "cancelling_at": found.cancelling_at})
             return _moved(connection, batch, status, now)
+
+    def sweep(self) -> None:
+        """Deletes batches that ended more than 30 days ago, and the files that `FileStore.sweep` removes. The results
+        of a deleted batch are kept.
+        """
+        self.files.sweep()
+        ends = ", ".join(f"json_extract(record, '$.{status}_at')" for status in sorted(FINAL))
+        with self._database.write() as connection:
+            connection.execute(
+                "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE is_final = 1 ORDER BY seq LIMIT ?) "
+                f"AND coalesce({ends}) < ?",  # nosec B608
+                (_SWEPT_AT_ONCE, int(self._now_s()) - _KEPT_S),
+            )
 
     def input_path(self, batch: BatchObject) -> Path:
         """Returns the path of the batch's input file."""
