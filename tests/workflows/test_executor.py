@@ -220,6 +220,41 @@ def test_a_new_cycle_submits_everything_anew_under_other_keys() -> None:
     assert len(world.jobs) == 2
 
 
+def test_a_served_endpoint_that_is_unchanged_in_a_later_cycle_keeps_its_address() -> None:
+    serve = {"kind": "serve", "cache": True, "spec": {"name": "chat", "model": "/m"}}
+    flow = flow_of({"serve": serve, "ask": {"spec": {"command": ["ask", "${serve.url}"]}}})
+    world, outputs = FakeRunner(), {"name": "chat", "url": "http://x/chat/v1"}
+    driver = executor_of(flow, world)
+    driver.step()
+    world.end("job-0", StageReport("done", outputs=outputs))
+    driver.step()
+    succeed(world)
+    assert driver.step()
+    stored = FlowState.parse(driver.state.model_dump(mode="json"), where="state")
+    for _ in range(2):  # the second is two cycles after the deployment
+        again = executor_of(flow, world, next_cycle(stored, "new data", ""))
+        again.step()
+        assert again.state.stages["serve"].outputs == outputs
+        assert world.of_stage("ask")[-1].task.spec["command"] == ["ask", "http://x/chat/v1"]
+        stored = again.state
+    assert len(world.of_stage("serve")) == 1
+
+
+def test_a_state_of_an_older_release_still_counts_as_served() -> None:
+    flow, world = (
+        flow_of({"serve": {"kind": "serve", "cache": True, "spec": {"name": "chat", "model": "/m"}}}),
+        FakeRunner(),
+    )
+    driver = executor_of(flow, world)
+    driver.step()
+    world.end("job-0", StageReport("done", outputs={"name": "chat", "url": "http://x/chat/v1"}))
+    assert driver.step()
+    text = driver.state.model_dump(mode="json", exclude={"applied_outputs"})
+    again = executor_of(flow, world, next_cycle(FlowState.parse(text, where="state"), "new data", ""))
+    assert again.step()
+    assert again.state.stages["serve"].outputs == {"name": "chat", "url": ""}
+
+
 def test_stopping_a_flow_stops_what_runs() -> None:
     flow, world = flow_of({"a": {}, "b": {}, "c": {"needs": ["a"]}}), FakeRunner()
     driver = executor_of(flow, world)

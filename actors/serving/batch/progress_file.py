@@ -7,6 +7,7 @@ last line. A row in this file never runs again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -46,16 +47,20 @@ class RowResult:
 class ProgressFile:
     """The results of one batch so far. Only one process at a time may open the file, so the caller must hold a lock."""
 
-    def __init__(self, path: Path, header: Mapping[str, object]) -> None:
-        """Opens or creates the file. Raises DataError if it has another header, and so belongs to another batch."""
-        self.completed = self.failed = 0
+    def __init__(self, path: Path, header: Mapping[str, object], *, free_bytes: int = 0) -> None:
+        """Opens or creates the file. Raises DataError if it has another header, and so belongs to another batch.
+
+        A disk on which a write would leave less than `free_bytes` free counts as full.
+        """
+        self.completed = self.failed = self.size = 0
+        self._free_bytes = free_bytes
         self.usage = RowUsage()
         self._offsets: dict[int, int] = {}
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._size = self._read(header, path)
-            os.ftruncate(self._fd, self._size)
-            if not self._size:
+            self.size = self._read(header, path)
+            os.ftruncate(self._fd, self.size)
+            if not self.size:
                 self._append(json.dumps({"header": header}).encode() + b"\n")
         except BaseException:
             os.close(self._fd)
@@ -70,7 +75,7 @@ class ProgressFile:
     def append(self, results: Sequence[RowResult]) -> None:
         """Appends the results and returns once they are on disk. If it raises OSError, the file is unchanged."""
         lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
-        offset = self._size
+        offset = self.size
         self._append(b"".join(lines))
         for result, line in zip(results, lines, strict=True):
             self._count(result, offset)
@@ -86,16 +91,20 @@ class ProgressFile:
         os.close(self._fd)
 
     def _append(self, text: bytes) -> None:
+        if self._free_bytes:
+            disk = os.fstatvfs(self._fd)
+            if disk.f_bavail * disk.f_frsize - len(text) < self._free_bytes:
+                raise OSError(errno.ENOSPC, "no more room for the results of batches")
         try:
-            left, offset = memoryview(text), self._size
+            left, offset = memoryview(text), self.size
             while left:
                 written = os.pwrite(self._fd, left, offset)
                 left, offset = left[written:], offset + written
             os.fsync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(self._fd, self.size)
             raise
-        self._size += len(text)
+        self.size += len(text)
 
     def _read(self, header: Mapping[str, object], path: Path) -> int:
         """Counts the recorded results and returns the size in bytes of the file's whole lines."""

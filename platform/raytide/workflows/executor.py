@@ -111,7 +111,8 @@ class Executor:
         self.state = changes.finished(self.state, name, outputs, metrics, digest, self._now_s())
         if stage.kind == "serve":
             applied = {**self.state.applied, name: now.key}
-            self.state = self.state.model_copy(update={"applied": applied})
+            had = {**self.state.applied_outputs, name: dict(outputs)}
+            self.state = self.state.model_copy(update={"applied": applied, "applied_outputs": had})
 
     def _fail(self, name: str, reason: str, *, is_final: bool = False) -> None:
         stage = self.flow.stages[name]
@@ -172,7 +173,8 @@ class Executor:
         if stage.kind == "serve":
             if not stage.cache or self.state.applied.get(name) != key or self.state.cycle == 1:
                 return False
-            done = {"name": str(self._spec(name).get("name", "")), "url": ""}
+            unknown = {"name": str(self._spec(name).get("name", "")), "url": ""}
+            done = self.state.applied_outputs.get(name, unknown)
             self.state = changes.finished(self.state, name, done, {}, key, now_s, key=key, is_cached=True)
             return True
         if stage.kind in NEVER_CACHED or not stage.cache:

@@ -83,6 +83,8 @@ class FlowState(Config):
     stages: dict[str, StageState]
     applied: dict[str, str] = Field(default_factory=dict)
     """The key with which each `serve` stage was last applied, in any cycle."""
+    applied_outputs: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """The outputs that each `serve` stage had then. States of older releases lack them."""
     inputs: str = ""
     """The fingerprint of the data stages' inputs in this cycle."""
     next_at_s: float | None = None

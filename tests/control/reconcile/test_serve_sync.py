@@ -77,7 +77,7 @@ def test_serve_is_started_once_and_not_at_every_pass(serve: Serve) -> None:
 
 def test_a_model_that_cannot_start_has_failed(serve: Serve) -> None:
     serve.says = "ValueError: no such option"
-    assert passes(ServeSync(serve), 2).failures == {"m": "ValueError: no such option"}  # type: ignore[arg-type]
+    assert passes(ServeSync(serve), 2).failures == {("m", 0.0): "ValueError: no such option"}  # type: ignore[arg-type]
     assert serve.deployed == ["m"]
 
 
@@ -145,9 +145,9 @@ def test_an_endpoint_whose_packages_cannot_be_installed_has_failed_with_pips_wor
     why = "the packages tidelib==3.0 cannot be installed on n: ERROR: No matching distribution found"
     load = EndpointLoad(9.0, 0.0, 0, install=InstallFailure(why, "n", is_final=True))
     trace = f"The deployment failed to start 3 times in a row. Error: ray::replica() ... ConfigError: {why}"
-    failed = follow_serve(ENDPOINT, world(load), ServeObservation(failures={"m": trace}), 9.0)
+    failed = follow_serve(ENDPOINT, world(load), ServeObservation(failures={("m", 0.0): trace}), 9.0)
     assert (failed.state, failed.reason) == (EndpointState.FAILED, why)
-    other = follow_serve(ENDPOINT, world(load), ServeObservation(failures={"m": "no such option"}), 9.0)
+    other = follow_serve(ENDPOINT, world(load), ServeObservation(failures={("m", 0.0): "no such option"}), 9.0)
     assert other.reason == "no such option"
 
 
@@ -168,3 +168,9 @@ def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:
     failed = replace(ENDPOINT, state=EndpointState.FAILED, reason="no such option")
     again = follow_serve(failed, world(None), ServeObservation(), 9.0)
     assert (again.state, again.reason) == (EndpointState.DEPLOYING, "")
+
+
+def test_an_endpoint_that_was_created_anew_is_not_blamed_for_the_failure_of_the_one_before() -> None:
+    seen = ServeObservation(failures={("m", 0.0): "no such option"})
+    assert follow_serve(ENDPOINT, world(None), seen, 9.0).state is EndpointState.FAILED
+    assert follow_serve(replace(ENDPOINT, created_at_s=5.0), world(None), seen, 9.0).state is EndpointState.DEPLOYING

@@ -429,7 +429,9 @@ def test_an_endpoint_that_failed_is_created_anew_when_it_is_asked_for_again(stor
     first = store.save_endpoint(SERVE, "ada", 1.0)
     assert store.save_endpoint(SERVE, "ada", 2.0).created_at_s == 1.0
     store.commit(Changes(3.0, endpoints=(replace(first, state=EndpointState.FAILED, reason="no config.json"),)))
-    assert store.save_endpoint(SERVE, "ada", 4.0).created_at_s == 4.0
+    again = store.save_endpoint(SERVE, "ada", 4.0)
+    assert (again.created_at_s, again.state, again.reason) == (4.0, EndpointState.DEPLOYING, "")
+    assert store.events("tiny")[-1] == Event(4.0, "tiny", "failed", "deploying", "requested by ada")
 
 
 def test_another_team_cannot_take_over_an_endpoint_by_its_name(store: Store) -> None:

@@ -215,6 +215,64 @@ def test_a_full_disk_delays_a_batch(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("last_row", [None, "row 4"])
+def test_a_batch_waits_for_the_free_space_that_uploads_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, last_row: str | None
+) -> None:
+    """The space is short from the beginning, or when the results of all rows are to be published."""
+    monkeypatch.setattr("raytide.gateway.batches.runner._RETRY_S", 0.01)
+    short = FileLimits(free_bytes=1 << 60)
+
+    async def scenario() -> None:
+        async def answer(prompt: str) -> int:
+            if prompt == last_row:
+                gateway.files.limits = short
+            return 200
+
+        gateway = Gateway(tmp_path / "files", answer)
+        batch, enough = gateway.submit(5), gateway.files.limits
+        if last_row is None:
+            gateway.files.limits = short
+        async with gateway.running():
+            await until(lambda: "tried again" in caplog.text or gateway.batches.get("red", batch.id).status in FINAL)
+            assert gateway.batches.get("red", batch.id).status not in FINAL
+            gateway.files.limits = enough
+            done = await gateway.ended(batch)
+        assert (done.status, done.request_counts.completed) == ("completed", 5)
+        assert len(gateway.asked) == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_team_without_room_for_results_creates_no_batch(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path / "files", ok)
+    gateway.files.limits = FileLimits(team_files=1, free_bytes=0)
+    with pytest.raises(ApiError, match="take all the room"):
+        gateway.submit(1)
+    assert gateway.batches.unfinished() == []
+
+
+def test_a_batch_is_deleted_30_days_after_its_end_and_its_results_are_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "files", ok)
+        batch = gateway.submit(1)
+        async with gateway.running():
+            done = await gateway.ended(batch)
+        unfinished = gateway.submit(1)
+        gateway.now_s += 30 * 86_400
+        gateway.batches.sweep()
+        assert gateway.batches.get("red", batch.id) == done
+        gateway.now_s += 1
+        async with gateway.running():  # its first sweep
+            await until(
+                lambda: batch.id not in {each.id for each in gateway.batches.page("red", after=None, limit=9).data}
+            )
+            assert (await gateway.ended(unfinished)).status == "expired"
+        assert len(gateway.lines(done.output_file_id)) == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_failure_that_nobody_expects_does_not_end_the_work_on_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raytide.actors.trainer.runners.local import train_local
-from raytide.core.errors import DataError
+from raytide.core.errors import DataError, EngineError
 from raytide.core.io.token_dataset import load_manifest
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
@@ -112,3 +115,46 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, why: str) -> None:
 def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 0 prompts"):
         read_cases(prompts(tmp_path, "").prompts)
+
+
+class Keyed(BaseHTTPRequestHandler):
+    """A gateway that demands a key, and answers each prompt with 4."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_allowed = self.headers["Authorization"] == "Bearer rk-secret"
+        body = {"choices": [{"text": "4"}]} if is_allowed else {"error": {"message": "No such API key."}}
+        text = json.dumps(body).encode()
+        self.send_response(200 if is_allowed else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Returns the spec of an evaluation by a gateway that demands a key."""
+    with HTTPServer(("127.0.0.1", 0), Keyed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spec = prompts(tmp_path, '{"prompt": "2+2", "expect": "4"}')
+        yield {"prompts": spec.prompts, "endpoint": f"http://127.0.0.1:{server.server_port}/v1", "endpoint_model": "m"}
+        server.shutdown()
+
+
+def test_the_key_of_an_endpoint_is_read_from_a_file(keyed: dict[str, str], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("rk-secret\n")
+    assert answers(EvalSpec.parse({**keyed, "api_key_file": str(key)}, where="eval"))["accuracy"] == 1.0
+    key.write_text("rk-secret\nand more\n")
+    with pytest.raises(DataError, match="is no API key"):
+        answers(EvalSpec.parse({**keyed, "api_key_file": str(key)}, where="eval"))
+
+
+def test_an_endpoint_that_refuses_the_key_ends_the_process_with_the_reason(
+    keyed: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(json.dumps(keyed)) == EngineError.exit_code
+    assert "No such API key" in capsys.readouterr().err

@@ -71,6 +71,20 @@ def test_the_same_spec_is_served_once_and_another_one_again() -> None:
 LOWER = {"loss": {"better": "lower", "gain": 0.0}}
 
 
+def in_state(status: EndpointStatus | None, state: EndpointState, reason: str = "") -> EndpointStatus:
+    assert status is not None
+    return replace(status, endpoint=replace(status.endpoint, state=state, reason=reason))
+
+
+def test_an_endpoint_that_failed_is_deployed_again_by_the_next_attempt_whatever_the_rule() -> None:
+    api, better = Serving(2.0), {"loss": {"better": "lower", "gain": 0.5}}
+    registry.serve(api, task(1, better))
+    api.status = in_state(api.status, EndpointState.FAILED, "no such file")
+    handle = registry.serve(api, task(1, better))
+    assert len(api.requests) == 2
+    assert registry.served(api, task(1, better), handle) == StageReport("running")
+
+
 def test_a_worse_version_is_refused_and_the_old_one_stays() -> None:
     api = Serving(2.0, 3.0, 1.0)
     registry.serve(api, task(1, LOWER))
@@ -108,6 +122,14 @@ def test_a_stage_is_done_once_a_replica_answers_and_failed_with_the_endpoint() -
     broken = replace(api.status.endpoint, state=EndpointState.FAILED, reason="no such file")
     api.status = replace(api.status, endpoint=broken)
     assert registry.served(api, task(1), handle).reason == "endpoint chat failed: no such file"
+
+
+@pytest.mark.parametrize("state", [EndpointState.DELETING, EndpointState.DELETED])
+def test_a_stage_whose_endpoint_was_deleted_has_failed(state: EndpointState) -> None:
+    api = Serving(2.0)
+    handle = registry.serve(api, task(1))
+    api.status = in_state(api.status, state)
+    assert registry.served(api, task(1), handle) == StageReport("failed", "endpoint chat was deleted")
 
 
 def test_a_new_version_is_served_once_one_of_its_own_replicas_answers() -> None:

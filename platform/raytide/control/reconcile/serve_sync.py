@@ -27,8 +27,9 @@ class ServeObservation:
 
     gone: frozenset[tuple[str, float]] = frozenset()
     """Deleted endpoints that are gone from Serve, by name and creation time, because names are reused."""
-    failures: Mapping[str, str] = field(default_factory=dict)
-    """The errors of endpoints whose deployment Serve gave up."""
+    failures: Mapping[tuple[str, float], str] = field(default_factory=dict)
+    """The errors of endpoints whose deployment Serve gave up, by name and creation time, because an endpoint that
+    failed is created anew when it is served again."""
     unseen: Mapping[str, str] = field(default_factory=dict)
     """The errors of endpoints whose state is unknown."""
 
@@ -68,7 +69,7 @@ class ServeSync:
     def _run_pass(self, endpoints: tuple[Endpoint, ...], routes: Mapping[str, EndpointRoute]) -> ServeObservation:
         """Syncs all endpoints, for which it lists Serve's applications once, and returns the result."""
         gone: set[tuple[str, float]] = set()
-        failures: dict[str, str] = {}
+        failures: dict[tuple[str, float], str] = {}
         unseen: dict[str, str] = {}
         try:
             self._check_lead()
@@ -93,7 +94,7 @@ class ServeSync:
                         # The next pass deploys it again, with a fresh failure count.
                         self._control.delete(endpoint.name, is_there=True)
                     elif seen.failure:
-                        failures[endpoint.name] = seen.failure
+                        failures[endpoint.name, endpoint.created_at_s] = seen.failure
             except Exception as error:  # must not affect other endpoints
                 log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
                 unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
@@ -134,7 +135,7 @@ def follow_serve(
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)
     if load is not None and endpoint.target_replicas == 0:
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)  # the next request starts a replica
-    if why := served.failures.get(endpoint.name):
+    if why := served.failures.get((endpoint.name, endpoint.created_at_s)):
         if load is not None and load.install is not None and load.install.why in why:
             why = load.install.why  # Serve's message is a stack trace
         return replace(endpoint, state=EndpointState.FAILED, reason=why)

@@ -93,7 +93,7 @@ class BatchRunner:
                 try:
                     if time.monotonic() - swept_s > _SWEEP_S:
                         swept_s = time.monotonic()
-                        await asyncio.to_thread(self._batches.files.sweep)
+                        await asyncio.to_thread(self._batches.sweep)
                     await self._take_up()
                 except (RaytideError, OSError) as error:
                     _log.warning("batches wait, since their files cannot be read: %s", error)
@@ -141,7 +141,7 @@ class BatchRunner:
                 batch = await _in_thread(self._batches.get, claimed.team, claimed.id)
                 if batch.status in FINAL or await self._run(batch, claimed):
                     self._remove(claimed.id)
-            except RaytideError as error:
+            except (RaytideError, OSError) as error:
                 _log.warning("batch %s waits, and is tried again: %s", claimed.id, error)
                 await asyncio.sleep(_RETRY_S)
             except Exception:
@@ -157,7 +157,10 @@ class BatchRunner:
             await _in_thread(self._batches.move, failed, "failed")
             return True
         progress = await _in_thread(
-            ProgressFile, self._batches.files.folder / f"{batch.id}.progress", {"input": rows.digest}
+            ProgressFile,
+            self._batches.files.folder / f"{batch.id}.progress",
+            {"input": rows.digest},
+            free_bytes=self._batches.files.limits.free_bytes,
         )
         try:
             return await self._run_to_the_end(batch, claimed, rows, progress)
@@ -222,6 +225,7 @@ class BatchRunner:
             batch = self._batches.move(batch, "finalizing")
             status = "cancelled" if batch.status == "cancelling" else status
         with self._batches.files.partial() as output, self._batches.files.partial() as errors:
+            output.check_free(progress.size)  # the results are a part of what the progress file holds
             write_results(progress, len(rows), output.path, errors.path)
             output.size, errors.size = output.path.stat().st_size, errors.path.stat().st_size
             self._batches.finish(batch, team, status, output, errors)

@@ -26,6 +26,10 @@ MOST_SHOWN = 20
 """The most batches that the metrics show."""
 MAX_UNFINISHED = 100
 """The most batches of one team that have not ended."""
+_KEPT_S = 30 * 86_400
+"""The seconds for which a batch is kept after its end."""
+_SWEPT_AT_ONCE = 1000
+"""The most batches that one sweep looks at, the oldest that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class BatchStore:
         """Creates a batch whose requests are the rows of an uploaded file. The file cannot be deleted until the batch
         ends.
 
-        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose or if the team has
-        too many unfinished batches.
+        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose, if the team has
+        too many unfinished batches, or if files take all the room that they may.
         """
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
@@ -75,6 +79,7 @@ class BatchStore:
                     param=None,
                     code="batch_limit_exceeded",
                 )
+            self.files.check_room(connection, team, 0)  # for the results, whose size is not known yet
             held = connection.execute(
                 "UPDATE files SET holds = holds + 1 WHERE id = ? AND team = ?", (source.id, team)
             ).rowcount
@@ -183,6 +188,19 @@ class BatchStore:
                     ids[f"{name}_file_id"] = added.id
             batch = batch.model_copy(update={**ids, "cancelling_at": found.cancelling_at})
             return _moved(connection, batch, status, now)
+
+    def sweep(self) -> None:
+        """Deletes batches that ended more than 30 days ago, and the files that `FileStore.sweep` removes. The results
+        of a deleted batch are kept.
+        """
+        self.files.sweep()
+        ends = ", ".join(f"json_extract(record, '$.{status}_at')" for status in sorted(FINAL))
+        with self._database.write() as connection:
+            connection.execute(
+                "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE is_final = 1 ORDER BY seq LIMIT ?) "
+                f"AND coalesce({ends}) < ?",  # nosec B608
+                (_SWEPT_AT_ONCE, int(self._now_s()) - _KEPT_S),
+            )
 
     def input_path(self, batch: BatchObject) -> Path:
         """Returns the path of the batch's input file."""

@@ -39,7 +39,7 @@ class FileLimits:
     team_bytes: int = 8 << 30
     total_bytes: int = 32 << 30
     free_bytes: int = 1 << 30
-    """The bytes that uploads leave free on the disk, which may also hold the cluster's state."""
+    """The bytes that uploads and batches leave free on the disk, which may also hold the cluster's state."""
     team_files: int = 10_000
 
 
@@ -98,11 +98,15 @@ class PartialFile:
                 status=413,
             )
         with full_disk_is_an_error("the file"):
-            if shutil.disk_usage(self._folder).free - len(data) < self._limits.free_bytes:
-                raise StorageError("the head has no more room for files.", hint="Delete files, or ask the operator.")
+            self.check_free(len(data))
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
+
+    def check_free(self, size: int) -> None:
+        """Raises StorageError if `size` more bytes would fill the disk or nearly fill it."""
+        if shutil.disk_usage(self._folder).free - size < self._limits.free_bytes:
+            raise StorageError("the head has no more room for files.", hint="Delete files, or ask the operator.")
 
     def sync(self) -> None:
         with full_disk_is_an_error("the file"):

@@ -82,6 +82,8 @@ class EvalSpec(Config):
     """An endpoint by its base URL, such as `${serve.url}`."""
     endpoint_model: bounds.Word = ""
     """The model's name at the endpoint, such as `${serve.name}`."""
+    api_key_file: bounds.Location = ""
+    """A file with the API key for the endpoint, if it demands one. Specs hold no keys, because others can read them."""
     prompts: bounds.Location = ""
     """A JSONL file of `{"prompt": ..., "expect": ...}`. The answer must contain the expected text, or match the pattern
     in `{"matches": ...}`.

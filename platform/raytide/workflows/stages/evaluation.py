@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raytide.core.config import environment
-from raytide.core.errors import DataError, RaytideError
+from raytide.core.errors import DataError, EngineError, RaytideError
 from raytide.core.io.storage import join, read_bytes, write_bytes
 from raytide.workflows.stages.configs import EvalSpec
 from raytide.workflows.stages.runner import METRICS_FILE
@@ -68,7 +68,8 @@ def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str
     """Returns two metrics: `accuracy`, the share of prompts that were answered as expected, and `prompts`, the number
     of prompts.
 
-    `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily.
+    `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily. Raises
+    EngineError if it refuses a prompt or does not answer.
     """
     cases = read_cases(spec.prompts)
     ask = ask or _endpoint(spec)
@@ -126,17 +127,32 @@ def is_right(answer: str, case: Mapping[str, Any]) -> bool:
 
 
 def _endpoint(spec: EvalSpec) -> Callable[[str], str]:
-    from openai import OpenAI
+    from openai import OpenAI, OpenAIError
 
-    client = OpenAI(base_url=spec.endpoint, api_key="none", timeout=_TIMEOUT_S, max_retries=5)
+    client = OpenAI(base_url=spec.endpoint, api_key=_api_key(spec), timeout=_TIMEOUT_S, max_retries=5)
 
     def ask(prompt: str) -> str:
-        answer = client.completions.create(
-            model=spec.endpoint_model, prompt=prompt, max_tokens=spec.max_tokens, temperature=0.0
-        )
+        try:
+            answer = client.completions.create(
+                model=spec.endpoint_model, prompt=prompt, max_tokens=spec.max_tokens, temperature=0.0
+            )
+        except OpenAIError as error:
+            raise EngineError(
+                f"{spec.endpoint} gave no answer: {error}",
+                hint="Check its address, the model's name, and api_key_file if it needs a key.",
+            ) from error
         return str(answer.choices[0].text)
 
     return ask
+
+
+def _api_key(spec: EvalSpec) -> str:
+    if not spec.api_key_file:
+        return "none"
+    key = read_bytes(spec.api_key_file).decode(errors="replace").strip()
+    if not key.isascii() or len(key.split()) != 1:  # no header could carry it
+        raise DataError(f"{spec.api_key_file} is no API key.", hint="Write the key into the file, and nothing else.")
+    return key
 
 
 def main(text: str) -> int:

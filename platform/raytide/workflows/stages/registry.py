@@ -1,5 +1,5 @@
 """The stages `register` and `serve`. They send requests to the API and have no jobs. Repeating a request changes
-nothing.
+nothing, but a failed endpoint is deployed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def registered(handle: str) -> StageReport:
 
 def serve(client: ApiClient, task: StageTask) -> str:
     """Deploys the spec to the endpoint and returns the endpoint's name. Does nothing if the endpoint already has this
-    spec.
+    spec, unless the endpoint has failed.
 
     The stage's rule compares the new version with the served version. If the rule does not hold, nothing is changed,
     and the result is a text with the reason.
@@ -47,6 +47,8 @@ def serve(client: ApiClient, task: StageTask) -> str:
         now = None
     if now is not None and now.endpoint.state not in (EndpointState.DELETED, EndpointState.DELETING):
         if _is_served(spec, now):
+            if now.endpoint.state is EndpointState.FAILED:
+                client.serve(spec)  # without the rule, which would compare the version with itself
             return spec.name
     else:
         now = None
@@ -66,6 +68,8 @@ def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
     status = client.endpoint(handle)
     if status.endpoint.state is EndpointState.FAILED:
         return StageReport("failed", f"endpoint {handle} failed: {status.endpoint.reason}")
+    if status.endpoint.state in (EndpointState.DELETING, EndpointState.DELETED):
+        return StageReport("failed", f"endpoint {handle} was deleted")
     answers = (status.ready_replicas > 0 and _is_new(client, status)) or status.endpoint.spec.backend is not None
     scaled_to_zero = status.endpoint.state is EndpointState.RUNNING and status.endpoint.target_replicas == 0
     if not answers and not scaled_to_zero:

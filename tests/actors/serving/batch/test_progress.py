@@ -16,6 +16,7 @@ from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult, 
 from raytide.actors.serving.batch.row_request import request_row
 from raytide.actors.serving.batch.run import run_rows, write_results
 from raytide.core.errors import DataError
+from raytide.core.io.storage import is_full_disk
 
 HEADER = {"input": "abc"}
 
@@ -54,6 +55,18 @@ def test_the_progress_of_another_batch_is_refused(tmp_path: Path) -> None:
     ProgressFile(tmp_path / "progress", HEADER).close()
     with pytest.raises(DataError, match="another batch"):
         ProgressFile(tmp_path / "progress", {"input": "other"})
+
+
+def test_a_disk_without_the_free_space_that_is_kept_counts_as_full(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    ProgressFile(path, HEADER).close()
+    whole = path.read_bytes()
+    progress = ProgressFile(path, HEADER, free_bytes=1 << 60)
+    with pytest.raises(OSError, match="no more room") as refused:
+        progress.append([result(0)])
+    assert is_full_disk(refused.value)
+    assert (len(progress), path.read_bytes()) == (0, whole)
+    progress.close()
 
 
 def test_a_full_disk_delays_a_batch_and_loses_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,11 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
         refuse_during_rollout(c, spec.name)
         values: dict[str, Any] = {"spec": stored.model_dump(mode="json")}
         if row.state == EndpointState.FAILED:  # Serve never retries a failed one: create it anew
-            values["created_at_s"] = now_s
+            values |= {"created_at_s": now_s, "state": EndpointState.DEPLOYING, "reason": ""}
         update(c, t.endpoints, {"name": stored.name}, values)
-    if row is None or row.state == EndpointState.DELETED:
-        note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
+    if row is None or row.state in (EndpointState.DELETED, EndpointState.FAILED):
+        before = row.state if row is not None and row.state == EndpointState.FAILED else ""
+        note(c, [Event(now_s, stored.name, before, "deploying", f"requested by {user}")])
     touch_key_table(c)
     number = add_revision(c, spec, user, now_s, why)
     set_serving(c, found, application=found.application, revision=number)
