@@ -18,6 +18,7 @@ from raytide.actors.models.families import read_architecture
 from raytide.actors.quality.corpus import Window
 from raytide.actors.quality.divergence import negative_log_likelihood
 from raytide.core.errors import ClusterError, ConfigError, DataError
+from raytide.core.io.environment import without_proxy
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizedInput = Literal["auto", "float", "int8"]
@@ -89,7 +90,10 @@ class EndpointScorer:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=base_url.rstrip("/") + "/", headers=headers, timeout=_TIMEOUT_S)
+        mounts = without_proxy(base_url)
+        self._client = httpx.Client(
+            base_url=base_url.rstrip("/") + "/", headers=headers, timeout=_TIMEOUT_S, mounts=mounts
+        )
         self._url = base_url
         self._model = model or self._only_model()
 

@@ -46,7 +46,7 @@ def test_what_is_no_time_or_has_no_zone_is_refused_with_what_to_say(said: object
         parse_deadline(said)
 
 
-@pytest.mark.parametrize("said", ["8h", 5400.5, "2026-11-22T08:00:00.250+01:00"])
+@pytest.mark.parametrize("said", ["8h", "14d", 5400.5, 123456.789, 0, "2026-11-22T08:00:00.250+01:00"])
 def test_a_stored_spec_has_the_same_deadline(said: object) -> None:
     before = spec(said)
     assert JobSpec.model_validate(before.model_dump(mode="json")) == before

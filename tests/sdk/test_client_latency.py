@@ -49,7 +49,7 @@ def url() -> Iterator[str]:
 
 
 def model(url: str, reporter: LatencyReporter) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=reporter.http_client())
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=reporter.http_client(url))
 
 
 def test_first_tokens_and_whole_requests_are_measured_and_refusals_are_not(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.soak, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trainer" / "absorber.py"
 

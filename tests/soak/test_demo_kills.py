@@ -30,7 +30,7 @@ from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.state import Store
 from raytide.ledger.reconcile import bill, reconcile
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.soak, pytest.mark.alone, pytest.mark.timeout(0)]
 
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10_000))
 KILLS = 10

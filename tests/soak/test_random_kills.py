@@ -26,7 +26,7 @@ from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import EndpointState
 from raytide.core.state import Store
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.soak, pytest.mark.alone, pytest.mark.timeout(0)]
 
 SECONDS = float(os.environ.get("SOAK_SECONDS") or 360)
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10_000))

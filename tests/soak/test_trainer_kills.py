@@ -25,7 +25,7 @@ from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.soak, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10_000))
 KILLS = 50

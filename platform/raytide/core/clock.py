@@ -157,7 +157,9 @@ def parse_deadline(value: object) -> Due:
 
 def deadline_text(due: Due) -> str:
     """Returns the deadline as a text that `parse_deadline` converts back to the same deadline."""
-    return due.isoformat() if isinstance(due, datetime) else f"{due.total_seconds():g}s"
+    if isinstance(due, datetime):
+        return due.isoformat()
+    return f"{due.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"  # never with an exponent
 
 
 def moment(at_s: float) -> str:

@@ -146,6 +146,19 @@ def test_object_stores_and_missing_paths_are_named(cluster: Cluster) -> None:
     assert [each.kind for each in found.folders] == ["dataset", "run", "checkpoint"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dataset": {"sources": [{"dataset": "/no/a"}, {"dataset": "/no/b"}]}},
+        {"dataset": "/no/a", "eval": {"dataset": "/no/b"}},
+    ],
+)
+def test_all_data_that_an_unfinished_training_reads_is_named(cluster: Cluster, config: dict[str, Any]) -> None:
+    spec = cluster.jobs[0].spec.model_copy(update={"config": {"out": str(cluster.out), **config}})
+    cluster.store.submit_job(spec, "ana", AT_S)
+    assert contents_of(cluster.run_dir / "state.db").missing == ("/no/a", "/no/b")
+
+
 def test_all_that_an_endpoint_reads_is_named(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("model", "adapter"):
         (tmp_path / name).mkdir()

@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from raytide.control.bootstrap import exposure
-from raytide.control.bootstrap.exposure import check_running, is_loopback
+from raytide.control.bootstrap.exposure import check_running
 from raytide.core.errors import ClusterError
+from raytide.core.io.environment import is_loopback
 
 AWAY = "10.0.0.7:6379"
 

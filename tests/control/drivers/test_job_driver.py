@@ -19,6 +19,7 @@ from raytide.core.errors import (
     DataError,
     DeniedError,
     LeaseLostError,
+    UsageError,
     WaitTimeoutError,
 )
 from raytide.core.io.private_paths import ROOTS
@@ -218,6 +219,14 @@ def test_what_a_job_names_is_looked_at_again_where_it_runs(monkeypatch: pytest.M
     assert "in a folder of raytide or the system" in str(api.reports)
 
 
-def test_a_job_that_is_over_takes_no_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    api = Api(AuthError("job-1 is stopped, and its token ended with it."))
-    assert run(monkeypatch, tmp_path, api, LeaseLostError("job-1 is stopped")) == LeaseLostError("").exit_code
+@pytest.mark.parametrize(
+    "refusal",
+    [AuthError("job-1 is stopped, and its token ended with it."), AWAY, UsageError("a job may report 128 values.")],
+)
+def test_a_last_word_that_is_not_taken_changes_nothing_of_how_the_job_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Exception
+) -> None:
+    api, error = Api(refusal), LeaseLostError("job-1 is stopped")
+    assert run(monkeypatch, tmp_path, api, error) == error.exit_code
+    assert capsys.readouterr().err == f"{error.code}: {error}\n"
+    assert api.reports == [{"error": str(error)}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.core.io.environment import ON_NODES, WITH_COMMANDS, all_passed, passed
+from raytide.core.io.environment import ON_NODES, WITH_COMMANDS, all_passed, passed, without_proxy
 
 SHELL = {
     "PATH": "/bin",
@@ -55,3 +55,10 @@ def test_the_operator_names_more_and_secrets_in_full(named: list[str], more: set
 def test_names_for_one_start_are_added_to_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYTIDE_PASS", "B, C,,A")
     assert all_passed(["A"]) == ("A", "B", "C")
+
+
+def test_only_a_loopback_address_is_kept_from_the_proxies_that_the_environment_names() -> None:
+    assert without_proxy("http://127.0.9.1:8000/v1") == {"all://127.0.9.1": None}
+    assert without_proxy("https://LOCALHOST/v1") == {"all://localhost": None}
+    assert without_proxy("http://[::1]:8000") == {"all://[::1]": None}
+    assert without_proxy("http://chat.example:8000/v1") == without_proxy("http://10.0.0.7") == without_proxy("") == {}

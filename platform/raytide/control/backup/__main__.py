@@ -14,7 +14,7 @@ from raytide.control.backup.drill import drill
 from raytide.control.backup.place import BackupPlace, place_of
 from raytide.control.backup.results import read_results
 from raytide.control.backup.run import back_up
-from raytide.control.backup.upkeep import BackupTask, copy_to_cold, create_repositories, due_tasks, forget
+from raytide.control.backup.upkeep import BackupTask, copy_to_cold, create_hot, due_tasks, forget
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to, logger
@@ -30,24 +30,24 @@ _TASKS: Mapping[BackupTask, Callable[[BackupPlace], object]] = {
 _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 3600.0
 
 
-def run_due(place: BackupPlace, started_s: float, now_s: float) -> float:
+def run_due(place: BackupPlace, now_s: float) -> float:
     """Runs the tasks that are due, and returns the seconds until the next run: at least one, at most an hour. A failure
-    is logged. The failure of a task is also recorded; a failure to create the repositories is not."""
-    due, _ = due_tasks(place.settings, read_results(place.work_dir), started_s, now_s)
+    is logged. It is also recorded, unless another backup, restore or drill of the cluster runs."""
+    due, _ = due_tasks(place.settings, read_results(place.work_dir), now_s)
     for task in due:
         try:
             if task == "backup":
-                create_repositories(place)
+                create_hot(place)
             _TASKS[task](place)
             log.info("done", extra={"task": task})
         except (RaytideError, OSError) as error:
             log.error("failed", extra={"task": task, "error": str(error)})
-    _, wait_s = due_tasks(place.settings, read_results(place.work_dir), started_s, time.time())
+    _, wait_s = due_tasks(place.settings, read_results(place.work_dir), time.time())
     return min(max(wait_s, _LEAST_WAIT_S), _MOST_WAIT_S)
 
 
 def main(run_dir: str) -> None:
-    folder, started_s, stopped = Path(run_dir), time.time(), threading.Event()
+    folder, stopped = Path(run_dir), threading.Event()
     log_to()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -59,7 +59,7 @@ def main(run_dir: str) -> None:
         place = place_of(folder.name)
         wait_s = 0.0
         while not stopped.wait(wait_s):
-            wait_s = run_due(place, started_s, time.time())
+            wait_s = run_due(place, time.time())
 
 
 if __name__ == "__main__":

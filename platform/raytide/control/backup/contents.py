@@ -199,10 +199,17 @@ def _of_jobs(c: sa.Connection) -> Iterator[_Named]:
             yield _Named("run", out, row.id, is_needed=False)
             where = config.get("checkpoint_dir") or f"{out.rstrip('/')}/{_CHECKPOINTS}"
             yield _Named("checkpoint", str(where), row.id, is_needed=False)
-        if is_live and isinstance(dataset := config.get("dataset"), str):
-            yield _Named("dataset", dataset, row.id)
+        if is_live:
+            yield from (_Named("dataset", dataset, row.id) for dataset in _datasets_of(config))
         if is_live and isinstance(model := config.get("init_from"), str) and model.startswith(("/", "~")):
             yield _Named("model", model, row.id)
+
+
+def _datasets_of(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the token datasets that a training reads: its own or the sources of its mixture, and the held-out one."""
+    sources = _mapping(config.get("dataset")).get("sources") or ()
+    places = (config, *map(_mapping, sources), _mapping(config.get("eval")))
+    yield from (dataset for place in places if isinstance(dataset := place.get("dataset"), str))
 
 
 def _of_registry(c: sa.Connection) -> Iterator[_Named]:

@@ -55,6 +55,8 @@ class BackupResults(Config):
     forget: LastRun = LastRun()
     cold: LastRun = LastRun()
     drill: LastRun = LastRun()
+    first_at_s: float = 0.0
+    """The time of the first recorded backup; 0 if there was none."""
     found: DrillResult | None = None
     """The result of the last drill of the hot repository that could be made."""
 
@@ -77,7 +79,7 @@ def record_backup(place: BackupPlace, at_s: float, summary: BackupSummary, took_
     run = LastRun(
         at_s=at_s, took_s=took_s, snapshot=summary.snapshot, bytes=summary.bytes, added_bytes=summary.added_bytes
     )
-    _update(place, {"backup": run})
+    _update(place, {"backup": run, "first_at_s": read_results(place.work_dir).first_at_s or at_s})
 
 
 def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "") -> None:

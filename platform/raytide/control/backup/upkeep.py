@@ -20,32 +20,38 @@ _RETRY_S = 300.0
 _FORGET_S = 86_400.0
 
 
-def due_tasks(
-    settings: BackupSection, results: BackupResults, started_s: float, now_s: float
-) -> tuple[tuple[BackupTask, ...], float]:
+def due_tasks(settings: BackupSection, results: BackupResults, now_s: float) -> tuple[tuple[BackupTask, ...], float]:
     """Returns the tasks that are due, in the order to run them, and the seconds until the next task is due.
 
     A failed task is tried again within five minutes. The first drill and the first clean-up are due one period after
-    `started_s`, the start of this process.
+    the first backup.
     """
     each: list[tuple[BackupTask, LastRun, float]] = [("backup", results.backup, settings.every_s)]
     if settings.cold_repository:
         each.append(("cold", results.cold, settings.cold_every_s))
-    each.append(("forget", _counted_from(results.forget, started_s), _FORGET_S))
-    each.append(("drill", _counted_from(results.drill, started_s), settings.drill_every_s))
+    first_s = results.first_at_s or now_s
+    each.append(("forget", _counted_from(results.forget, first_s), _FORGET_S))
+    each.append(("drill", _counted_from(results.drill, first_s), settings.drill_every_s))
     waits = {task: _wait_s(run, period_s, now_s) for task, run, period_s in each}
     due = tuple(task for task, wait_s in waits.items() if wait_s <= 0)
     return due, max(0.0, min(waits.values()))
 
 
-def _counted_from(run: LastRun, started_s: float) -> LastRun:
-    return run if run.at_s else run.model_copy(update={"at_s": started_s})
+def _counted_from(run: LastRun, first_s: float) -> LastRun:
+    return run if run.at_s else run.model_copy(update={"at_s": first_s})
 
 
 def _wait_s(run: LastRun, period_s: float, now_s: float) -> float:
     if run.error:
         return run.failed_at_s + min(period_s, _RETRY_S) - now_s
     return run.at_s + period_s - now_s if run.at_s else 0.0
+
+
+def create_hot(place: BackupPlace) -> bool:
+    """Creates the hot repository for the next backup. Returns False if it exists already. A failure is recorded as the
+    backup's."""
+    with working(place.cluster), failures_recorded(place, "backup"):
+        return place.hot.init()
 
 
 def create_repositories(place: BackupPlace) -> list[Repository]:
@@ -66,8 +72,8 @@ def forget(place: BackupPlace) -> tuple[int, int]:
 
 
 def copy_to_cold(place: BackupPlace) -> str:
-    """Copies the newest snapshot to the cold repository, and returns its id. Data that the cold repository has
-    already is not sent again."""
+    """Copies the newest snapshot to the cold repository, and returns its id. Creates the cold repository if it does not
+    exist yet. Data that it has already is not sent again."""
     if place.cold is None:
         raise ConfigError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
     with working(place.cluster), failures_recorded(place, "cold"):
@@ -75,6 +81,7 @@ def copy_to_cold(place: BackupPlace) -> str:
         known = place.hot.snapshots(place.cluster)
         if not known:
             raise ConfigError("there is no snapshot to copy.", hint="`raytide backup run` makes one.")
+        place.cold.init(like=place.hot)
         place.cold.copy_from(place.hot, [known[-1].id])
         record_run(place, "cold", time.monotonic() - began_s, known[-1].id)
         return known[-1].id

@@ -69,7 +69,7 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{cluster.api_url}/health", timeout=2.0).is_success:
+            if httpx.get(f"{cluster.api_url}/health", timeout=2.0, trust_env=False).is_success:
                 return
         except httpx.HTTPError:
             pass  # it is starting

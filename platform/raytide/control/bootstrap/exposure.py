@@ -6,7 +6,6 @@ jobs, so the dashboard must listen on loopback only.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.io.environment import is_loopback
 
 _START = re.compile(r"\bray\s+start\b")
 _MODE = re.compile(r"\bRAY_AUTH_MODE=[\"']?(\w*)")
@@ -76,14 +76,6 @@ def check_running(gcs_address: str, dashboard_url: str) -> None:
             hint="Start it with `RAY_AUTH_MODE=token ray start --head` and without --dashboard-host. "
             "If no other user can reach this machine: `raytide head --insecure`.",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether the host is a loopback address or the name `localhost`. Returns False for any other name."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _starts_ray(file: Mapping[str, Any], role: str) -> bool:

@@ -47,7 +47,8 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
     log = cluster.log("head")
     deadline = time.monotonic() + timeout_s
     missing = ""
-    with httpx.Client(base_url=cluster.dashboard_url, headers=cluster.ray_headers, timeout=5.0) as dashboard:
+    url, headers = cluster.dashboard_url, cluster.ray_headers
+    with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False) as dashboard:
         while time.monotonic() < deadline:
             if not head.alive:
                 lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from raytide.control.client import ApiClient
 from raytide.control.supervision.log_rotation import bound_driver_log
-from raytide.core.errors import AuthError, ClusterError, DeniedError, RaytideError, WaitTimeoutError
+from raytide.core.errors import ClusterError, DeniedError, RaytideError, WaitTimeoutError
 from raytide.core.io.environment import all_passed
 from raytide.core.io.private_paths import check_named, inherited_restriction, restrict_to
 from raytide.core.io.token_dataset import sha256_of
@@ -246,7 +246,7 @@ def main(run_dir: str, job_id: str) -> int:
         return WITHOUT_MEMBERS if has_lost_members(job_id, client) else _DIED
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
-        with suppress(AuthError):  # the job is over, so this token is invalid
+        with suppress(RaytideError):  # a report that is refused, or that nobody takes, must not hide this error
             client.report(job_id, {"error": str(error)})
         return error.exit_code
     return 0

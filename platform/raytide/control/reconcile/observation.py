@@ -66,7 +66,7 @@ class ApiProbe:
     """Checks whether the API answers. While it does not answer, the silence of drivers means nothing."""
 
     def __init__(self, api_url: str) -> None:
-        self._http = httpx.Client(base_url=api_url, timeout=1.0)  # a tick waits for it
+        self._http = httpx.Client(base_url=api_url, timeout=1.0, trust_env=False)  # a tick waits for it
 
     def answers(self) -> bool:
         """Returns True if the API answers, else raises the error of the request."""

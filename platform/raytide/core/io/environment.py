@@ -1,13 +1,16 @@
 """Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
+Keeps requests to this machine from the proxies that the variables name.
 
 The variables that may pass are in an allowlist, so that the operator's credentials reach only the controller.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from urllib.parse import urlsplit
 
 from raytide.core.config import environment
 
@@ -71,6 +74,22 @@ def all_passed(configured: Iterable[str]) -> tuple[str, ...]:
     """Returns the names in `pass_environment` of cluster.yaml and the comma-separated names in RAYTIDE_PASS."""
     extra = (environment("PASS") or "").split(",")
     return tuple(dict.fromkeys((*configured, *(name.strip() for name in extra if name.strip()))))
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether the host is a loopback address or the name `localhost`. Returns False for any other name."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def without_proxy(url: str) -> dict[str, None]:
+    """Returns the `mounts` with which an httpx client asks a loopback address without a proxy, as no proxy reaches it.
+    NO_PROXY seldom lists the addresses 127.0.K.* of local clusters. Returns no mounts for any other host."""
+    host = urlsplit(url).hostname or ""
+    shown = f"[{host}]" if ":" in host else host
+    return {f"all://{shown}": None} if is_loopback(host) else {}
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -22,9 +22,9 @@ from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.control.bootstrap.cluster_record import RunningCluster
-from raytide.control.bootstrap.exposure import is_loopback
 from raytide.core.errors import ConfigError
 from raytide.core.io.atomic_file import read_json
+from raytide.core.io.environment import is_loopback
 from raytide.core.objects.api_key import ApiKey, RequestUsage, TokenPrice
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR

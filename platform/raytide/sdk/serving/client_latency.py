@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from raytide.core.errors import RaytideError
+from raytide.core.io.environment import without_proxy
 from raytide.core.telemetry.catalogue.client import CLIENT_FIRST_TOKEN_SECONDS, CLIENT_REQUEST_SECONDS
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ class LatencyReporter:
         self._reset()
         _reporters.add(self)
 
-    def http_client(self) -> DefaultHttpxClient:
-        """Returns an HTTP client for `openai.OpenAI` that measures each successful request."""
+    def http_client(self, base_url: str) -> DefaultHttpxClient:
+        """Returns an HTTP client for `openai.OpenAI(base_url=base_url)` that measures each successful request."""
         from openai import DefaultHttpxClient
 
-        return DefaultHttpxClient(event_hooks={"request": [self._began], "response": [self._answered]})
+        hooks: dict[str, list[Callable[..., Any]]] = {"request": [self._began], "response": [self._answered]}
+        return DefaultHttpxClient(event_hooks=hooks, mounts=without_proxy(base_url))
 
     def observe(self, metric: Metric, seconds: float) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raytide.control.client import ApiClient
 from raytide.control.views import EndpointLogPart, EndpointStatus, RolloutStatus, from_json, to_json
 from raytide.core.errors import ConflictError, DataError, EngineError, NotFoundError, UsageError, WaitTimeoutError
+from raytide.core.io.environment import without_proxy
 from raytide.core.io.html import framed, table
 from raytide.core.logs import logger
 from raytide.core.money import format_usd
@@ -137,7 +138,7 @@ class EndpointHandle:
 
         if "http_client" not in options:
             send = partial(self._client.call, "POST", f"/v1/endpoints/{self.name}/latency")
-            options["http_client"] = LatencyReporter(send).http_client()
+            options["http_client"] = LatencyReporter(send).http_client(self.base_url)
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
 
     def logs(self, *, follow: bool = False, tail: int | None = None, grep: str = "") -> Iterator[str]:
@@ -201,7 +202,8 @@ class EndpointHandle:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"}
-        answer = httpx.post(f"{self.base_url}/feedback", json=body, headers=headers, timeout=_FEEDBACK_S)
+        with httpx.Client(headers=headers, timeout=_FEEDBACK_S, mounts=without_proxy(self.base_url)) as gateway:
+            answer = gateway.post(f"{self.base_url}/feedback", json=body)
         if answer.status_code == NotFoundError.http_status:
             raise NotFoundError(answer.json()["error"]["message"], hint="Send the id of an answer that has ended.")
         if not answer.is_success:

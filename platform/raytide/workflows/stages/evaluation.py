@@ -14,6 +14,7 @@ from typing import Any
 
 from raytide.core.config import environment
 from raytide.core.errors import DataError, EngineError, RaytideError
+from raytide.core.io.environment import without_proxy
 from raytide.core.io.storage import join, read_bytes, write_bytes
 from raytide.workflows.stages.configs import EvalSpec
 from raytide.workflows.stages.runner import METRICS_FILE
@@ -127,9 +128,11 @@ def is_right(answer: str, case: Mapping[str, Any]) -> bool:
 
 
 def _endpoint(spec: EvalSpec) -> Callable[[str], str]:
-    from openai import OpenAI, OpenAIError
+    from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
-    client = OpenAI(base_url=spec.endpoint, api_key=_api_key(spec), timeout=_TIMEOUT_S, max_retries=5)
+    http = DefaultHttpxClient(mounts=without_proxy(spec.endpoint))
+    key = _api_key(spec)
+    client = OpenAI(base_url=spec.endpoint, api_key=key, timeout=_TIMEOUT_S, max_retries=5, http_client=http)
 
     def ask(prompt: str) -> str:
         try:

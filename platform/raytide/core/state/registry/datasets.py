@@ -10,6 +10,7 @@ from raytide.core.errors import NotFoundError
 from raytide.core.io.token_dataset import ITEM_BYTES, dtype_for
 from raytide.core.objects.job import JobKind
 from raytide.core.specs.data import DatasetUse, DatasetVersion, DatasetVersionSpec, RegisteredDataset
+from raytide.core.specs.mixture import MOST_SOURCES
 from raytide.core.state import tables as core
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.registry import tables as t
@@ -17,6 +18,12 @@ from raytide.core.state.registry.versions import add_version, newest_of, newest_
 from raytide.core.state.tenancy.audit import record
 
 _MOST_USES = 100
+_READ_AT = (
+    ("config", "dataset"),
+    ("config", "eval", "dataset"),
+    *(("config", "dataset", "sources", source, "dataset") for source in range(MOST_SOURCES)),
+)
+"""The paths in the spec of a training job that name datasets."""
 
 
 class DatasetRecords(DatabaseAccess):
@@ -70,11 +77,11 @@ class DatasetRecords(DatabaseAccess):
         return spec.tokens * ITEM_BYTES[dtype_for(spec.vocab_size)]
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
-        """Returns the team's newest jobs that read the dataset's location, and the team's models that were trained on
-        it. Jobs that read it as a source of a mixture are not found. A model's lineage names the dataset by the hash of
-        the manifest."""
+        """Returns the team's newest jobs that read the dataset's location, also as a source of a mixture or as held-out
+        data, and the team's models that were trained on it. A model's lineage names the dataset by the hash of the
+        manifest."""
         j, m = core.jobs.c, t.models.c
-        read = j.spec["config"]["dataset"].as_string() == spec.location
+        read = sa.or_(*(j.spec[path].as_string() == spec.location for path in _READ_AT))
         jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())
         made = m.spec["lineage"]["dataset_sha256"].as_string() == spec.sha256
         models = sa.select(m.name, m.version).where(m.team == spec.team, made).order_by(m.created_at_s.desc())
