@@ -250,28 +250,64 @@ def test_no_node_ends_while_the_controller_goes_through_them(
     assert is_locked == [True, True]
 
 
+def switched(said: Path, *names: str) -> HostsSection:
+    """Machines whose power commands write to the file `said`."""
+    argv = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + ';')", str(said)]
+    return section(*names, power_on=[*argv, "on", "{name}"], power_off=[*argv, "off", "{address}"])
+
+
+class Boot(threading.Event):
+    """The event `closed` of a power switch. Something happens while a machine boots."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._happens()
+        return self.is_set()
+
+
 def test_machines_are_switched_on_before_a_start_and_off_after_the_end(
     make: Make, machines: FakeMachines, tmp_path: Path
 ) -> None:
     machines.off.add("h1")
-    said = tmp_path / "said"
-    argv = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + ';')", str(said)]
-    hosts = section("h1", power_on=[*argv, "on", "{name}"], power_off=[*argv, "off", "{address}"])
-    provider = make(hosts)
-
-    class Boots(threading.Event):
-        """The machine has booted by the second look."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            machines.off.clear()
-            return False
-
-    provider._power._closed = Boots()
+    provider = make(switched(tmp_path / "said", "h1"))
+    provider._power._closed = Boot(machines.off.clear)
     launched(provider, "n1")
     assert machines.running() == [("h1", "n1")]
     provider.terminate("n1")
     settled(provider)
-    assert said.read_text() == "on h1;off 10.0.0.1;"
+    assert (tmp_path / "said").read_text() == "on h1;off 10.0.0.1;"
+
+
+def test_a_controller_that_ends_while_a_machine_boots_leaves_the_machine_to_the_next_one(
+    make: Make, machines: FakeMachines, tmp_path: Path
+) -> None:
+    machines.off |= {"h1", "h2"}
+    hosts = switched(tmp_path / "said", "h1", "h2")
+    first = make(hosts)
+    first._power._closed = Boot(first._power.close)
+    assert launched(first, "n1")["n1"].ended_at_s is None
+    assert first.problems() == ()
+    assert (tmp_path / "said").read_text() == "on h1;"
+    machines.off.clear()
+    following = make(hosts)
+    following.machines()
+    settled(following)
+    assert machines.running() == [("h1", "n1")]
+
+
+def test_a_machine_whose_node_is_ended_while_it_boots_is_switched_off(
+    make: Make, machines: FakeMachines, tmp_path: Path
+) -> None:
+    machines.off |= {"h1", "h2"}
+    provider = make(switched(tmp_path / "said", "h1", "h2"))
+    provider._power._closed = Boot(lambda: provider.terminate("n1"))
+    assert launched(provider, "n1")["n1"].ended_at_s is None
+    provider.terminate("n1")
+    assert settled(provider)["n1"].ended_at_s is not None
+    assert (tmp_path / "said").read_text() == "on h1;off 10.0.0.1;"
 
 
 def test_a_power_command_that_fails_is_a_failure_of_the_machine(make: Make, machines: FakeMachines) -> None:
