@@ -155,8 +155,11 @@ class HostsProvider(Provider):
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
             over, purchases = self._purchases.over(), self._purchases.open()
-            for node_id, bound in self._bound.items():
-                if self._starts_nodes and not bound.is_started and node_id not in self._ending:
+            for purchase in purchases:
+                node_id, bound = purchase.node_id, self._bound.get(purchase.node_id)
+                # the planner ends a node whose type was removed
+                is_due = bound is not None and not bound.is_started and purchase.node_type in self._types
+                if self._starts_nodes and is_due and node_id not in self._ending:
                     self._begin(node_id, self._start)
         live = [purchase.machine(self._address(purchase.node_id)) for purchase in purchases]
         return in_order([*over, *live])

@@ -134,6 +134,23 @@ def test_a_start_that_a_killed_controller_left_unfinished_is_finished(make: Make
     assert machines.running() == [("h1", "n1")]
 
 
+def test_a_start_for_a_type_that_was_removed_is_not_finished_and_its_machine_is_free_after_the_end(
+    make: Make, machines: FakeMachines
+) -> None:
+    first = make(section("h1"))
+    first._begin = lambda *_: None  # type: ignore[method-assign]
+    first.launch(node("n1"), TYPE)
+    following = make(section("h1"))
+    types, following._types = following._types, {}
+    assert settled(following)["n1"].ended_at_s is None
+    assert following._at_work == {}
+    following.terminate("n1")
+    assert settled(following)["n1"].ended_at_s is not None
+    following._types = types
+    launched(following, "n2")
+    assert machines.running() == [("h1", "n2")]
+
+
 @pytest.mark.parametrize("fault", ["off", "sick"])
 def test_a_machine_that_fails_is_quarantined_and_the_node_gets_the_next(
     make: Make, machines: FakeMachines, fault: str
