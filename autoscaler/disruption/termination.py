@@ -17,15 +17,15 @@ IDLE_DRAIN_S = 30.0
 
 def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
     """Yields actions that terminate nodes: nodes whose drain deadline has passed, drained nodes, and nodes that did not
-    join in time. Also yields actions that tell Ray about drain notices.
+    join in time or whose type was removed before they joined. Also yields actions that tell Ray about drain notices.
     """
     types = {t.name: t for t in snapshot.node_types}
     yield from expired_drains(snapshot)
     for view in snapshot.nodes:
         if view.node.state is NodeState.DRAINING:
             yield from _draining(view, snapshot.at_s)
-        elif view.node.state in (NodeState.REQUESTED, NodeState.LAUNCHING) and view.node.type in types:
-            yield from _launching(view, types[view.node.type], snapshot.at_s)
+        elif view.node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
+            yield from _launching(view, types.get(view.node.type), snapshot.at_s)
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
@@ -74,9 +74,12 @@ def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
         yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
 
 
-def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:
+def _launching(view: NodeView, node_type: NodeType | None, now_s: float) -> Iterator[Terminate]:
     age_s = now_s - view.node.requested_at_s
-    if age_s > node_type.launch_timeout_s:
+    if node_type is None:
+        reason = "its node type was removed from the configuration"
+        yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
+    elif age_s > node_type.launch_timeout_s:
         reason = f"{NEVER_JOINED} {node_type.launch_timeout_s:.0f} s of its launch"
         yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
 

@@ -3,7 +3,8 @@
 
 A quarantined node is drained like a node that the provider reclaims: gangs get a notice, Ray places nothing new on it,
 and its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted, the machine is
-terminated, because Ray does not take a drained node back. If the machine ends earlier, the quarantine ends with it.
+terminated, because Ray does not take a drained node back. An order to replace the node does not lift the quarantine. If
+the machine ends earlier, the quarantine ends with it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _carry_out(node: Node, order: Order, now_s: float) -> tuple[Node, str]:
     if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
         return replace(node, state=NodeState.TERMINATING, reason=f"{CANCELLED}: {why}"), "it had not joined yet"
     is_quarantine = order.kind == "quarantine_node"
+    if node.quarantined and not is_quarantine:
+        return node, f"{node.id} is in quarantine already"
     quarantined = why if is_quarantine else ""
     deadline_s = min(now_s + DRAIN_S, node.drain_deadline_s or now_s + DRAIN_S)
     reason = f"{'quarantined' if is_quarantine else 'replaced'}: {why}"

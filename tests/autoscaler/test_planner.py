@@ -67,6 +67,14 @@ def endpoint(target: int, load: EndpointLoad | None, replicas: Replicas | None =
     return EndpointView(Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=target), load)
 
 
+def test_a_node_whose_type_was_removed_before_it_joined_ends_and_one_that_joined_stays() -> None:
+    for state in (NodeState.REQUESTED, NodeState.LAUNCHING):
+        (end,) = decided(node_types=(CPU4,), nodes=(view(1, SOLID, state),))
+        reason = "its node type was removed from the configuration"
+        assert end == Terminate("node-1", reason, -SOLID.price_micro_usd_h)
+    assert decided(node_types=(CPU4,), nodes=(view(1, SOLID, used=8),)) == []
+
+
 def test_a_gang_gets_nodes_and_seats_in_one_plan_with_the_price_in_the_reason() -> None:
     actions = decided(leases=(gang(2),))
     assert [type(action).__name__ for action in actions] == ["Launch", "Launch", "Assign", "Assign"]

@@ -54,7 +54,7 @@ class ChatDataset:
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._tokens(0)  # fail early if the template cannot mark the answers
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         ids: list[int] = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
         return 1 + max(ids)

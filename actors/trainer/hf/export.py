@@ -5,13 +5,14 @@ Rank 0 receives one parameter at a time and writes file by file, so that it neve
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from raytide.actors.models.quantized.targets import QAT_RECORD
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
+from raytide.actors.trainer.checkpoint.storage import named_failures
 from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.model_source import ModelSource
@@ -71,15 +73,20 @@ def _export_model(
     tensors, dtype = file_tensors(origin.arch, FamilyFormat.on_the_hub(origin.arch)), export_dtype(spec)
     files = ShardedSafetensorsWriter(tensors, dtype, spec.export_shard_gb * _GB)
     target = join(spec.out, "model")
-    directory = AtomicDirectory(target) if group.is_first else None
-    for name, tensor in _contents(tensors, parameters, spec, origin):
+    directory = AtomicDirectory(target, commit) if group.is_first else None
+    try:
+        for name, tensor in _contents(tensors, parameters, spec, origin):
+            if directory is not None:
+                assert tensor is not None
+                directory.write(partial(files.add, name=name, tensor=tensor))
+    except BaseException:
         if directory is not None:
-            assert tensor is not None
-            directory.write(partial(files.add, name=name, tensor=tensor))
+            directory.discard()
+        raise
     if directory is not None:
         directory.write(files.close)
         directory.write(lambda folder: _copy_tokenizer_files(folder, origin, data, spec, dtype))
-    return _publish(directory, target, group, commit)
+    return _publish(directory, target, group)
 
 
 def _export_adapter(
@@ -98,12 +105,12 @@ def _export_adapter(
             for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
                 weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(export_dtype(spec))
     target = join(spec.out, "adapter")
-    directory = AtomicDirectory(target) if group.is_first else None
+    directory = AtomicDirectory(target, commit) if group.is_first else None
     if directory is not None:
         directory.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
         config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
         directory.write(lambda folder: _json(folder / "adapter_config.json", config))
-    _publish(directory, target, group, commit)
+    _publish(directory, target, group)
 
 
 def _contents(
@@ -160,8 +167,8 @@ def _copy_tokenizer_files(
         )
 
 
-def _publish(directory: AtomicDirectory | None, target: str, group: ProcessGroup, commit: Commit) -> str:
-    failed = group.from_first(None if directory is None else directory.publish(commit))
+def _publish(directory: AtomicDirectory | None, target: str, group: ProcessGroup) -> str:
+    failed = group.from_first(None if directory is None else directory.publish())
     if failed is not None:
         raise failed
     return target
@@ -211,13 +218,14 @@ class AtomicDirectory:
     """A directory that appears at its target as a whole or not at all.
 
     Files are written to a hidden directory beside the target, or to a local directory if the target is a URL. `publish`
-    then moves or uploads the directory to the target.
+    then moves or uploads the directory to the target. Hidden directories that killed writers left beside the target are
+    removed first. Both happen only while the context manager `commit` is open.
 
     The first error is kept until `publish` returns it, because other ranks may still be sending tensors.
     """
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def __init__(self, target: str, commit: Commit = nullcontext) -> None:
+        self._target, self._commit = target, commit
         self._folder: Path | None = None
         self._error: RaytideError | None = None
 
@@ -226,32 +234,53 @@ class AtomicDirectory:
         if self._error is not None:
             return
         try:
-            with full_disk_is_an_error(self._target):
-                self._folder = self._folder or self._create_folder()
+            if self._folder is None:
+                with full_disk_is_an_error(self._place):
+                    self._folder = self._create_folder()
+            with full_disk_is_an_error(self._place):
                 work(self._folder)
         except SafetensorError as error:
-            self._fail(StorageError(f"cannot write {self._target}: {error}.", hint="Free space there, then resume."))
+            self._fail(StorageError(f"cannot write {self._place}: {error}.", hint="Free space there, then resume."))
         except RaytideError as error:
             self._fail(error)
+        except BaseException:
+            self.discard()
+            raise
 
-    def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replaces the target while the context manager `commit` is open. Returns the first error, or None.
+    def publish(self) -> RaytideError | None:
+        """Replaces the target while `commit` is open. Returns the first error, or None.
 
         After an error before the replacement the target is unchanged. If an upload broke off, the target instead has
         no config, so that no reader takes it for a model. If a local replacement broke off, the target is incomplete or
         missing.
         """
         try:
-            with commit():
+            with self._commit():
                 self.write(self._replace if is_local(self._target) else self._upload)
         except RaytideError as error:
             self._fail(error)
+        except BaseException:
+            self.discard()
+            raise
         return self._error
+
+    def discard(self) -> None:
+        """Removes the temporary directory."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _place(self) -> str:
+        """The place whose disk is full if a write fails: a local directory even if the target is a URL."""
+        return self._target if is_local(self._target) else str(self._folder or "a temporary directory")
 
     def _create_folder(self) -> Path:
         if not is_local(self._target):
             return Path(tempfile.mkdtemp(prefix="raytide-export-"))
         target = Path(self._target)
+        with self._commit():
+            for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.part"):
+                shutil.rmtree(left, ignore_errors=True)
         folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
         folder.mkdir(parents=True)
         return folder
@@ -266,14 +295,14 @@ class AtomicDirectory:
         """Uploads the files, the config last: object stores cannot rename, and without a config nothing is a model."""
         from raytide.core.io.storage import open_url
 
-        fs, path = open_url(self._target)
-        if fs.exists(path):
-            fs.rm(path, recursive=True)
-        for file in sorted(folder.iterdir(), key=lambda each: (each.name in _CONFIGS, each.name)):
-            fs.put_file(str(file), f"{path}/{file.name}")
-        shutil.rmtree(folder)
+        with full_disk_is_an_error(self._target), named_failures(self._target):
+            fs, path = open_url(self._target)
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
+            for file in sorted(folder.iterdir(), key=lambda each: (each.name in _CONFIGS, each.name)):
+                fs.put_file(str(file), f"{path}/{file.name}")
+        self.discard()
 
     def _fail(self, error: RaytideError) -> None:
         self._error = error
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self.discard()

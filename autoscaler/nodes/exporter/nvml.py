@@ -6,8 +6,10 @@ consumer board, are left out. A GPU that the driver has lost has the utilization
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from raytide.core.telemetry.catalogue import gpu as dcgm
 from raytide.core.telemetry.metrics import Metric
 
 _EVENT_WAIT_MS = 5_000
+_RETRY_S = 30.0
 _MIB = 2**20
 
 log = logger(__name__)
@@ -55,7 +58,7 @@ class GpuCollector:
         yield from families.values()
 
     def _watch_xids(self) -> None:
-        events = pynvml.nvmlEventSetCreate()
+        events, uuids = pynvml.nvmlEventSetCreate(), dict(zip(map(_address, self._devices), self._uuids, strict=True))
         for device, uuid in zip(self._devices, self._uuids, strict=True):
             try:
                 pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
@@ -64,14 +67,20 @@ class GpuCollector:
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(events, _EVENT_WAIT_MS)
-                uuid = pynvml.nvmlDeviceGetUUID(event.device)
             except pynvml.NVMLError_Timeout:
                 continue
-            except pynvml.NVMLError as error:
-                log.warning("XID errors are no longer watched", extra={"error": str(error)})
-                return
+            except pynvml.NVMLError as error:  # the other GPUs are watched on
+                log.warning("XID errors cannot be read", extra={"error": str(error)})
+                time.sleep(_RETRY_S)
+                continue
+            uuid = uuids.get(_address(event.device), "")  # the driver does not tell the UUID of a GPU that it has lost
             log.error("XID error", extra={"gpu": uuid, "xid": event.eventData})
             self._xids[uuid] = float(event.eventData)
+
+
+def _address(device: Any) -> int | None:
+    """Returns what a handle points to, which is the same for all handles of a GPU."""
+    return ctypes.cast(device, ctypes.c_void_p).value
 
 
 def _values(device: Any) -> Values:

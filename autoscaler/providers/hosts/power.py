@@ -26,29 +26,29 @@ class PowerSwitch:
         self._hosts = hosts
         self._closed = threading.Event()
 
-    def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> None:
-        """Switches the machine on if it cannot be reached, and waits until it can or until `is_given_up` returns True.
+    def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> bool:
+        """Switches the machine on if it cannot be reached, and waits until it can. Returns False if `is_given_up`
+        returns True or `close` is called before that.
 
         `reach` tries to reach the machine and raises ClusterError if that fails. After `power_on_timeout_s` the call
-        raises the last error of `reach`. Raises ProviderError if the power command fails, and ClusterError after
-        `close`.
+        raises the last error of `reach`. Raises ProviderError if the power command fails.
         """
         argv = self._hosts.power_on_of(host)
         if not argv:
-            return
+            return True
         deadline = None
-        while not is_given_up():
+        while not (self._closed.is_set() or is_given_up()):
             try:
                 reach()
-                return
+                return True
             except ClusterError:
                 if deadline is None:
                     _run(argv, host)
                     deadline = time.monotonic() + self._hosts.power_on_timeout_s
                 elif time.monotonic() >= deadline:
                     raise
-            if self._closed.wait(_RETRY_S):
-                raise ClusterError(f"host {host.name} was not waited for: the controller ends.")
+            self._closed.wait(_RETRY_S)
+        return False
 
     def off(self, host: Host) -> None:
         """Switches the machine off. A failure is only logged, because the machine's node has ended already."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -154,8 +155,11 @@ class HostsProvider(Provider):
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
             over, purchases = self._purchases.over(), self._purchases.open()
-            for node_id, bound in self._bound.items():
-                if self._starts_nodes and not bound.is_started and node_id not in self._ending:
+            for purchase in purchases:
+                node_id, bound = purchase.node_id, self._bound.get(purchase.node_id)
+                # the planner ends a node whose type was removed
+                is_due = bound is not None and not bound.is_started and purchase.node_type in self._types
+                if self._starts_nodes and is_due and node_id not in self._ending:
                     self._begin(node_id, self._start)
         live = [purchase.machine(self._address(purchase.node_id)) for purchase in purchases]
         return in_order([*over, *live])
@@ -245,13 +249,19 @@ class HostsProvider(Provider):
         self._on_change()
 
     def _start_on(self, name: str, purchase: PurchaseRecord) -> _Failure | None:
-        """Starts the raylet on this machine. Returns None, or the reason why the machine is in quarantine now."""
+        """Starts the raylet on this machine. Returns None, or the reason why the machine is in quarantine now.
+
+        A start that is given up, or that the end of this controller breaks off, is no failure. The machine stays the
+        node's, so that `_end` or the next controller finds it.
+        """
         node_id, is_asked = purchase.node_id, False
         host = self._by_name.get(name)
         if host is None:
             return _Failure(f"machine {name} was removed from the configuration", may_run=False)
         try:
-            self._power.on(host, lambda: self._request(host, "list", {}, _LIST_S), lambda: node_id in self._ending)
+            reach = partial(self._request, host, "list", {}, _LIST_S)
+            if not self._power.on(host, reach, lambda: node_id in self._ending):
+                return None
             node_type = self._types[purchase.node_type]
             content = self._cluster.join_request(node_id, node_type, purchase.zone, host.labels)
             self._request(host, "list", {}, _LIST_S)
@@ -283,6 +293,8 @@ class HostsProvider(Provider):
                 self._request(host, "end", {"node_id": node_id}, _END_S)
                 self._power.off(host)
             except ClusterError as error:
+                if bound is not None and not bound.is_started:
+                    self._power.off(host)  # it may still boot
                 self._abandoned.add(host.name)
                 self._quarantine.add(host.name, str(error))
                 reason = f"terminated; {error}"

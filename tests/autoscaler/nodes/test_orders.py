@@ -55,6 +55,13 @@ def test_a_replaced_node_drains_and_ends() -> None:
     assert isinstance(end, Terminate)
 
 
+def test_a_quarantined_node_is_not_replaced() -> None:
+    nodes, _ = carry_out({"node-1": READY}, [order("quarantine_node")], NOW)
+    after, (done,) = carry_out(nodes, [order("replace_node")], NOW + 1)
+    assert after == nodes
+    assert done.outcome == "node-1 is in quarantine already"
+
+
 @given(
     st.lists(st.sampled_from(["quarantine_node", "replace_node", "release_node", "restart_replica"]), max_size=6),
     st.sampled_from(list(NodeState)),

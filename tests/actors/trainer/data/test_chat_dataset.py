@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -69,6 +70,15 @@ def test_only_answers_and_their_ends_are_learnt(folder: Path, template: str | No
     assert data.n_sequences == 2
     assert learnt(data, folder) == "it is 4<eos>yes, été<eos>"
     assert learnt(data, folder, 1) == "it is 4<eos>"
+
+
+def test_the_vocabulary_is_counted_once(folder: Path) -> None:
+    data = open_chat(folder)
+    tokenizer = Mock(wraps=data._tokenizer)
+    data.__dict__["_tokenizer"] = tokenizer
+    sizes = [data.vocab_size for _ in range(3)]
+    assert sizes == [1 + max(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())] * 3
+    assert tokenizer.get_vocab.call_count == 1
 
 
 def test_targets_follow_their_inputs_and_the_rest_is_filled_up(folder: Path) -> None:

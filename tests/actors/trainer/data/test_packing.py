@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,6 +67,23 @@ def test_attention_pairs_are_squared_lengths(lengths: list[int], seq_len: int) -
     plan = plan_of(lengths, seq_len)
     wanted = [int((plan.pieces(row)[1] ** 2).sum()) for row in range(plan.rows)]
     assert plan.attention_pairs(np.arange(plan.rows)).tolist() == wanted
+
+
+def test_attention_pairs_of_some_rows_square_the_pieces_of_these_rows_alone() -> None:
+    squared: list[int] = []
+
+    class Lengths(np.ndarray[Any, np.dtype[np.int64]]):
+        """Lengths that note how many of them are squared."""
+
+        def __pow__(self, exponent: Any, modulo: None = None) -> Any:
+            squared.append(self.size)
+            return np.asarray(self) ** exponent
+
+    plan = plan_of([5, 3, 8, 2, 6, 8, 8], 8)
+    noted = replace(plan, lengths=plan.lengths.view(Lengths))
+    rows = np.array([4, 0])
+    assert noted.attention_pairs(rows).tolist() == plan.attention_pairs(np.arange(plan.rows))[rows].tolist()
+    assert squared == [len(plan.pieces(row)[0]) for row in rows]
 
 
 @pytest.mark.parametrize("seq_len", [2048, 8192])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from raytide.actors.trainer.hf.export import AtomicDirectory
-from raytide.core.errors import StorageError
+from raytide.core.errors import ConflictError, StorageError
 
 
 def write(name: str, body: str, draft: AtomicDirectory) -> None:
@@ -70,3 +72,69 @@ def test_at_a_url_the_config_comes_last(monkeypatch: pytest.MonkeyPatch, tmp_pat
     found = {Path(path).name: fs.cat_file(path) for path in fs.ls(f"/{tmp_path.name}/model", detail=False)}
     assert found == dict.fromkeys(order, b"new")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of a model, whose files are first written below `tmp_path`."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return f"memory://{tmp_path.name}/model"
+
+
+def test_a_full_temporary_directory_is_not_taken_for_a_full_bucket(bucket: str, tmp_path: Path) -> None:
+    draft = AtomicDirectory(bucket)
+    draft.write(fill_up)
+    failed = draft.publish()
+    assert failed is not None and f"no space left while writing {tmp_path}/raytide-export-" in str(failed)
+    assert bucket not in str(failed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("503 from the cloud"), FileNotFoundError("no such bucket")])
+def test_any_error_of_an_upload_names_the_url_and_leaves_no_files_behind(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    def refuse(*_: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", refuse)
+    draft = AtomicDirectory(bucket)
+    write("config.json", "new", draft)
+    failed = draft.publish()
+    assert isinstance(failed, StorageError)
+    assert bucket in str(failed) and str(error) in str(failed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_error_is_raised_and_leaves_no_files_behind(bucket: str, tmp_path: Path) -> None:
+    def break_off(folder: Path) -> None:
+        raise RuntimeError("a bug")
+
+    draft = AtomicDirectory(bucket)
+    write("config.json", "new", draft)
+    with pytest.raises(RuntimeError, match="a bug"):
+        draft.write(break_off)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_writer_that_may_publish(tmp_path: Path) -> None:
+    killed, other = AtomicDirectory(str(tmp_path / "model")), AtomicDirectory(str(tmp_path / "model.old"))
+    for each in (killed, other):
+        write("config.json", "new", each)
+    left = set(tmp_path.iterdir())
+    assert len(left) == 2
+
+    @contextmanager
+    def lost() -> Iterator[None]:
+        raise ConflictError("another run has claimed the folder.")
+        yield
+
+    draft = AtomicDirectory(str(tmp_path / "model"), lost)
+    write("config.json", "new", draft)
+    assert isinstance(draft.publish(), ConflictError)
+    assert set(tmp_path.iterdir()) == left
+    draft = AtomicDirectory(str(tmp_path / "model"))
+    write("config.json", "new", draft)
+    assert draft.publish() is None
+    assert other.publish() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.old"]

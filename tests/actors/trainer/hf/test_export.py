@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.hf.export import FullParameters
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import DeniedError
 from raytide.core.specs.model import ModelSpec
@@ -46,6 +48,25 @@ def test_the_directory_is_complete_and_replaces_an_older_one(spec: TrainSpec) ->
     assert {file.name for file in path.iterdir()} == names
     assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert [file.name for file in Path(spec.out).iterdir()] == ["model"]
+
+
+def test_a_rank_that_is_lost_during_an_export_leaves_no_files_behind(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = FullParameters.gather
+
+    def break_off(parameters: FullParameters, name: str) -> Tensor | None:
+        if any(Path(spec.out).iterdir()):
+            raise RuntimeError("a peer has left")
+        return gather(parameters, name)
+
+    monkeypatch.setattr(FullParameters, "gather", break_off)
+    with process_group.single_process() as mine:
+        trainer = Trainer(spec, mine)
+        Path(spec.out).mkdir(exist_ok=True)
+        with pytest.raises(RuntimeError, match="a peer has left"):
+            trainer.export()
+    assert list(Path(spec.out).iterdir()) == []
 
 
 def test_a_link_among_the_files_that_go_along_shows_no_secret(

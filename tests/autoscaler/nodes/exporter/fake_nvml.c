@@ -54,6 +54,8 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) { *device = &devices[index]; return SUCCESS; }
 
 int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) {
+  double ignored;
+  if (value(device, "uuid", &ignored) == GPU_IS_LOST) return GPU_IS_LOST;
   return snprintf(uuid, size, "GPU-fake-%d", device->index) < (int)size ? SUCCESS : INSUFFICIENT_SIZE;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -10,8 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
+import pynvml
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.autoscaler.nodes.exporter.fake_nvml import HEALTHY, make_library, write_gpu
@@ -19,8 +23,10 @@ from tests.autoscaler.nodes.test_node_page import AGENT
 from tests.autoscaler.nodes.test_utilization import Agents, machine
 from tests.autoscaler.providers.notices.key_values import KeyValues
 
+from raytide.autoscaler.nodes.exporter import nvml
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.exporter.kernel import oom_kills
+from raytide.autoscaler.nodes.exporter.nvml import GpuCollector
 from raytide.autoscaler.nodes.exporter.rapl import RaplCollector
 from raytide.autoscaler.nodes.node_page import meters_of, read_page, reading_of
 from raytide.autoscaler.nodes.utilization import MeterReader
@@ -112,13 +118,37 @@ def test_an_error_that_the_driver_reports_and_rising_counts_are_shown(start: typ
     write_gpu(tmp_path, 1, HEALTHY)
     exporter = start(tmp_path)
     assert exporter.values("DCGM_FI_DEV_XID_ERRORS") == {"0": 0.0, "1": 0.0}
-    write_gpu(tmp_path, 1, {**HEALTHY, "xid": 79, "ecc": 3, "remapped": 2})
+    write_gpu(tmp_path, 1, {**HEALTHY, "xid": 79, "uuid": -1, "ecc": 3, "remapped": 2})
     deadline = time.monotonic() + 120.0
     while exporter.values("DCGM_FI_DEV_XID_ERRORS") != {"0": 0.0, "1": 79.0}:
         assert time.monotonic() < deadline, "the XID error is not shown"
         time.sleep(0.05)
     assert exporter.values("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL") == {"0": 0.0, "1": 3.0}
     assert exporter.values("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS") == {"0": 0.0, "1": 2.0}
+
+
+def test_the_xid_error_of_a_gpu_that_left_the_bus_is_kept_and_the_other_gpus_are_watched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = (ctypes.c_int * 2)()
+
+    def handle(index: int) -> Any:
+        return ctypes.cast(ctypes.byref(gpus, index * ctypes.sizeof(ctypes.c_int)), pynvml.c_nvmlDevice_t)
+
+    def event(index: int, xid: int) -> Any:
+        return pynvml.c_nvmlEventData_t(device=handle(index), eventData=xid)
+
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    monkeypatch.setattr(nvml, "_RETRY_S", 0.0)
+    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceRegisterEvents", lambda *_: None)
+    monkeypatch.setattr(pynvml, "nvmlEventSetWait_v2", Mock(side_effect=[event(1, 79), lost, event(0, 13)]))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", Mock(side_effect=lost))
+    collector = object.__new__(GpuCollector)
+    collector._devices, collector._uuids, collector._xids = [handle(0), handle(1)], ["GPU-0", "GPU-1"], {}
+    with pytest.raises(StopIteration):  # the driver has told everything
+        collector._watch_xids()
+    assert collector._xids == {"GPU-0": 13.0, "GPU-1": 79.0}
 
 
 def test_a_value_that_a_gpu_lacks_is_left_out_and_a_lost_gpu_s_use_is_unknown(start: type, tmp_path: Path) -> None:

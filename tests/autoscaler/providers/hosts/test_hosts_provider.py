@@ -134,6 +134,23 @@ def test_a_start_that_a_killed_controller_left_unfinished_is_finished(make: Make
     assert machines.running() == [("h1", "n1")]
 
 
+def test_a_start_for_a_type_that_was_removed_is_not_finished_and_its_machine_is_free_after_the_end(
+    make: Make, machines: FakeMachines
+) -> None:
+    first = make(section("h1"))
+    first._begin = lambda *_: None  # type: ignore[method-assign]
+    first.launch(node("n1"), TYPE)
+    following = make(section("h1"))
+    types, following._types = following._types, {}
+    assert settled(following)["n1"].ended_at_s is None
+    assert following._at_work == {}
+    following.terminate("n1")
+    assert settled(following)["n1"].ended_at_s is not None
+    following._types = types
+    launched(following, "n2")
+    assert machines.running() == [("h1", "n2")]
+
+
 @pytest.mark.parametrize("fault", ["off", "sick"])
 def test_a_machine_that_fails_is_quarantined_and_the_node_gets_the_next(
     make: Make, machines: FakeMachines, fault: str
@@ -250,28 +267,64 @@ def test_no_node_ends_while_the_controller_goes_through_them(
     assert is_locked == [True, True]
 
 
+def switched(said: Path, *names: str) -> HostsSection:
+    """Machines whose power commands write to the file `said`."""
+    argv = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + ';')", str(said)]
+    return section(*names, power_on=[*argv, "on", "{name}"], power_off=[*argv, "off", "{address}"])
+
+
+class Boot(threading.Event):
+    """The event `closed` of a power switch. Something happens while a machine boots."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._happens()
+        return self.is_set()
+
+
 def test_machines_are_switched_on_before_a_start_and_off_after_the_end(
     make: Make, machines: FakeMachines, tmp_path: Path
 ) -> None:
     machines.off.add("h1")
-    said = tmp_path / "said"
-    argv = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + ';')", str(said)]
-    hosts = section("h1", power_on=[*argv, "on", "{name}"], power_off=[*argv, "off", "{address}"])
-    provider = make(hosts)
-
-    class Boots(threading.Event):
-        """The machine has booted by the second look."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            machines.off.clear()
-            return False
-
-    provider._power._closed = Boots()
+    provider = make(switched(tmp_path / "said", "h1"))
+    provider._power._closed = Boot(machines.off.clear)
     launched(provider, "n1")
     assert machines.running() == [("h1", "n1")]
     provider.terminate("n1")
     settled(provider)
-    assert said.read_text() == "on h1;off 10.0.0.1;"
+    assert (tmp_path / "said").read_text() == "on h1;off 10.0.0.1;"
+
+
+def test_a_controller_that_ends_while_a_machine_boots_leaves_the_machine_to_the_next_one(
+    make: Make, machines: FakeMachines, tmp_path: Path
+) -> None:
+    machines.off |= {"h1", "h2"}
+    hosts = switched(tmp_path / "said", "h1", "h2")
+    first = make(hosts)
+    first._power._closed = Boot(first._power.close)
+    assert launched(first, "n1")["n1"].ended_at_s is None
+    assert first.problems() == ()
+    assert (tmp_path / "said").read_text() == "on h1;"
+    machines.off.clear()
+    following = make(hosts)
+    following.machines()
+    settled(following)
+    assert machines.running() == [("h1", "n1")]
+
+
+def test_a_machine_whose_node_is_ended_while_it_boots_is_switched_off(
+    make: Make, machines: FakeMachines, tmp_path: Path
+) -> None:
+    machines.off |= {"h1", "h2"}
+    provider = make(switched(tmp_path / "said", "h1", "h2"))
+    provider._power._closed = Boot(lambda: provider.terminate("n1"))
+    assert launched(provider, "n1")["n1"].ended_at_s is None
+    provider.terminate("n1")
+    assert settled(provider)["n1"].ended_at_s is not None
+    assert (tmp_path / "said").read_text() == "on h1;off 10.0.0.1;"
 
 
 def test_a_power_command_that_fails_is_a_failure_of_the_machine(make: Make, machines: FakeMachines) -> None:
