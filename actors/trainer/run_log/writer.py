@@ -103,7 +103,7 @@ class StepLog:
 
     A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a gang,
     rank 0 writes the log, each line before the checkpoint of its step. No checkpoint is therefore ahead of the line of
-    its step, even if a process is killed.
+    its step, even if a process is killed, unless the log cannot be written in time.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -118,7 +118,8 @@ class StepLog:
             self._lines.add({**result.metrics_line(), "at_s": self.clock.now_s()})
             self.folder.changed(METRICS)
         if self.spec.is_due(self.spec.checkpoint_every, result.step):
-            self.folder.flush()
+            # Other ranks wait in a collective, which must not time out because a store hangs.
+            self.folder.flush(self.spec.collective_timeout_s / 2)
 
     def flush(self) -> None:
         self._lines.flush()
