@@ -109,6 +109,12 @@ class RunFolder:
         upload.join(timeout_s)
         return not upload.is_alive() and not self.problem
 
+    def warn(self, warning: str) -> None:
+        """Logs a warning, unless it is the last one again."""
+        if warning != self._warning:
+            _log.warning("%s", warning)
+            self._warning = warning
+
     def close(self) -> None:
         """Uploads all changed files and removes the local copy."""
         if self.store is None or self._is_over.is_set():
@@ -162,7 +168,7 @@ class RunFolder:
             with named_failures(f"{self.out}/{self._watched}"):
                 store.remove_file(self._watched)
         except RaytideError as error:
-            self._warn(f"{self._watched} was not removed: {error}")
+            self.warn(f"{self._watched} was not removed: {error}")
         else:
             self._is_removed = False
 
@@ -177,13 +183,8 @@ class RunFolder:
         except FileNotFoundError:
             return
         except RaytideError as error:
-            self._warn(f"{self._watched} was not read: {error}")
+            self.warn(f"{self._watched} was not read: {error}")
             return
         with self._lock:  # the file may have been removed while it was read
             if not self._is_removed:
                 os.replace(part, self.path / self._watched)
-
-    def _warn(self, warning: str) -> None:
-        if warning != self._warning:  # the same failure repeats every few seconds
-            _log.warning("%s", warning)
-            self._warning = warning

@@ -45,6 +45,8 @@ class Profiler:
         self.spec, self.folder, self.rank, self.device = spec, folder, rank, device
         self._running: Recording | None = None
         self._first = self._last = 0
+        self._stuck: tuple[int, int] | None = None
+        """The inode and the time of a request that is done but could not be removed."""
         if rank == 0:
             folder.watch(REQUEST)
 
@@ -56,12 +58,18 @@ class Profiler:
             return 0
         file = self.folder.path / REQUEST
         try:
+            if self._stuck is not None and _identity(file) == self._stuck:
+                return 0
             return max(0, int(json.loads(file.read_text())["steps"]))
         except FileNotFoundError:
             return 0
-        except (ValueError, KeyError, TypeError):
-            file.rename(file.with_name(f"{REQUEST}.bad"))
-            self.folder.remove_watched()
+        except OSError as error:
+            self.folder.warn(f"a request for a profile cannot be read: {error}")
+            return 0
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            with suppress(OSError):
+                file.rename(file.with_name(f"{REQUEST}.bad"))
+            self._remove_request()
             return 0
 
     def begin(self, step: int, requested: int) -> None:
@@ -71,7 +79,7 @@ class Profiler:
         if requested:
             self._start(step, step + requested - 1)
             if self.rank == 0:
-                self.folder.remove_watched()
+                self._remove_request()
         elif self.spec is not None and self.spec.first <= step <= self.spec.last:
             self._start(step, self.spec.last, self.spec.what)
 
@@ -102,8 +110,22 @@ class Profiler:
                     Path(f"{stem}{suffix}").unlink()
             _log.warning("the profile of steps %d to %d was not written: %s", self._first, step, error)
 
+    def _remove_request(self) -> None:
+        try:
+            self.folder.remove_watched()
+        except OSError as error:
+            self.folder.warn(f"a request for a profile cannot be removed: {error}")
+            with suppress(OSError):
+                self._stuck = _identity(self.folder.path / REQUEST)
+
     def _start(self, first: int, last: int, what: str = "operators") -> None:
         from raytide.actors.trainer.run_log.recordings import RECORDINGS
 
         self._first, self._last = first, last
         self._running = RECORDINGS[what](self.device)
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """Returns what tells a file from another one that is written in its place."""
+    about = file.stat()
+    return about.st_ino, about.st_mtime_ns
