@@ -95,6 +95,7 @@ class Trainer:
         self.meter = MfuMeter(spec, self.model_source.arch, group)
         self.folder = RunFolder(spec.out, self._commit)
         """This rank's files of the run beside its checkpoints."""
+        self._samples = SampleLog(self.folder, group) if spec.record_samples and group.is_data_first else None
         self.profiler = Profiler(spec.profile, self.folder, group.rank, group.device)
         self.steps_done = 0
         self.saved_step: int | None = 0
@@ -106,7 +107,6 @@ class Trainer:
         """Step of the last snapshot."""
         self._step_s = 0.0
         self.restored_from: Literal["", "memory", "storage"] = ""
-        self._samples = SampleLog(self.folder, group) if spec.record_samples and group.is_data_first else None
         self._stop_request = 0
         """The StopRequest at the last step, summed over the ranks. The driver sends it to rank 0 only."""
 

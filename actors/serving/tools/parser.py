@@ -108,6 +108,9 @@ class OutputParser:
     _state: Literal["start", "think", "text", "call", "rest", "after"] = "start"
     _scanner: JsonScanner | None = None
     _rest: JsonScanner | None = None
+    _whole: JsonScanner | None = None
+    _seen: int = 0
+    """The number of characters of the buffer that `_whole` has read."""
     _raw: str = ""
     """The text of the call so far, which is returned as text if it turns out not to be a call."""
     _in_array: bool = False
@@ -200,7 +203,7 @@ class OutputParser:
 
     def _begin_call(self) -> None:
         assert self.tools is not None
-        self._state, self._raw, self._scanner = "call", "", None
+        self._state, self._raw, self._scanner, self._whole = "call", "", None, None
         self._in_array = self.tools.body == "array"
         if self._in_array:
             self._buffer = self._buffer.lstrip()
@@ -233,7 +236,7 @@ class OutputParser:
             yield from self._whole_object(at_end)
 
     def _open(self, name: str) -> Piece:
-        self._scanner = JsonScanner()
+        self._scanner, self._whole = JsonScanner(), None
         piece = Piece(call=CallPiece(self.calls, f"call_{uuid4().hex[:24]}", name))
         self.calls += 1
         return piece if self._is_allowed() else _NOTHING
@@ -288,9 +291,10 @@ class OutputParser:
     def _whole_object(self, at_end: bool) -> Iterator[Piece]:
         """Yields a call with fields in an unusual order, once its object is complete."""
         assert self.tools is not None
-        scanner = JsonScanner()
-        taken = scanner.feed(self._buffer)
-        if not scanner.is_complete:
+        if self._whole is None:
+            self._whole, self._seen = JsonScanner(), 0
+        taken = self._seen = self._seen + self._whole.feed(self._buffer[self._seen :])
+        if not self._whole.is_complete:
             if at_end:
                 yield from self._give_up()
             return

@@ -6,6 +6,7 @@ used the generation's group, the group would stay open, and peers would not noti
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from raytide.actors.trainer.checkpoint.staging import StagingBuffer
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage
 from raytide.core.errors import RaytideError, StorageError
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 Commit = Callable[[], AbstractContextManager[None]]
 """Returns a context in which this run may publish. The context raises ConflictError if another run has claimed its
@@ -94,7 +96,10 @@ class AsyncSaver:
         except RaytideError:
             capture_error(lambda: manifest.remove(store, name))
             raise
-        manifest.prune(store, self._keep, sealed, self.rejected)
+        try:
+            manifest.prune(store, self._keep, sealed, self.rejected)
+        except (RaytideError, OSError) as error:  # the checkpoint is stored, and the next save prunes again
+            _log.warning("old checkpoints were not removed: %s", error)
 
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():

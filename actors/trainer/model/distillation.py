@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import zlib
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ from raytide.core.specs.model import DistillSpec
 
 _LEAST_REST = 1e-6
 """The least probability of the bucket for all other tokens, so that its logarithm is finite."""
+_DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error)
+"""The errors of numpy for a missing or damaged archive. RuntimeError stands for an unknown compression."""
 
 
 class TopPredictions(NamedTuple):
@@ -148,11 +152,11 @@ class _Cache:
     def read(self, key: str) -> TopPredictions | None:
         """Returns a sequence's predictions; None if there is no file or it is damaged."""
         try:
-            with np.load(self._path(key)) as file:
+            with open(self._path(key), "rb") as body, np.load(body) as file:
                 return TopPredictions(
                     torch.from_numpy(file["ids"].astype(np.int64)), torch.from_numpy(file["log_p"].astype(np.float32))
                 )
-        except (OSError, ValueError, KeyError, EOFError):
+        except _DAMAGE:
             return None
 
     def write(self, key: str, found: TopPredictions) -> None:

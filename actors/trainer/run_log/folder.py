@@ -3,13 +3,15 @@ If `out` is a URL, the log is written to a local copy, which is uploaded.
 
 Object stores cannot append. A process therefore keeps its files of the run in a temporary folder, and a background
 thread uploads the files that have changed. Each file has one writer. A process that is killed loses the lines since the
-last upload. To limit this loss, `flush` uploads the lines before a checkpoint is written. Only `fetch`, `remove`,
+last upload. To limit this loss, `flush` uploads the lines before a checkpoint is written. Only `fetch`, `watch`,
 `flush` and `close` wait for the store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -24,6 +26,7 @@ from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.private_folder import private_folder
 from raytide.core.io.storage import is_local
 
+_log = logging.getLogger(__name__)
 UPLOAD_EVERY_S = 2.0
 MOST_SHARE = 0.05
 """The largest share of the time that uploads take: they are rarer the longer they take."""
@@ -42,6 +45,10 @@ class RunFolder:
         """The reason why the last upload failed; empty if it succeeded."""
         self._guard = guard
         self._changed: set[str] = set()
+        self._watched = ""
+        self._is_removed = False
+        """True while the store may still have the watched file, although this process removed it."""
+        self._warning = ""
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,12 +72,23 @@ class RunFolder:
                 (self.path / name).write_bytes(body)
         return self.path / name
 
-    def remove(self, name: str) -> None:
-        """Removes a file, locally and in the store. Another process may have written the file."""
-        (self.path / name).unlink(missing_ok=True)
+    def watch(self, name: str) -> None:
+        """Copies a file that another process may write from the store to the local folder: now, and from then on
+        whenever changes are uploaded.
+        """
+        self._watched = name
         if self.store is not None:
-            with named_failures(f"{self.out}/{name}"):
-                self.store.remove_file(name)
+            self._receive(self.store)
+            with self._lock:
+                self._start_uploads()
+
+    def remove_watched(self) -> None:
+        """Removes the watched file locally, and schedules its removal from the store. Until the store has removed the
+        file, it is not copied again.
+        """
+        with self._lock:
+            self._is_removed = self.store is not None
+            (self.path / self._watched).unlink(missing_ok=True)
 
     def changed(self, name: str) -> None:
         """Schedules the upload of a file that has changed."""
@@ -78,15 +96,24 @@ class RunFolder:
             return
         with self._lock:
             self._changed.add(name)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._upload_changes, name="run-folder", daemon=True)
-                self._thread.start()
+            self._start_uploads()
 
-    def flush(self) -> bool:
-        """Uploads all changed files. Returns whether the store now has all changes."""
-        if self.store is not None:
-            self._upload(self.store)
-        return not self.problem
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Uploads all changed files. Returns whether the store now has all changes. If that takes longer than
+        `timeout_s`, the upload goes on in the background.
+        """
+        if self.store is None:
+            return True
+        upload = threading.Thread(target=self._upload, args=(self.store,), name="run-folder-flush", daemon=True)
+        upload.start()
+        upload.join(timeout_s)
+        return not upload.is_alive() and not self.problem
+
+    def warn(self, warning: str) -> None:
+        """Logs a warning, unless it is the last one again."""
+        if warning != self._warning:
+            _log.warning("%s", warning)
+            self._warning = warning
 
     def close(self) -> None:
         """Uploads all changed files and removes the local copy."""
@@ -96,8 +123,14 @@ class RunFolder:
         if self._thread is not None:
             self._thread.join()
         self._upload(self.store)
+        self._remove(self.store)
         if "path" in self.__dict__:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def _start_uploads(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload_changes, name="run-folder", daemon=True)
+            self._thread.start()
 
     def _upload_changes(self) -> None:
         assert self.store is not None
@@ -105,6 +138,8 @@ class RunFolder:
         while not self._is_over.wait(wait_s):
             began_s = time.monotonic()
             self._upload(self.store)
+            self._remove(self.store)
+            self._receive(self.store)
             wait_s = max(UPLOAD_EVERY_S, (time.monotonic() - began_s) / MOST_SHARE)
 
     def _upload(self, store: UrlStore) -> None:
@@ -125,3 +160,31 @@ class RunFolder:
                         self._changed.add(name)
             if names:
                 self.problem = problem
+
+    def _remove(self, store: UrlStore) -> None:
+        if not self._is_removed:
+            return
+        try:
+            with named_failures(f"{self.out}/{self._watched}"):
+                store.remove_file(self._watched)
+        except RaytideError as error:
+            self.warn(f"{self._watched} was not removed: {error}")
+        else:
+            self._is_removed = False
+
+    def _receive(self, store: UrlStore) -> None:
+        """Copies the watched file to the local folder, unless this process removed it."""
+        if not self._watched or self._is_removed:
+            return
+        part = self.path / f"{self._watched}.part"
+        try:
+            with named_failures(f"{self.out}/{self._watched}"), store.read(self._watched) as stream:
+                part.write_bytes(stream.read())
+        except FileNotFoundError:
+            return
+        except RaytideError as error:
+            self.warn(f"{self._watched} was not read: {error}")
+            return
+        with self._lock:  # the file may have been removed while it was read
+            if not self._is_removed:
+                os.replace(part, self.path / self._watched)

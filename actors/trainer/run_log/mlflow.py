@@ -139,7 +139,10 @@ class MlflowRun:
             if answer.status_code in (401, 403) and environment("MLFLOW_TOKEN") and not _credentials(self.target):
                 details += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
             raise self._error(what, details)
-        found: dict[str, Any] = answer.json()
+        try:
+            found: dict[str, Any] = answer.json()
+        except ValueError:  # a proxy's page, for example
+            raise self._error(what, "the answer is not JSON") from None
         return found
 
     def _error(self, what: str, why: str) -> StorageError:

@@ -1,22 +1,22 @@
 """Runs torch's profiler over the steps that the spec names. On request, it runs over the next steps of a running job.
 
 A request is a file in the run's directory. Rank 0 looks for the file once per step, and the step's all-reduce tells all
-ranks. Every rank then writes a Chrome trace and a table. A spec can ask for a snapshot of the GPU's memory or for NVTX
-ranges instead.
+ranks. A request in an object store is found in the background, because the other ranks wait while rank 0 looks.
+
+Every rank then writes a Chrome trace and a table. A spec can ask for a snapshot of the GPU's memory or for NVTX ranges
+instead.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.trainer.run_log.folder import RunFolder
-from raytide.core.errors import StorageError, UsageError
+from raytide.core.errors import UsageError
 from raytide.core.io.storage import exists, join, write_bytes
 from raytide.core.specs.train import ProfileSpec
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 REQUEST = "profile.json"
-LOOK_EVERY_S = 5.0
-"""The seconds between two checks for a request in an object store."""
 
 
 def request(out: str | Path, steps: int) -> None:
@@ -47,7 +45,10 @@ class Profiler:
         self.spec, self.folder, self.rank, self.device = spec, folder, rank, device
         self._running: Recording | None = None
         self._first = self._last = 0
-        self._looked_s = -math.inf
+        self._stuck: tuple[int, int] | None = None
+        """The inode and the time of a request that is done but could not be removed."""
+        if rank == 0:
+            folder.watch(REQUEST)
 
     def requested_steps(self) -> int:
         """Returns the number of steps that a request asks to profile. Returns 0 if there is no request, and on all
@@ -55,22 +56,20 @@ class Profiler:
         """
         if self.rank or self._running is not None:
             return 0
-        if self.folder.store is not None:
-            if time.monotonic() - self._looked_s < LOOK_EVERY_S:
-                return 0
-            self._looked_s = time.monotonic()
+        file = self.folder.path / REQUEST
         try:
-            return max(0, int(json.loads(self.folder.fetch(REQUEST).read_text())["steps"]))
+            if self._stuck is not None and _identity(file) == self._stuck:
+                return 0
+            return max(0, int(json.loads(file.read_text())["steps"]))
         except FileNotFoundError:
             return 0
-        except StorageError as error:
-            _log.warning("a request for a profile cannot be seen: %s", error)
+        except OSError as error:
+            self.folder.warn(f"a request for a profile cannot be read: {error}")
             return 0
-        except (ValueError, KeyError, TypeError):
-            if self.folder.store is None:
-                (self.folder.path / REQUEST).rename(self.folder.path / f"{REQUEST}.bad")
-            else:
-                self.folder.remove(REQUEST)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            with suppress(OSError):
+                file.rename(file.with_name(f"{REQUEST}.bad"))
+            self._remove_request()
             return 0
 
     def begin(self, step: int, requested: int) -> None:
@@ -80,7 +79,7 @@ class Profiler:
         if requested:
             self._start(step, step + requested - 1)
             if self.rank == 0:
-                self.folder.remove(REQUEST)
+                self._remove_request()
         elif self.spec is not None and self.spec.first <= step <= self.spec.last:
             self._start(step, self.spec.last, self.spec.what)
 
@@ -111,8 +110,22 @@ class Profiler:
                     Path(f"{stem}{suffix}").unlink()
             _log.warning("the profile of steps %d to %d was not written: %s", self._first, step, error)
 
+    def _remove_request(self) -> None:
+        try:
+            self.folder.remove_watched()
+        except OSError as error:
+            self.folder.warn(f"a request for a profile cannot be removed: {error}")
+            with suppress(OSError):
+                self._stuck = _identity(self.folder.path / REQUEST)
+
     def _start(self, first: int, last: int, what: str = "operators") -> None:
         from raytide.actors.trainer.run_log.recordings import RECORDINGS
 
         self._first, self._last = first, last
         self._running = RECORDINGS[what](self.device)
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """Returns what tells a file from another one that is written in its place."""
+    about = file.stat()
+    return about.st_ino, about.st_mtime_ns

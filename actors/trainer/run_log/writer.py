@@ -6,6 +6,7 @@ A step that is repeated after a failure has several lines. The last of them coun
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import deque
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from raytide.actors.trainer.checkpoint.manifest import sizes_of
 from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.run_log.mlflow import MlflowRun
 from raytide.actors.trainer.types import RunResult, StepResult
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from raytide.actors.trainer.data.order.shuffle import Ids
     from raytide.actors.trainer.distributed.process_group import ProcessGroup
 
+_log = logging.getLogger(__name__)
 RunState = Literal["running", "done", "failed"]
 
 METRICS, EVENTS, RUN = "metrics.jsonl", "events.jsonl", "run.json"
@@ -100,7 +103,7 @@ class StepLog:
 
     A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a gang,
     rank 0 writes the log, each line before the checkpoint of its step. No checkpoint is therefore ahead of the line of
-    its step, even if a process is killed.
+    its step, even if a process is killed, unless the log cannot be written in time.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -115,7 +118,8 @@ class StepLog:
             self._lines.add({**result.metrics_line(), "at_s": self.clock.now_s()})
             self.folder.changed(METRICS)
         if self.spec.is_due(self.spec.checkpoint_every, result.step):
-            self.folder.flush()
+            # Other ranks wait in a collective, which must not time out because a store hangs.
+            self.folder.flush(self.spec.collective_timeout_s / 2)
 
     def flush(self) -> None:
         self._lines.flush()
@@ -195,8 +199,7 @@ class RunLog:
         self.steps_lost += steps_lost
 
     def result(self) -> RunResult:
-        store = self.folder.store
-        has_model = (self.folder.path / "model").is_dir() if store is None else bool(store.sizes("model"))
+        """Returns the run's result so far. It has no `model_dir` if the store cannot be reached."""
         return RunResult(
             steps=self.steps,
             first_loss=self.first_loss,
@@ -207,8 +210,18 @@ class RunLog:
             resizes=self.resizes,
             steps_lost=self.steps_lost,
             recovery_s=self.recovery_s,
-            model_dir=join(self.spec.out, "model") if has_model else None,
+            model_dir=join(self.spec.out, "model") if self._has_model() else None,
         )
+
+    def _has_model(self) -> bool:
+        store = self.folder.store
+        if store is None:
+            return (self.folder.path / "model").is_dir()
+        try:
+            return bool(sizes_of(store, "model"))
+        except StorageError as error:
+            _log.warning("whether the run has exported a model cannot be seen: %s", error)
+            return False
 
     def log_run(self, train: Callable[[], object]) -> RunResult:
         """Runs `train` and closes the log. The final state is `done`, or `failed` if `train` raises a RaytideError.

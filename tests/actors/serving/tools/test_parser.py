@@ -132,3 +132,26 @@ def test_the_end_of_a_json_value_is_found(value: object) -> None:
     for char in f"{text}, next":
         taken += scanner.feed(char)
     assert taken == len(text)
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "output"),
+    [
+        ("llama3", '{"answer": "AAAA"}'),
+        ("hermes", '<tool_call>{"arguments": {"a": "AAAA"}, "name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "AAAA"}</tool_call>'),
+        ("mistral", '[{"name": "g", "arguments": {}}, {"arguments": {"a": "AAAA"}, "name": "f"}, {"no": "call"}]'),
+    ],
+)
+def test_each_character_is_scanned_once(chat_format: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, read_lengths, feed = output.replace("AAAA", "a" * 1000), list[int](), JsonScanner.feed
+
+    def counted(scanner: JsonScanner, text: str) -> int:
+        read_lengths.append(len(text))
+        return feed(scanner, text)
+
+    monkeypatch.setattr(JsonScanner, "feed", counted)
+    at_once = parsed(OutputParser(syntax_of(chat_format)), [output])
+    read_lengths.clear()
+    assert parsed(OutputParser(syntax_of(chat_format)), list(output)) == at_once
+    assert sum(read_lengths) <= len(output)

@@ -133,6 +133,22 @@ def test_a_failed_save_is_told_on_all_ranks_with_its_reason_and_tried_again(
     assert latest(store).rejected == []
 
 
+def test_a_store_that_lets_nothing_be_deleted_keeps_old_checkpoints_and_fails_no_save(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(store: LocalStore, folder: str, first: str) -> None:
+        raise PermissionError("delete is denied")
+
+    monkeypatch.setattr(LocalStore, "remove", denied)
+    unsaved: list[str] = []
+    spec = spec.model_copy(update={"checkpoint_every": 1, "keep_checkpoints": 1, "steps": 4})
+    train_local(spec, on_step=lambda result: unsaved.append(result.unsaved))
+    assert not any(unsaved)
+    folders = manifest.folders_newest_first(open_store(spec.checkpoint_url))
+    assert [manifest.step_of(name) for name in folders] == [4, 3, 2, 1]
+    assert "delete is denied" in caplog.text
+
+
 def test_a_run_that_is_killed_again_and_again_in_its_saves_ends_like_one_that_is_not(
     spec: TrainSpec, tmp_path: Path
 ) -> None:

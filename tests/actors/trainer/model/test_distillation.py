@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.actors.engine.tiny import VOCAB, save_llama
 from torch import Tensor
 
-from raytide.actors.trainer.model.distillation import TopPredictions, distillation_sum, top_predictions
+from raytide.actors.trainer.model.distillation import TopPredictions, _Cache, distillation_sum, top_predictions
 from raytide.actors.trainer.model.loss import IGNORE
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError
@@ -152,3 +153,18 @@ def test_a_teacher_of_another_vocabulary_and_layouts_without_whole_logits_are_re
         TrainSpec.parse({**body, "layout": {"tensor": 2}}, where="train")
     with pytest.raises(ConfigError, match="give top_k"):
         spec_of(folder, tmp_path / "c", cache="somewhere")
+
+
+def test_a_damaged_file_of_the_cache_is_computed_again(tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
+    cache = _Cache(DistillSpec(teacher=str(tmp_path / "teacher"), top_k=2, cache=str(tmp_path / "cache")))
+    cache.write("abc", TopPredictions(torch.arange(8).reshape(4, 2), torch.zeros(4, 2)))
+    (file,) = (tmp_path / "cache").rglob("*.npz")
+    body = file.read_bytes()
+    unknown_method = body.find(b"PK\x01\x02") + 10
+    for damaged in (b"", body[:10], body[:-20], body[:unknown_method] + b"\x63" + body[unknown_method + 1 :]):
+        file.write_bytes(damaged)
+        assert cache.read("abc") is None
+    file.write_bytes(body)
+    assert cache.read("abc") is not None

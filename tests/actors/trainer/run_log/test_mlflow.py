@@ -29,6 +29,8 @@ class Server(ThreadingHTTPServer):
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.away = False
+        self.is_behind_proxy = False
+        """True if a proxy answers everything with a page."""
         self.tokens: set[str | None] = set()
 
     @property
@@ -73,8 +75,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> None:
         self.server.tokens.add(self.headers["Authorization"])
+        if self.server.is_behind_proxy:
+            self._send(200, b"<html>Sign in</html>")
+            return
         status, found = self.server.answer(urlparse(self.path).path.removeprefix("/api/2.0/mlflow/"), body)
-        payload = json.dumps(found).encode()
+        self._send(status, json.dumps(found).encode())
+
+    def _send(self, status: int, payload: bytes) -> None:
         self.send_response(status)
         if status == 307:
             self.send_header("Location", "http://127.0.0.1:1/")
@@ -184,6 +191,19 @@ def test_the_next_driver_goes_on_in_the_same_run_and_sends_what_was_left(server:
     assert list(server.runs) == ["run-1"]
     assert losses(server) == {1: 3.0, 2: 1.5, 3: 1.0}
     assert server.runs["run-1"]["status"] == "FINISHED"
+
+
+def test_lines_that_a_proxy_took_are_reported_and_sent_later(server: Server, tracked: TrainSpec) -> None:
+    record_of(tracked).close("failed", "killed")
+    server.is_behind_proxy = True
+    second = record_of(tracked)
+    second.step(step(1))
+    second.close("failed", "killed again")
+    assert "the answer is not JSON" in (Path(tracked.out) / "events.jsonl").read_text()
+
+    server.is_behind_proxy = False
+    record_of(tracked).close("done")
+    assert (losses(server)[1], server.runs["run-1"]["status"]) == (3.0, "FINISHED")
 
 
 def test_a_server_that_is_not_there_is_named_before_anything_is_trained(tracked: TrainSpec) -> None:

@@ -86,3 +86,28 @@ def test_a_request_that_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
     assert (tmp_path / f"{profile.REQUEST}.bad").exists()
     profile.request(tmp_path, 2)
     assert profiler.requested_steps() == 2
+
+
+@pytest.mark.parametrize("body", ['{"steps": 2}', "soon", '{"steps": 1e999}'])
+def test_a_request_that_cannot_be_removed_ends_no_run_and_is_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    def denied(file: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(f"{file} may not be moved")
+
+    profiler = profile.Profiler(None, RunFolder(str(tmp_path)), 0, torch.device("cpu"))
+    (tmp_path / profile.REQUEST).write_text(body)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", denied)
+        patch.setattr(Path, "rename", denied)
+        profiler.begin(1, profiler.requested_steps())
+        profiler.end(2)
+        assert profiler.requested_steps() == 0
+    assert (tmp_path / profile.REQUEST).exists()
+    profile.request(tmp_path, 2)
+    assert profiler.requested_steps() == 2, "a later request is another one"
+
+
+def test_a_request_that_cannot_be_opened_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / profile.REQUEST).mkdir()
+    assert profile.Profiler(None, RunFolder(str(tmp_path)), 0, torch.device("cpu")).requested_steps() == 0

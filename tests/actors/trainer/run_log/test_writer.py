@@ -21,7 +21,8 @@ from raytide.actors.trainer.run_log import history
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, StepResult, WorkerStatus, scalar_metrics
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import TrainError
+from raytide.core.errors import StorageError, TrainError
+from raytide.core.io.storage import read_bytes
 from raytide.core.specs.train import TrainSpec
 
 
@@ -213,3 +214,25 @@ def test_a_driver_names_the_slowest_rank_by_what_each_rank_reports(small: TrainS
     driver.rank_times = generation.rank_times
     values = driver._step_values([done(8, 3.0)], 1.0)
     assert (values["slowest_rank"], values["slowest_ratio"]) == (1, 4.0)
+
+
+def test_a_store_that_cannot_be_listed_hides_no_error_of_the_run_and_ends_no_finished_one(
+    small: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(folder: str) -> dict[str, int]:
+        raise ConnectionError("unreachable")
+
+    spec = small.model_copy(update={"out": "memory://not-listed/run"})
+    record = record_of(spec)
+    monkeypatch.setattr(record.folder.store, "sizes", unreachable)
+
+    def fail() -> None:
+        raise StorageError("the bucket is gone.", hint="Look for it.")
+
+    with pytest.raises(StorageError, match="the bucket is gone"):
+        record.log_run(fail)
+    assert json.loads(read_bytes(f"{spec.out}/run.json"))["reason"].startswith("the bucket is gone")
+    again = record_of(spec)
+    monkeypatch.setattr(again.folder.store, "sizes", unreachable)
+    assert again.log_run(lambda: None).model_dir is None
+    assert json.loads(read_bytes(f"{spec.out}/run.json"))["state"] == "done"
