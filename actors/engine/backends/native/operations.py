@@ -90,7 +90,11 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
         )
     weights = WeightsSource.at(model_dir, version)
     model = core.runner.load(model_dir)
-    weights.check_unchanged()
+    try:
+        weights.check_unchanged()
+    except BaseException:
+        model.discard()
+        raise
     return model, weights
 
 
