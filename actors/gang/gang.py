@@ -119,18 +119,24 @@ class Gang:
         while not self._stop.is_set():
             try:
                 lease = self._client.wait_lease(self.job_id, newer_than=self._epoch, timeout_s=_POLL_S)
-            except ClusterError:
+            except (ClusterError, WaitTimeoutError):
                 # The API may restart; the lease outlives that. Its end arrives as LeaseLostError.
                 self._stop.wait(random.uniform(0.1, 0.5))
             except RaytideError as error:
-                with self._changed:
-                    self._lost = error
-                    self._changed.notify_all()
+                self._lose(error)
+                return
+            except Exception as error:
+                self._lose(ClusterError(f"the lease of {self.job_id} cannot be read: {error!r}."))
                 return
             else:
                 with self._changed:
                     self._lease = lease
                     self._changed.notify_all()
+
+    def _lose(self, error: RaytideError) -> None:
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
 
     def _release(self, error: str) -> None:
         self._stop.set()

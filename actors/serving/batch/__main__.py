@@ -27,7 +27,7 @@ from raytide.actors.serving.batch.run import run_rows, write_results
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
-from raytide.core.errors import DataError, RaytideError
+from raytide.core.errors import DataError, EngineDeadError, RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.io.claim import Claim, committing
 from raytide.core.io.storage import full_disk_is_an_error
@@ -36,6 +36,9 @@ from raytide.core.objects.endpoint import ServeSpec
 _ROWS_AT_ONCE = 128
 _SHOWN_ERRORS = 5
 _SAY_EVERY_S = 10.0
+_CHECK_EVERY_S = 5.0
+_CANCEL_S = 10.0
+"""The seconds within which cancelled rows must end. An engine that hangs does not let them."""
 _DONE = "done.json"
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -48,7 +51,8 @@ def run_batch_job(
 
     The model is the one in `spec`, whatever model the rows name. `holder` is the job's id. Raises DataError if a line
     of the input is wrong or the recorded progress belongs to another batch. Raises ConflictError while another process
-    runs this batch. Raises SystemExit if a SIGTERM has stopped the batch before its last row.
+    runs this batch. Raises EngineDeadError if the engine dies or hangs: the rows that it left have no result yet.
+    Raises SystemExit if a SIGTERM has stopped the batch before its last row.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")
@@ -123,17 +127,39 @@ async def _answer(
             rate = (len(progress) - began) / (time.monotonic() - began_s)
             say(f"{len(progress)} of {len(rows)} rows, {rate:.1f} a second")
             said_s = time.monotonic()
-        return await request_row(app, place, InputRow(row.custom_id, row.url, {**row.body, "model": "batch"}), dict)
+        result = await request_row(app, place, InputRow(row.custom_id, row.url, {**row.body, "model": "batch"}), dict)
+        if not result.is_ok:
+            await _check(server)  # a failure of the engine is not the row's: the row has no result yet
+        return result
 
     stopping = asyncio.Event()
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     await server.start()
     began_s = time.monotonic()
+    work = run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
+    running, watching = tasks = [asyncio.create_task(work), asyncio.create_task(_watch(server))]
     try:
-        await run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await (running if running.done() else watching)
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_CANCEL_S)
         await server.stop()
+
+
+async def _watch(server: Server) -> None:
+    """Raises EngineDeadError once the engine is dead or hangs."""
+    while True:
+        await asyncio.sleep(_CHECK_EVERY_S)
+        await _check(server)
+
+
+async def _check(server: Server) -> None:
+    if (problem := await server.problem()) is not None:
+        hint = "The next attempt goes on with the rows that have no result."
+        raise EngineDeadError(f"{problem.rstrip('.')}.", hint=hint)
 
 
 def main(source: str, out: str, spec: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import raytide
 from raytide.actors.gang import Gang
 from raytide.actors.gang.lease_watch import ProgressReporter
-from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
+from raytide.core.errors import ClusterError, LeaseLostError, WaitTimeoutError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 2.0, "GPU": 1.0, "memory": 1024.0, "tpu": 4.0})
@@ -24,13 +24,13 @@ ACTIVE = Lease("lease-1", "job-1", SHAPE, LeaseState.ACTIVE, MEMBERS, epoch=1, r
 class Desk:
     """The platform's side: `now` is what the next poll is told; polls of an unchanged lease block until it changes."""
 
-    def __init__(self, *now: Lease | RaytideError) -> None:
+    def __init__(self, *now: Lease | Exception) -> None:
         self.script = list(now)
         self.released: list[str] = []
         self.reports: list[Mapping[str, object]] = []
         self._told = threading.Condition()
 
-    def tell(self, now: Lease | RaytideError) -> None:
+    def tell(self, now: Lease | Exception) -> None:
         with self._told:
             self.script.append(now)
             self._told.notify_all()
@@ -42,7 +42,7 @@ class Desk:
         with self._told:
             self._told.wait_for(lambda: self.script)
             now = self.script.pop(0)
-            if isinstance(now, RaytideError):
+            if isinstance(now, Exception):
                 raise now
             return now
 
@@ -64,6 +64,22 @@ def test_a_gang_is_held_for_the_length_of_its_block() -> None:
     assert desk.reports == [{"step": 1}]
     with pytest.raises(LeaseLostError):
         _ = gang.members
+
+
+def test_a_poll_that_takes_too_long_is_repeated() -> None:
+    desk = Desk(ACTIVE)
+    with Gang(desk, "job-1") as gang:
+        desk.tell(WaitTimeoutError("the API is slow"))
+        desk.tell(replace(ACTIVE, epoch=2))
+        assert gang.wait_change(1, timeout_s=30).epoch == 2
+
+
+def test_an_answer_that_cannot_be_read_ends_the_gang() -> None:
+    desk = Desk(ACTIVE)
+    with Gang(desk, "job-1") as gang:
+        desk.tell(ValueError("<html>"))
+        with pytest.raises(ClusterError, match=r"the lease of job-1 cannot be read: ValueError\('<html>'\)"):
+            gang.wait_change(1, timeout_s=10)
 
 
 def test_the_last_report_sends_only_what_changed_as_the_script_may_have_reported_under_the_same_names() -> None:

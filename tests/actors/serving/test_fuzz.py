@@ -77,6 +77,7 @@ SCHEMAS = (
     {"type": "array", "minItems": 5000, "maxItems": 10**6, "items": {"type": "array", "minItems": 10**3}},
     {"type": "integer", "multipleOf": 99991}, {"type": "number", "minimum": 1e300}, {"allOf": [{"$ref": "#"}] * 50},
     {"anyOf": [{"type": "string", "maxLength": n} for n in range(200)]}, {"properties": {"": {}}}, {"type": "nope"},
+    {"$defs": []}, {"definitions": 1},
 )  # fmt: skip
 NUMBERS = (0, -1, 1, 2, 127, 2**31, -(2**31), 2**63, -(2**63), 10**400, 1e308, -1e308, 5e-324, 0.1)
 TEXTS = (
@@ -108,6 +109,12 @@ structured = st.one_of(
     st.sampled_from(SCHEMAS).map(lambda schema: {"guided_json": schema}),
     st.sampled_from(SCHEMAS).map(
         lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    ),
+    st.sampled_from(SCHEMAS).map(
+        lambda schema: {
+            "tools": [{"type": "function", "function": {"name": "x", "parameters": schema}}],
+            "tool_choice": "required",
+        }
     ),
     st.lists(st.sampled_from(TEXTS), max_size=3).map(lambda choices: {"structured_outputs": {"choice": choices}}),
 )

@@ -90,7 +90,11 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
         )
     weights = WeightsSource.at(model_dir, version)
     model = core.runner.load(model_dir)
-    weights.check_unchanged()
+    try:
+        weights.check_unchanged()
+    except BaseException:
+        model.discard()
+        raise
     return model, weights
 
 
@@ -181,7 +185,11 @@ def import_kv(
     answer = core.new_state(request, seqs, now_s)
     seq.seed, seq.num_cached = header.seed, header.num_cached
     if header.num_computed and core.state != "asleep" and core.scheduler.adopt(seq, header.num_computed):
-        core.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
+        try:
+            core.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
+        except BaseException:
+            core.scheduler.finish(seq, "error")  # a step would compute a sequence that has no output
+            raise
         answer.is_prompt_imported = True
     else:
         core.scheduler.add(seq)

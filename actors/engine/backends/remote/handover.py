@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 8
 """The most requests whose KV is in transit at once, so that its memory is bounded."""
+_RETRY_S = 15.0
+"""The seconds for which a peer is not tried again after a connection to it has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class HandoverEngine:
         self._assigned: dict[str, PrefillPeer] = {}
         self._asking: dict[str, asyncio.Task[tuple[list[GenChunk], KvHandle | None]]] = {}
         self._peers: dict[PrefillPeer, RemoteEngine] = {}
-        self._connecting = asyncio.Lock()
+        self._starts: dict[PrefillPeer, asyncio.Task[RemoteEngine]] = {}
+        """The connections that are being made or have failed lately. All requests for a peer wait for the same one."""
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
     def assign(self, request_id: str, peer: PrefillPeer) -> None:
@@ -95,6 +98,8 @@ class HandoverEngine:
         return await self._engine.abort(request_id)
 
     async def close(self) -> None:
+        for start in self._starts.values():
+            start.cancel()
         for engine in self._peers.values():
             await engine.shutdown()
 
@@ -137,8 +142,9 @@ class HandoverEngine:
     async def _ask(self, peer: PrefillPeer, request: GenRequest) -> tuple[list[GenChunk], KvHandle | None]:
         """Returns the first chunks of a request and its KV; no chunks and None if the peer has failed."""
         try:
+            engine = await self._connected(peer)  # takes no slot of requests for other peers
             async with self._slots:
-                chunks, packed = await (await self._connected(peer)).prefill(request)
+                chunks, packed = await engine.prefill(request)
                 handle = await asyncio.to_thread(KvHandle.from_bytes, packed) if packed else None
                 return chunks, handle
         except RaytideError as error:
@@ -146,12 +152,22 @@ class HandoverEngine:
             return [], None
 
     async def _connected(self, peer: PrefillPeer) -> RemoteEngine:
-        async with self._connecting:
-            for known, engine in list(self._peers.items()):
-                if not engine.is_connected:
-                    del self._peers[known]
-            if peer not in self._peers:
-                engine = RemoteEngine(peer.host, peer.port, peer.secret, name=peer.name)
-                await engine.start()
-                self._peers[peer] = engine
+        for known, engine in list(self._peers.items()):
+            if not engine.is_connected:
+                del self._peers[known]
+        if peer in self._peers:
             return self._peers[peer]
+        if peer not in self._starts:
+            self._starts[peer] = asyncio.create_task(self._start(peer))
+        return await asyncio.shield(self._starts[peer])
+
+    async def _start(self, peer: PrefillPeer) -> RemoteEngine:
+        engine = RemoteEngine(peer.host, peer.port, peer.secret, name=peer.name)
+        try:
+            await engine.start()
+        except BaseException:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._starts.pop, peer, None)
+            raise
+        del self._starts[peer]
+        self._peers[peer] = engine
+        return engine

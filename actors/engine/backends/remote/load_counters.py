@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from types import TracebackType
+from typing import Self
 
 from raytide.actors.engine.types import EngineStats
+from raytide.core.errors import OverloadedError
 
 
 class LoadCounters:
@@ -71,13 +74,23 @@ class LoadCounters:
 
 
 class TrackedRequest:
-    """Measures one request's time to the first chunk, and reports it to the counters."""
+    """Measures one request's time to the first chunk, and reports it to the counters. As a context, it counts a request
+    that leaves without any chunk as ended. An OverloadedError counts as a refusal.
+    """
 
     def __init__(self, counters: LoadCounters, began_s: float, new_tokens: int) -> None:
         self._counters, self._began_s, self.new_tokens = counters, began_s, new_tokens
         self._is_counted = False
         self.is_late = False
         """True once the request has been counted as late."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(is_refused=isinstance(error, OverloadedError))
 
     @property
     def waited_s(self) -> float:

@@ -23,7 +23,7 @@ from raytide.actors.engine.backends.remote.load_counters import LoadCounters
 from raytide.actors.engine.backends.remote.wire import Kind
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, as_request_error
-from raytide.core.errors import OverloadedError, RaytideError, UsageError
+from raytide.core.errors import RaytideError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -322,9 +322,10 @@ class _Connection(asyncio.Protocol):
 
     async def _prefill(self, key: int, packed: Mapping[str, Any]) -> list[Any]:
         """Computes a prompt for another engine's process: sends it the KV, and returns the packed chunks so far."""
-        tracked = self._server.counters.track(0.0)
-        chunks, handle = await prefill(self._server.engine, self._server.admission, wire.read_request(packed))
-        tracked.first_chunk()
+        request = wire.read_request(packed)
+        with self._server.counters.track(0.0) as tracked:
+            chunks, handle = await prefill(self._server.engine, self._server.admission, request)
+            tracked.first_chunk()
         if handle is not None:
             data = memoryview(await asyncio.to_thread(handle.to_bytes))
             for start in range(0, len(data), _PART_BYTES):
@@ -341,8 +342,7 @@ class _Connection(asyncio.Protocol):
         prefill_at: tuple[str, int, str, str] | None,
         new_tokens: int = 0,
     ) -> None:
-        tracked, request = None, None
-        stream = DirectStream(self, key)
+        request, stream = None, DirectStream(self, key)
         if prefix:
             self._server.add_prefix(self, prefix)
         try:
@@ -352,17 +352,15 @@ class _Connection(asyncio.Protocol):
             else:
                 self._server.direct.open(request.request_id, stream)
                 source = self._server.admission.generate(request, waited_s)
-            tracked = self._server.counters.track(waited_s, new_tokens)
-            self._server.add_news()
-            if prefill_at is not None:
-                self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
-            async with aclosing(source) as chunks:
-                async for chunk in chunks:
-                    tracked.first_chunk()
-                    self._add(stream, chunk)
+            with self._server.counters.track(waited_s, new_tokens) as tracked:
+                self._server.add_news()
+                if prefill_at is not None:
+                    self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
+                async with aclosing(source) as chunks:
+                    async for chunk in chunks:
+                        tracked.first_chunk()
+                        self._add(stream, chunk)
         except BaseException as raised:
-            if tracked is not None:
-                tracked.end(is_refused=isinstance(raised, OverloadedError))
             error = as_request_error(raised)
             self._flush()
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))

@@ -119,7 +119,6 @@ class VllmEngine(Engine):
             raise
         if "weights_swap" in core.features:
             self._weights = await asyncio.to_thread(ServedWeights, core, model_dir)
-            self._counters.weights_version = self._weights.version
         self._counters.num_blocks = core.num_blocks
         self._accepting = True
         return EngineInfo(
@@ -129,7 +128,7 @@ class VllmEngine(Engine):
             block_size=core.block_size,
             num_blocks=core.num_blocks,
             features=core.features,
-            weights_version=self._counters.weights_version,
+            weights_version=self._weights_version,
             chat=self._tokenizer.chat_format,
             max_running=self._config.max_running,
             max_waiting=self._config.max_waiting,
@@ -201,6 +200,7 @@ class VllmEngine(Engine):
             step_ms=core.recorder.step_ms,
             preemptions=core.recorder.preemptions,
             adapters=tuple(self._loras),
+            weights_version=self._weights_version,
         )
 
     async def pause(self) -> None:
@@ -216,8 +216,7 @@ class VllmEngine(Engine):
         self._offering("weights_swap")
         assert self._weights is not None
         is_paused = self._counters.state == "paused"
-        self._counters.weights_version = await self._weights.swap(source, version, stays_paused=is_paused)
-        return self._counters.weights_version
+        return await self._weights.swap(source, version, stays_paused=is_paused)
 
     async def load_lora(self, name: str, path: str) -> None:
         core = self._offering("lora")
@@ -266,6 +265,10 @@ class VllmEngine(Engine):
             await self.abort(request_id)
         self._core = None
         await asyncio.to_thread(core.shutdown)
+
+    @property
+    def _weights_version(self) -> str:
+        return "" if self._weights is None else self._weights.version
 
     def _running(self) -> VllmCore:
         if self._core is None:

@@ -24,16 +24,24 @@ class ServedWeights:
         self.version = content_digest(model_dir) if any(model_dir.glob("*.safetensors")) else ""
         """The version of the served weights; empty for files without safetensors, whose weights cannot be exchanged."""
         self._swapping = asyncio.Lock()
+        self._exchanges = set[asyncio.Task[str]]()
 
     async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:
         """Serves the weights of another directory from the next step on, and returns their version.
 
         vLLM overwrites its weights in place. It pauses meanwhile, and then computes the KV of running requests again.
         Raises ConflictError for another architecture, DataError for unreadable files. If vLLM fails to read the new
-        weights, it reads the old ones again, and this call raises EngineError.
+        weights, it reads the old ones again, and this call raises EngineError. If the call is cancelled, the exchange
+        still goes on to its end.
         """
         model_dir = Path(source)
         found = await asyncio.to_thread(_checked, model_dir, self._model_dir)
+        exchange = asyncio.create_task(self._exchange(model_dir, version or found, stays_paused=stays_paused))
+        self._exchanges.add(exchange)  # the event loop itself keeps no task alive
+        exchange.add_done_callback(self._exchanges.discard)
+        return await asyncio.shield(exchange)
+
+    async def _exchange(self, model_dir: Path, version: str, *, stays_paused: bool) -> str:
         async with self._swapping:
             llm = self._core.llm
             await llm.pause_generation(mode="keep", clear_cache=False)
@@ -49,8 +57,8 @@ class ServedWeights:
             finally:
                 if not stays_paused:
                     await llm.resume_generation()
-            self._model_dir, self.version = model_dir, version or found
-        return self.version
+            self._model_dir, self.version = model_dir, version
+        return version
 
     async def _read(self, model_dir: Path) -> None:
         await self._core.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})

@@ -94,7 +94,7 @@ class GroupLeader:
 
     def load(self, model_dir: Path) -> LeaderDecoder:
         """Reads weights on all members. The present weights stay in use. Thread-safe. Raises the first error of any
-        member.
+        member; then no member keeps the weights.
         """
         with self._asking:
             self._loads += 1
@@ -105,7 +105,11 @@ class GroupLeader:
                 model = LeaderDecoder(self, number, self._computation, model_dir, self._group)
             except BaseException as error:
                 failed = error
-            self._raise_refusal(failed)
+            try:
+                self._raise_refusal(failed)
+            except BaseException:
+                self._order(drop_weights=number)
+                raise
             return model
 
     def load_adapter(self, path: Path) -> Adapter:
@@ -258,6 +262,9 @@ class LeaderDecoder(ShardedDecoder):
         if not self.arch.num_labels:
             self._leader.order(head=len(hidden_RN))
         return super().head(hidden_RN)
+
+    def discard(self) -> None:
+        self._leader.order(drop_weights=self.number)
 
     def _step(self, step: StepInputs, cache: list[Tensor], *, wants_logits: bool) -> AbstractContextManager[None]:
         """A context in which all members compute the step. If `cache` is not the engine's, each member makes a cache of

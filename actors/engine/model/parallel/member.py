@@ -143,11 +143,16 @@ class GroupMember:
             self._link.send({"done": what})
 
     def _order_use(self, number: int) -> None:
+        for each in list(self._models):
+            if each <= self._used and each != number:  # what was loaded later may still have its turn
+                del self._models[each]
         self._used = number
-        self._models = {number: self._models[number]}
+
+    def _order_drop_weights(self, number: int) -> None:
+        self._models.pop(number, None)
 
     def _order_free_weights(self, _: bool) -> None:
-        self._models.clear()
+        self._models.pop(self._used, None)  # others are being loaded
 
     def _order_cache(self, sizes: list[int]) -> None:
         num_blocks, num_host_blocks, self._block_size = sizes

@@ -80,7 +80,7 @@ class ImageFetcher:
                 return await self._download(where, parts, addresses[0], port, budget)
         except TimeoutError:
             raise _refused(where, f"{host} took longer than {_FETCH_S:.0f} s") from None
-        except OSError:
+        except (OSError, UnicodeError):  # the latter from IDNA, which cannot write some names
             raise _refused(where, f"{host} was not found") from None
 
     def _checked(self, where: str, url: str) -> SplitResult:
@@ -112,10 +112,13 @@ class ImageFetcher:
             unused = httpx.Limits(max_keepalive_connections=0)  # no connection stays open, so there is nothing to close
             self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=_FETCH_S, limits=unused)
         literal = f"[{address}]" if ":" in address else address
-        target = httpx.URL(parts._replace(netloc=f"{literal}:{port}", fragment="").geturl())
         host = parts.hostname or ""
         headers = {"host": parts.netloc, "accept": "image/*", "accept-encoding": "identity"}
-        request = self._client.build_request("GET", target, headers=headers, extensions={"sni_hostname": host})
+        try:
+            target = httpx.URL(parts._replace(netloc=f"{literal}:{port}", fragment="").geturl())
+            request = self._client.build_request("GET", target, headers=headers, extensions={"sni_hostname": host})
+        except (httpx.InvalidURL, UnicodeError):
+            raise _refused(where, "the URL is not valid") from None
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:

@@ -107,7 +107,7 @@ def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     calls = []
     definitions: dict[str, Any] = {}
     for index, tool in enumerate(tools):
-        parameters = _moved(_parameters(tool), f"tool{index}", definitions)
+        parameters = _moved(_parameters(tool), f"tool{index}", definitions, param="tools")
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
@@ -138,15 +138,22 @@ def _calls_or_answer(
         )
         return syntax, _checked(Structured("grammar", grammar))
     definitions = calls.pop("$defs", {})
-    either = [calls, answer if isinstance(answer, bool) else _moved(answer, "answer", definitions)]
+    if not isinstance(answer, bool):
+        answer = _moved(answer, "answer", definitions, param="response_format")
+    either = [calls, answer]
     return ToolSyntax("array", starts=("[{",)), _constraint(json.dumps({"anyOf": either, "$defs": definitions}))
 
 
-def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a schema for use inside a larger one, and adds its definitions to those of the larger one."""
+def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any], *, param: str) -> dict[str, Any]:
+    """Returns a copy of a schema for use inside a larger one, and adds its definitions to those of the larger one.
+    Raises ApiError, which names the field `param`, if its definitions are not an object.
+    """
     schema = dict(schema)
     for key in ("$defs", "definitions"):
-        for name, definition in schema.pop(key, {}).items():
+        found = schema.pop(key, {})
+        if not isinstance(found, dict):
+            raise invalid(f"{key} of a schema is not an object.", param=param)
+        for name, definition in found.items():
             definitions[f"{prefix}_{name}"] = _renamed(definition, prefix)
     moved: dict[str, Any] = _renamed(schema, prefix)
     return moved

@@ -78,6 +78,24 @@ def test_where_there_is_no_room_it_is_computed_again(model_dir: Path) -> None:
     assert first + run(there)[0] == expected
 
 
+def test_an_import_that_fails_leaves_nothing_behind(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = start(model_dir), start(model_dir)
+    here.add(ask(), PROMPT)
+    first = run(here, 6)[0]
+    handle = export_kv(here, "r")
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr(there.runner.cache, "write", fails)
+        with pytest.raises(MemoryError):
+            import_kv(there, handle, ask(), PROMPT)
+    assert (there.has_work, there.stats().free_blocks) == (False, there.stats().num_blocks)
+    import_kv(there, handle, ask(), PROMPT)
+    assert first + run(there)[0] == LLM(model_dir, block_size=4).generate([PROMPT], GREEDY)[0].token_ids
+
+
 def test_text_held_back_for_a_stop_string_is_held_back_there_too(model_dir: Path) -> None:
     text = LLM(model_dir, block_size=4).generate([PROMPT], GREEDY)[0].text
     stop = text[8:13]

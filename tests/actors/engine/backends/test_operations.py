@@ -11,6 +11,7 @@ from tests.actors.engine.tiny import save_llama
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
@@ -140,20 +141,22 @@ def test_weights_that_cannot_be_loaded_change_nothing(mine: Path, tmp_path: Path
     assert finish(loop)["r"] == alone(mine)
 
 
-def test_weights_that_change_while_they_are_read_are_refused(
+def test_weights_that_change_while_they_are_read_are_refused_and_discarded(
     mine: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = start(mine)
-    load: Callable[[Path], object] = loop.runner.load
+    loop, discarded = start(mine), list[str]()
+    load: Callable[[Path], PagedDecoder] = loop.runner.load
 
-    def slow(model_dir: Path) -> object:
+    def slow(model_dir: Path) -> PagedDecoder:
         model = load(model_dir)
         change(model_dir, by=0.25)
+        monkeypatch.setattr(model, "discard", lambda: discarded.append(model_dir.name))
         return model
 
     monkeypatch.setattr(loop.runner, "load", slow)
     with pytest.raises(ConflictError, match="no longer holds"):
         operations.read_weights(loop, str(other), None)
+    assert discarded == ["other"]
 
 
 def test_blocks_that_cannot_be_moved_are_computed_again(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine, Prompt
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import PLAIN_PROMPT, GenRequest, Message, PromptOptions
+from raytide.core.errors import EngineError, OverloadedError
 
 TIMEOUT_S = 120.0
 
@@ -152,6 +153,34 @@ async def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
         with pytest.raises(OverflowError):
             await remote.embed([[2**70]])
         assert remote._connected()._calls == {}
+        await remote.shutdown()
+
+
+@pytest.mark.parametrize("end", ["refused", "cancelled", "unreadable"])
+async def test_a_prefill_that_gives_no_token_is_not_counted_as_unanswered(end: str) -> None:
+    engine = FakeEngine()
+    request = GenRequest(request_id="r", prompt="hello", sampling=SamplingParams(max_tokens=2))
+    async with served(engine) as (counting, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        if end == "refused":
+            await counting.admission.drain(0)
+            with pytest.raises(OverloadedError):
+                await remote.prefill(request)
+        elif end == "cancelled":
+            await engine.pause()
+            asking = asyncio.create_task(remote.prefill(request))
+            while not counting.counters._unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while counting.counters._unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        else:
+            with pytest.raises(EngineError):
+                await remote._call("prefill", {})
+        load = counting.counters.load(await counting.stats())
+        assert counting.counters._unanswered == set()
+        assert (load["requests"], load["late"]) == (float(end != "unreadable"), float(end == "refused"))
         await remote.shutdown()
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from raytide.actors.engine import FakeEngine, GenChunk, GenRequest
+from raytide.actors.serving.batch import __main__ as batch_job
 from raytide.actors.serving.batch.__main__ import run_batch_job
-from raytide.core.errors import DataError
+from raytide.actors.serving.openai_api.server import Server
+from raytide.core.errors import DataError, EngineDeadError
 from raytide.core.objects.endpoint import ServeSpec
 
 ROOT = Path(__file__).parents[4]
@@ -107,3 +112,36 @@ def test_a_wrong_input_and_the_output_of_another_batch_are_refused(tmp_path: Pat
     with pytest.raises(DataError, match="another batch"):
         run_batch_job(write_rows(tmp_path / "others", 3), out, SPEC)
     assert out.read_text() == before
+
+
+def test_rows_that_a_dead_engine_left_run_in_the_next_attempt(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "rows.jsonl", 200), tmp_path / "out.jsonl"
+    dying = SPEC.model_copy(update={"engine": {"kind": "fake", "max_running": 8, "die_on": "row 100"}})
+    with pytest.raises(EngineDeadError, match="engine batch has died"):
+        run_batch_job(source, out, dying)
+    progress = (tmp_path / "out.jsonl.progress" / "rows.jsonl").read_bytes()
+    recorded = [json.loads(line)["line"] for line in progress.splitlines()[1:]]
+    assert len(recorded) <= 100 and all(each["response"]["status_code"] == 200 for each in recorded)
+    said: list[str] = []
+    run_batch_job(source, out, SPEC, say=said.append)
+    assert said[-2].startswith("200 rows answered, 0 failed")
+
+
+def test_an_engine_that_hangs_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(FakeEngine):
+        async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+            try:
+                await asyncio.Event().wait()
+                yield GenChunk(request.request_id, [], "")
+            finally:  # the engine does not abort it, either
+                await asyncio.Event().wait()
+
+    async def stalled(server: Server) -> str:
+        return "the engine took no step"
+
+    monkeypatch.setattr(batch_job, "build_engine", lambda *_: Hanging())
+    monkeypatch.setattr(batch_job, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(batch_job, "_CANCEL_S", 0.0)
+    monkeypatch.setattr(Server, "problem", stalled)
+    with pytest.raises(EngineDeadError, match="took no step"):
+        run_batch_job(write_rows(tmp_path / "rows.jsonl", 2), tmp_path / "out.jsonl", SPEC)

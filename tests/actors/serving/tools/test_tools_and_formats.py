@@ -19,6 +19,7 @@ from raytide.actors.engine.text.structured_output import GrammarCompiler
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.openai_api.chat.tool_choice import tool_use_of
+from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
 
@@ -40,6 +41,21 @@ CALLS = {
     "mistral": (f"[{ONE}]", f"[{ONE},{ONE}]"),
     "deepseek": (f"[{ONE}]", f"[{ONE},{ONE}]"),
 }
+
+
+@pytest.mark.parametrize("wrong", [{"$defs": []}, {"definitions": 1}, {"$defs": None}])
+def test_definitions_that_are_no_object_are_refused(wrong: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {**PLACE, **wrong}}}]
+    form = {"type": "json_schema", "json_schema": {"name": "day", "schema": {**DAY, **wrong}}}
+    for fields, param in (
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"tools": tools, "response_format": FORMAT}, "tools"),
+        ({"response_format": form}, "response_format"),
+    ):
+        request = ChatRequest.model_validate({**ASK, **fields})
+        with pytest.raises(ApiError, match="of a schema is not an object") as caught:
+            tool_use_of(request, ChatFormat("llama3"))
+        assert (caught.value.status, caught.value.body.error.param) == (400, param)
 
 
 @structuring

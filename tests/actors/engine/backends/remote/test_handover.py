@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.virtual_loop import run_virtually
 
-from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.actors.engine import LLM, EngineConfig, FakeEngine, GenChunk, GenRequest, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.remote import handover
 from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.core.errors import EngineDeadError
 
@@ -157,3 +159,49 @@ async def test_another_team_takes_the_place_of_a_request_that_waits_for_its_kv(m
         await both.engines[0].resume()
         tokens, text, _, _ = await waiting
         assert (tokens, text) == expected["greedy"]
+
+
+class Remote:
+    """A connection to a peer. One to "silent" fails after five seconds, as if every packet were dropped."""
+
+    started: list[str]
+
+    def __init__(self, host: str, port: int, secret: str, *, name: str) -> None:
+        self._name, self.is_connected = name, False
+
+    async def start(self) -> None:
+        self.started.append(self._name)
+        if self._name == "silent":
+            await asyncio.sleep(5.0)
+            raise EngineDeadError("no answer")
+        self.is_connected = True
+
+    async def prefill(self, request: GenRequest) -> tuple[list[GenChunk], bytes]:
+        return [GenChunk(request.request_id, [1], "x")], b""
+
+    async def shutdown(self) -> None:
+        self.is_connected = False
+
+
+def test_a_silent_peer_holds_up_its_own_first_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "RemoteEngine", Remote)
+    monkeypatch.setattr(Remote, "started", [], raising=False)
+    silent, healthy = (handover.PrefillPeer("127.0.0.1", 1, "secret", name) for name in ("silent", "healthy"))
+
+    async def body() -> None:
+        now_s = asyncio.get_running_loop().time
+        engine = handover.HandoverEngine(FakeEngine(), DirectOutput())
+        waiting = [asyncio.create_task(engine._ask(silent, ask(f"r{number}"))) for number in range(20)]
+        await asyncio.sleep(0)
+        assert (await engine._ask(healthy, ask()))[0] and now_s() == 0.0
+        waiting.pop(0).cancel()
+        assert await asyncio.gather(*waiting) == [([], None)] * 19 and now_s() == 5.0
+        assert await engine._ask(silent, ask()) == ([], None) and now_s() == 5.0
+        assert Remote.started == ["silent", "healthy"]
+        await asyncio.sleep(handover._RETRY_S)
+        assert await engine._ask(silent, ask()) == ([], None)
+        assert (await engine._ask(healthy, ask()))[0]
+        assert Remote.started == ["silent", "healthy", "silent"]
+        await engine.close()
+
+    run_virtually(body())

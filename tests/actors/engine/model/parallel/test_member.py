@@ -48,3 +48,28 @@ def test_an_order_that_fails_is_answered_with_its_error(
     assert error in answer["error"]["message"]
     leader.close()
     link.close()
+
+
+@pytest.mark.parametrize(
+    ("orders", "kept"),
+    [
+        ([], [1, 2, 3]),
+        ([{"use": 2}], [2, 3]),
+        ([{"use": 2}, {"use": 3}], [3]),
+        ([{"use": 3}, {"use": 2}], [2]),
+        ([{"drop_weights": 3}, {"drop_weights": 4}], [1, 2]),
+        ([{"free_weights": True}], [2, 3]),
+        ([{"free_weights": True}, {"use": 3}], [2, 3]),
+    ],
+)
+def test_weights_are_kept_until_others_have_replaced_them(orders: list[dict[str, int]], kept: list[int]) -> None:
+    leader, link = connected("s", "s")
+    member = GroupMember(link, {})
+    member._models, member._used = {number: object() for number in (1, 2, 3)}, 1  # type: ignore[misc]
+    for order in (*orders, {"nothing": 1}):
+        leader.send(order)
+    with pytest.raises(AttributeError, match="_order_nothing"):
+        member.follow()
+    assert sorted(member._models) == kept
+    leader.close()
+    link.close()

@@ -97,6 +97,20 @@ async def test_other_places_are_refused_before_anything_is_asked(url: str, why: 
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["https://images.example/\u0001", f"https://images.example/{'a' * 70_000}", "https://ä.below.example/a.png"],
+    ids=["control", "long", "host"],
+)
+async def test_a_url_that_cannot_be_sent_is_refused(url: str) -> None:
+    assert await why_not(fetcher("images.example", "*.below.example"), url) == "the URL is not valid"
+
+
+async def test_a_name_that_idna_cannot_write_is_not_found() -> None:
+    name = f"{'ä' * 70}.below.example"
+    assert await why_not(ImageFetcher(["*.below.example"]), f"https://{name}/a.png") == f"{name} was not found"
+
+
+@pytest.mark.parametrize(
     "address",
     [
         *(

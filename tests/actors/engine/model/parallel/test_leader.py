@@ -1,0 +1,68 @@
+"""A leader that exchanges weights with a member, of which only the connection is here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.actors.engine.model.parallel.test_link import connected
+from tests.actors.engine.tiny import save_llama
+
+from raytide.actors.engine.model.parallel import leader as leader_module
+from raytide.actors.engine.model.parallel.leader import GroupLeader, LeaderDecoder
+from raytide.actors.engine.model.parallel.link import MemberLink
+from raytide.core.errors import ConflictError
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[GroupLeader, MemberLink]]:
+    """A leader and its member's end of their connection."""
+    own, members = connected("s", "s")
+    leader = object.__new__(GroupLeader)
+    leader._links, leader._asking, leader._loads, leader.death = [own], threading.Lock(), 0, None
+    leader._computation = leader._group = None  # type: ignore[assignment]
+    yield leader, members
+    own.close()
+    members.close()
+
+
+def received(leader: GroupLeader, link: MemberLink) -> list[dict[str, Any]]:
+    """Returns the member's orders so far."""
+    leader._order(end=True)
+    orders = []
+    while (order := link.receive()) != {"end": True}:
+        assert isinstance(order, dict)
+        orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize("fault", ["leader", "member"])
+def test_a_load_that_fails_somewhere_leaves_its_weights_nowhere(
+    pair: tuple[GroupLeader, MemberLink], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, member = pair
+    save_llama(tmp_path)
+
+    def loaded(*_: object) -> object:
+        if fault == "leader":
+            raise MemoryError
+        return object()
+
+    monkeypatch.setattr(leader_module, "LeaderDecoder", loaded)
+    refusal = {"error": ConflictError("other weights").to_json()}
+    member.send(refusal if fault == "member" else {"done": "load"})
+    with pytest.raises(ConflictError if fault == "member" else MemoryError):
+        leader.load(tmp_path)
+    load, *rest = received(leader, member)
+    assert (list(load), rest) == (["load"], [{"drop_weights": 1}])
+
+
+def test_discarded_weights_are_dropped_by_the_members(pair: tuple[GroupLeader, MemberLink]) -> None:
+    leader, member = pair
+    model = object.__new__(LeaderDecoder)
+    model._leader, model.number = leader, 7
+    model.discard()
+    assert received(leader, member) == [{"drop_weights": 7}]
