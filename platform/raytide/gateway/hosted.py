@@ -29,6 +29,8 @@ from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
 HOSTED = "hosted"
 """The value of `x-raytide-replica` in the response to a request that a hosted API answered."""
 _CONNECT_S, _SILENCE_S = 10.0, 120.0
+_ANSWER_S = 600.0
+"""The longest wait for a whole answer, or for the first event of a stream: until then an API may send no byte."""
 _MOST_CONNECTIONS = 256
 _MOST_ANSWER_BYTES, _MOST_ERROR_BYTES = 64 << 20, 16 << 10
 _OURS = ("priority", "cache_salt", "timeout")
@@ -138,7 +140,7 @@ class HostedApis:
         self._http = httpx.AsyncClient(
             transport=transport,
             trust_env=False,  # no ~/.netrc, no proxies
-            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S, read=_ANSWER_S),
             limits=httpx.Limits(max_connections=_MOST_CONNECTIONS),
         )
 
@@ -257,14 +259,16 @@ class _RelayedStream(StreamingResponse):
                 await asyncio.shield(self._found.aclose())
 
     async def _events(self) -> AsyncIterator[bytes]:
+        pieces, silence_s = self._found.aiter_bytes(), _ANSWER_S
         try:
-            async for piece in self._found.aiter_bytes():
+            while piece := await asyncio.wait_for(anext(pieces, b""), silence_s):
                 for event in self._reader.events(piece):
                     self._track.first_token()
+                    silence_s = _SILENCE_S
                     yield event
             self._status = 200
             self._track.finish("ok")
-        except (httpx.HTTPError, RaytideError) as error:
+        except (httpx.HTTPError, RaytideError, TimeoutError) as error:
             self._status = 503
             failure = _failed(f"broke off ({type(error).__name__})")
             self._track.finish("error", failure.body.error.code or "")
