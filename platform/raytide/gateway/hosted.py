@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -48,6 +49,11 @@ _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "r
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 _MOST_LINE_BYTES = 8 << 20
 _DATA = b"data:"
+_IMAGE = re.compile(r'"(?:url|image_url)": "data:image/[a-z.+-]{1,40};base64,[a-z0-9+/=]*"', re.IGNORECASE)
+_IMAGE_TOKENS = 1500
+"""The tokens that an image in a prompt counts for. APIs bill an image by its size in pixels, not by the bytes of its
+file.
+"""
 
 
 class UsageReader:
@@ -174,14 +180,14 @@ class HostedApis:
             raise invalid(f"{model} is a hosted model, which has no /{path}: use chat/completions.", param="model")
         asked = dict(await request.json())
         body, most = _body(backend, path, asked)
-        prompt_tokens = len(json.dumps(body))  # each token has a byte at least
-        grant = await caller_of(request.scope).admit(model, prompt_tokens, most, price=backend.price)
+        most_prompt, likely_prompt = _prompt_tokens(body)
+        grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)
         version = f"{HOSTED}:{backend.model}"
         try:
             found = await self._send(backend, path, body)
             options = asked.get("stream_options") or {}
             id = f"{_IDS[path]}{grant.id}" if grant.id and path in _IDS else ""
-            reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")), id=id)
+            reader = UsageReader(model, likely_prompt, shows_usage=bool(options.get("include_usage")), id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
                 return _RelayedStream(found, reader, grant, version, track)
@@ -235,6 +241,12 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
         if asked.get("stream") and path != "responses":
             body["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
     return body, most
+
+
+def _prompt_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the most tokens that a body's prompt can have, and the number to bill if the API does not report it."""
+    text, images = _IMAGE.subn("", json.dumps(body))  # a quotation mark inside of a string is escaped: none matches
+    return len(text) + images * _IMAGE_TOKENS, len(text) // 4 + images * _IMAGE_TOKENS  # a token has a byte at least
 
 
 class _RelayedStream(StreamingResponse):
