@@ -116,7 +116,7 @@ class _Driver:
     def close(self) -> None:
         self.watch.close()
         self.worker_group.close()
-        self.reporter.close(self._progress(0))
+        self.reporter.close(self._progress(len(self.workers)))  # a finished run still tells how many ranks it had
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
         """Waits until enough workers are ready, and returns those of the next generation. The first generation also

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -213,3 +214,13 @@ def test_a_driver_names_the_slowest_rank_by_what_each_rank_reports(small: TrainS
     driver.rank_times = generation.rank_times
     values = driver._step_values([done(8, 3.0)], 1.0)
     assert (values["slowest_rank"], values["slowest_ratio"]) == (1, 4.0)
+
+
+def test_a_run_that_has_ended_still_tells_its_ranks(small: TrainSpec) -> None:
+    driver, told = object.__new__(_Driver), list[Any]()
+    driver.record, driver.spec, driver.step_rate = record_of(small), small, StepRate()
+    driver.workers = [MagicMock() for _ in range(4)]
+    driver.watch = driver.worker_group = MagicMock(images="", has_refused=False)
+    driver.reporter = MagicMock(close=told.append)
+    driver.close()
+    assert [progress["world"] for progress in told] == [4]
