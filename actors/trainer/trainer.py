@@ -345,6 +345,7 @@ class Trainer:
             world=self.group.world,
             mfu=self.meter.mfu(int(tokens), step_s, span),
             memory_bytes=self.meter.memory_bytes(),
+            gpu_bytes=self.meter.gpu_bytes(),
             times=self.timer.drain_times(),
             verdict=verdict.kind,
             why=verdict.why,

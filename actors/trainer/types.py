@@ -36,7 +36,7 @@ class StepResult:
     mfu: float | None = None
     """Model FLOPs utilisation; None where the device's peak is not known."""
     memory_bytes: int = 0
-    """Peak memory of the reporting rank so far: of its GPU, or of the process on a CPU."""
+    """Peak memory of the reporting rank so far: of its GPU since the gang formed, or of the process on a CPU."""
     times: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase, including the stall of a checkpoint before this step."""
     verdict: Literal["applied", "skipped", "stopped"] = "applied"
@@ -53,6 +53,8 @@ class StepResult:
 
     forward_s: float = 0.0
     """Seconds of the reporting rank's own forward passes, without waiting for other ranks; 0 if they are not timed."""
+    gpu_bytes: int = 0
+    """Peak memory of the reporting rank's GPU since the gang formed; 0 on a CPU."""
     early_end: str = ""
     """Reason why the run ends after this step, before its last one."""
 
@@ -66,7 +68,8 @@ class StepResult:
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # recorded in an event
-        del line["unsaved"], line["early_end"], line["forward_s"]  # recorded in events, or of one rank
+        for key in ("unsaved", "early_end", "forward_s", "gpu_bytes"):  # recorded in events, or of one rank
+            del line[key]
         if self.eval_loss is None:
             del line["eval_loss"]
         else:

@@ -9,12 +9,14 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from tests.actors.serving.asgi import ask
 from tests.gateway.conftest import Gateway, running_gateway, until
 from tests.gateway.tenancy.conftest import Line, line, secret_of, store  # noqa: F401
+from tests.virtual_loop import run_virtually
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.serving.http.app import create_app
@@ -22,7 +24,7 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
-from raytide.gateway.hosted import HostedApis, UsageReader
+from raytide.gateway.hosted import HostedApis, UsageReader, _RelayedStream
 
 URL, KEY = "http://hosted.example/v1", "sk-very-secret"
 BACKEND = {"base_url": URL, "model": "big", "price": {"prompt": 3.0, "completion": 7.0}, "max_tokens": 50}
@@ -37,6 +39,8 @@ class Hosted(httpx.AsyncBaseTransport):
         self.status = 200
         self.requests: list[httpx.Request] = []
         self.error: Exception | None = None
+        self.takes_s = 0.0
+        """The seconds that it needs for an answer; the test does not wait for them."""
         self.is_silent = False
         self.left = 0
         """The requests that were given up while it was silent."""
@@ -48,6 +52,8 @@ class Hosted(httpx.AsyncBaseTransport):
                 await asyncio.Event().wait()
             finally:
                 self.left += 1
+        if self.takes_s > request.extensions["timeout"]["read"]:
+            raise httpx.ReadTimeout("no byte came")
         if self.error is not None:
             raise self.error
         if self.status != 200:
@@ -97,6 +103,45 @@ async def test_a_hosted_api_answers_in_place_of_replicas() -> None:
             "chat/completions"
             in (await gateway.http.post("/tokenize", json={"prompt": "x"})).json()["error"]["message"]
         )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("takes_s", "status"), [(590.0, 200), (610.0, 503)])
+async def test_a_whole_answer_may_take_ten_minutes(takes_s: float, status: int) -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+        hosted.takes_s = takes_s
+        answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
+        assert answer.status_code == status
+
+
+class Slow(httpx.AsyncByteStream):
+    """A stream whose events come after these pauses."""
+
+    def __init__(self, *pauses_s: float) -> None:
+        self._pauses_s = pauses_s
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for pause_s in self._pauses_s:
+            await asyncio.sleep(pause_s)
+            yield b'data: {"choices": []}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("pauses_s", "events", "status"), [((590.0, 110.0), 2, 200), ((590.0, 130.0), 1, 503), ((610.0,), 0, 503)]
+)
+def test_a_stream_is_left_when_it_is_silent_for_two_minutes_after_its_first_event(
+    pauses_s: tuple[float, ...], events: int, status: int
+) -> None:
+    async def relayed() -> tuple[list[bytes], int]:
+        track: Any = MagicMock()
+        answer = httpx.Response(200, stream=Slow(*pauses_s))
+        stream = _RelayedStream(answer, UsageReader("chat", 1, shows_usage=True), MagicMock(), "hosted:big", track)
+        return [event async for event in stream._events()], stream._status
+
+    found, ended = run_virtually(relayed())
+    assert (sum(b'"choices"' in event for event in found), ended) == (events, status)
+    assert any(b"broke off" in event for event in found) == (status == 503)
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -17,7 +19,10 @@ from tests.actors.serving.openai_api.chat.test_image_fetcher import site
 from tests.gateway.conftest import Gateway, running_gateway
 
 from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
+from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.chat import image_fetcher
+from raytide.core.objects.api_key import HostedBackend
+from raytide.gateway.hosted import HostedApis
 
 TOKENS = (SIZE // PATCH) ** 2
 ONE, OTHER = picture(1), picture(2)
@@ -178,3 +183,20 @@ async def test_a_model_without_images_refuses_them_by_name() -> None:
             await client_of(gateway).chat.completions.create(model="blind", **asked(ONE))
     assert caught.value.param == "messages[0].content[0]"
     assert "reads text parts only, not 'image_url'" in str(caught.value)
+
+
+@pytest.mark.parametrize("image", [{"url": data_url(ONE * 100)}, data_url(ONE * 100)], ids=["object", "string"])
+async def test_a_hosted_models_images_count_by_number_and_not_by_the_bytes_of_their_files(image: object) -> None:
+    text = {"type": "text", "text": "data:image/png;base64," + "x" * 4000}
+    parts = [{"type": "image_url", "image_url": image}, text, {"type": "image_url", "image_url": image}]
+    body = {"model": "sees", "messages": [{"role": "user", "content": parts}], "stream": True}
+    caller, request = AsyncMock(), AsyncMock()
+    caller.admit.return_value = MagicMock(id="")
+    request.url.path, request.scope, request.json.return_value = "/v1/chat/completions", {CALLER: caller}, body
+    backend = HostedBackend.model_validate({"base_url": "http://far/v1", "model": "big", "max_tokens": 5})
+    apis = HostedApis({"http://far/v1": ""}, httpx.MockTransport(lambda _: httpx.Response(200)))
+    answer: Any = await apis.answer(backend, "sees", request, MagicMock())
+    most = caller.admit.await_args.args[1]
+    assert 7000 < most < 7500, "3,000 tokens of images, and the characters of the rest"
+    assert answer._reader.usage.prompt_tokens == 3000 + (most - 3000) // 4
+    await apis.close()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.actors.engine.tiny import save_llama
 from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine import EngineConfig, NativeEngine
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import GenRequest
+from raytide.gateway.replicas.prefill_pool import PrefillPool
+from raytide.gateway.replicas.replica_set import Replica
+from raytide.gateway.replicas.routing.router import Router
 
 POLICY = {"endpoint": "prefill", "min_tokens": 32}
 
@@ -124,3 +131,24 @@ async def test_what_the_other_cache_lacks_is_still_known_at_home(model_dir: Path
         route = replicas.router.route(older, [each.routing_state() for each in replicas.ready])
         route.end()
         assert route.cached_tokens == 16
+
+
+def test_a_prompt_at_the_other_endpoint_is_overdue_when_its_promised_time_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = SimpleNamespace(features={"handover"}, weights_version="1", num_blocks=0, block_size=16)
+    replica = Replica("p", SimpleNamespace(status=SimpleNamespace(stats=None)), info)  # type: ignore[arg-type]
+    router, now_s = Router(), 1000.0
+    router.slo_ttft_s = 5.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    asked = GenRequest(request_id="r-0", prompt=prompt_of(80), sampling=SamplingParams())
+    replicas: Any = SimpleNamespace(ready=[replica], router=router)
+    assert PrefillPool(replicas, min_tokens=32).route(asked, replica, 0) is not None
+
+    def overdue() -> int:
+        router.route(prompt_of(20), [replica.routing_state()]).end()
+        return router._assigned["p"].overdue
+
+    assert overdue() == 0
+    now_s += 6.0
+    assert overdue() == 1

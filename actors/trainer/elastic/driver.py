@@ -116,7 +116,7 @@ class _Driver:
     def close(self) -> None:
         self.watch.close()
         self.worker_group.close()
-        self.reporter.close(self._progress(0))
+        self.reporter.close(self._progress(len(self.workers)))  # a finished run still tells how many ranks it had
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
         """Waits until enough workers are ready, and returns those of the next generation. The first generation also
@@ -214,7 +214,8 @@ class _Driver:
 
     def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
         """Returns progress values of the last steps: step time and the share of it spent waiting for data, scaling
-        efficiency, the slowest rank, MFU, and the times of the last step's end and of the last due checkpoint.
+        efficiency, the slowest rank, MFU, the peak memory of a GPU, and the times of the last step's end and of the
+        last due checkpoint. The peak is 0 if the microbatch is not the spec's, whose memory the planner predicts.
         """
         now_s = round(self.record.clock.now_s(), 3)
         values: dict[str, float | int | str] = {"step_s": round(worked_s / len(new), 6), "step_at_s": now_s}
@@ -223,6 +224,9 @@ class _Driver:
             values["scaling"] = round(scaling, 4)
         rank, ratio = self.rank_times.slowest() or (0, 1.0)  # reported values persist until they are overwritten
         values |= {"slowest_rank": rank, "slowest_ratio": round(ratio, 3)}
+        if self.rank_times.gpu_bytes:
+            wanted = self.spec.first_micro_batch(self.spec.layout.sizes(new[-1].world))
+            values["peak_bytes"] = self.rank_times.gpu_bytes if new[-1].micro_batch == wanted else 0
         if (mfu := new[-1].mfu) is not None:
             values["mfu"] = round(mfu, 6)
         if self.saved_at_s is not None:

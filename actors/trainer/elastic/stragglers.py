@@ -1,4 +1,4 @@
-"""Finds the slowest rank, for which the other ranks wait."""
+"""Finds the slowest rank, for which the other ranks wait, and the peak memory of the ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ LEAST_STEPS = 5
 
 
 class RankTimes:
-    """The time that each rank of one generation needs for its own work in a step, averaged over recent steps."""
+    """The time that each rank of one generation needs for its own work in a step, averaged over recent steps, and the
+    memory of the ranks' GPUs.
+    """
 
     def __init__(self) -> None:
+        self.gpu_bytes = 0
+        """The peak memory of the GPU that needed the most; 0 without GPUs."""
         self._own_s: dict[int, float] = {}
         self._steps: dict[int, int] = {}
 
     def record(self, rank: int, steps: Sequence[StepResult]) -> None:
         share = 1.0 - 0.5 ** (1.0 / HALF_LIFE)
         for step in steps:
+            self.gpu_bytes = max(self.gpu_bytes, step.gpu_bytes)
             own_s = step.times.get("data", 0.0) + _PASSES * step.forward_s
             before = self._own_s.get(rank, own_s)
             self._own_s[rank] = before + share * (own_s - before)

@@ -25,6 +25,8 @@ class MfuMeter:
         name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
         peak = peak_tflops(name, spec.precision) if spec.peak_tflops is None else spec.peak_tflops
         self._peak = None if peak is None else peak * 1e12 * group.world
+        if group.device.type == "cuda":  # the process may have been in another gang, with other shards
+            torch.cuda.reset_peak_memory_stats(group.device)
 
     def mfu(self, tokens: int, seconds: float, span: float) -> float | None:
         """Returns the fraction of all devices' peak FLOPs that a step used. Returns None if the peak is unknown. The
@@ -38,12 +40,14 @@ class MfuMeter:
             return None
         return tokens * flops_per_token(self._arch, span, frozen=self._frozen) / (seconds * self._peak)
 
+    def gpu_bytes(self) -> int:
+        """Returns the most bytes that this rank has had allocated on its GPU since the meter was made; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def memory_bytes(self) -> int:
-        """Returns this rank's peak memory in bytes. With a GPU it is the memory allocated there, else the resident
-        memory of the process.
-        """
+        """Returns this rank's peak memory in bytes: `gpu_bytes`, or on a CPU the resident memory of the process."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return self.gpu_bytes()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,8 @@ from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
 HOSTED = "hosted"
 """The value of `x-raytide-replica` in the response to a request that a hosted API answered."""
 _CONNECT_S, _SILENCE_S = 10.0, 120.0
+_ANSWER_S = 600.0
+"""The longest wait for a whole answer, or for the first event of a stream: until then an API may send no byte."""
 _MOST_CONNECTIONS = 256
 _MOST_ANSWER_BYTES, _MOST_ERROR_BYTES = 64 << 20, 16 << 10
 _OURS = ("priority", "cache_salt", "timeout")
@@ -46,6 +49,11 @@ _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "r
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 _MOST_LINE_BYTES = 8 << 20
 _DATA = b"data:"
+_IMAGE = re.compile(r'"(?:url|image_url)": "data:image/[a-z.+-]{1,40};base64,[a-z0-9+/=]*"', re.IGNORECASE)
+_IMAGE_TOKENS = 1500
+"""The tokens that an image in a prompt counts for. APIs bill an image by its size in pixels, not by the bytes of its
+file.
+"""
 
 
 class UsageReader:
@@ -138,7 +146,7 @@ class HostedApis:
         self._http = httpx.AsyncClient(
             transport=transport,
             trust_env=False,  # no ~/.netrc, no proxies
-            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S, read=_ANSWER_S),
             limits=httpx.Limits(max_connections=_MOST_CONNECTIONS),
         )
 
@@ -172,14 +180,14 @@ class HostedApis:
             raise invalid(f"{model} is a hosted model, which has no /{path}: use chat/completions.", param="model")
         asked = dict(await request.json())
         body, most = _body(backend, path, asked)
-        prompt_tokens = len(json.dumps(body))  # each token has a byte at least
-        grant = await caller_of(request.scope).admit(model, prompt_tokens, most, price=backend.price)
+        most_prompt, likely_prompt = _prompt_tokens(body)
+        grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)
         version = f"{HOSTED}:{backend.model}"
         try:
             found = await self._send(backend, path, body)
             options = asked.get("stream_options") or {}
             id = f"{_IDS[path]}{grant.id}" if grant.id and path in _IDS else ""
-            reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")), id=id)
+            reader = UsageReader(model, likely_prompt, shows_usage=bool(options.get("include_usage")), id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
                 return _RelayedStream(found, reader, grant, version, track)
@@ -235,6 +243,12 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
     return body, most
 
 
+def _prompt_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the most tokens that a body's prompt can have, and the number to bill if the API does not report it."""
+    text, images = _IMAGE.subn("", json.dumps(body))  # a quotation mark inside of a string is escaped: none matches
+    return len(text) + images * _IMAGE_TOKENS, len(text) // 4 + images * _IMAGE_TOKENS  # a token has a byte at least
+
+
 class _RelayedStream(StreamingResponse):
     """The events of a hosted stream. The request is billed and the stream closed however it ends, even if the client
     left before it started.
@@ -257,14 +271,16 @@ class _RelayedStream(StreamingResponse):
                 await asyncio.shield(self._found.aclose())
 
     async def _events(self) -> AsyncIterator[bytes]:
+        pieces, silence_s = self._found.aiter_bytes(), _ANSWER_S
         try:
-            async for piece in self._found.aiter_bytes():
+            while piece := await asyncio.wait_for(anext(pieces, b""), silence_s):
                 for event in self._reader.events(piece):
                     self._track.first_token()
+                    silence_s = _SILENCE_S
                     yield event
             self._status = 200
             self._track.finish("ok")
-        except (httpx.HTTPError, RaytideError) as error:
+        except (httpx.HTTPError, RaytideError, TimeoutError) as error:
             self._status = 503
             failure = _failed(f"broke off ({type(error).__name__})")
             self._track.finish("error", failure.body.error.code or "")

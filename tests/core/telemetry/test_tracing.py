@@ -56,6 +56,13 @@ def test_strangers_cannot_have_more_traced_than_the_operator_allows(gaps_s: Sequ
     assert taken <= 3 + 3 * sum(gaps_s) + 1e-6
 
 
+def test_less_than_a_trace_a_second_is_a_trace_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([100.0, 100.0, 101.0, 102.0, 103.0, 110.0, 110.0])
+    monkeypatch.setattr(tracing.time, "monotonic", lambda: next(now_s))
+    sampler = TraceSampler(ON.model_copy(update={"most_per_s": 0.5}))
+    assert [sampler.sampled(VALID) is not None for _ in range(6)] == [True, False, True, False, True, False]
+
+
 @given(st.text(), st.text())
 def test_a_subject_has_one_span_and_names_one_child(subject: str, name: str) -> None:
     root = SpanId.of(subject)

@@ -10,7 +10,13 @@ from tests.gateway.rollouts.test_canary_traffic import ask, begin, counted, text
 from tests.gateway.test_metrics import value
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.serving.openai_api.admission import Anybody, Grant
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.gateway.rollouts import shadow
+from raytide.gateway.rollouts.counting import RevisionTally
+from raytide.gateway.rollouts.shadow import ShadowTraffic
 
 
 def compared(gateway: Gateway) -> tuple[int, int]:
@@ -62,6 +68,26 @@ async def test_a_slow_challenger_holds_up_no_answer_and_gets_so_many_copies_at_a
         answers = await asyncio.gather(*(ask(gateway, f"hello {number}") for number in range(5)))
         assert {text_of(each) for each in answers} == {"old "}
         assert len(gateway.models._shadows._copies) == 2
+
+
+class Spent(Anybody):
+    """A caller whose budget is spent."""
+
+    async def admit(self, *_: object, **__: object) -> Grant:
+        raise ApiError(429, "The budget is spent.", type="insufficient_quota", code="insufficient_quota")
+
+
+async def test_a_request_that_is_not_admitted_is_not_copied() -> None:
+    traffic, tally = ShadowTraffic(), RevisionTally(7, 2)
+    champion, challenger = (Server(FakeEngine(reply="old "), model="chat") for _ in range(2))
+    for server in (champion, challenger):
+        await server.start()
+    body = ChatRequest.model_validate({"model": "chat", "messages": [{"role": "user", "content": "hello"}]})
+    asked = traffic.copied(champion, challenger, body, Spent(), tally)
+    with pytest.raises(ApiError, match="spent"):
+        await asked.generate(body, Spent())
+    assert not traffic._copies
+    await traffic.close()
 
 
 async def test_a_share_of_requests_is_copied() -> None:

@@ -81,7 +81,8 @@ class TraceSampler:
     def __init__(self, section: TracingSection) -> None:
         self._share = section.sample if section.otlp else 0.0
         self._is_on, self._most_per_s = bool(section.otlp), section.most_per_s
-        self._left, self._at_s = section.most_per_s, time.monotonic()
+        self._most_left = max(1.0, section.most_per_s)  # a trace costs 1: a smaller bucket would never hold enough
+        self._left, self._at_s = self._most_left, time.monotonic()
 
     def sampled(self, traceparent: str = "") -> SpanId | None:
         """Returns the span of a request that is to be traced, or None for a request that is not.
@@ -100,7 +101,7 @@ class TraceSampler:
     def _takes_place(self) -> bool:
         """Returns whether the rate limit (a token bucket) allows another trace now, and counts it."""
         now_s = time.monotonic()
-        self._left = min(self._most_per_s, self._left + (now_s - self._at_s) * self._most_per_s)
+        self._left = min(self._most_left, self._left + (now_s - self._at_s) * self._most_per_s)
         self._at_s = now_s
         if self._left < 1.0:
             return False

@@ -246,7 +246,6 @@ class RoutedEngine(Engine):
                     lora=request.lora,
                     cache_salt=request.salt,
                     session=request.session,
-                    now_s=time.monotonic(),
                 )
                 return open_to_it[route.replica], route
             if not may_wait or time.monotonic() > deadline_s:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from copy import copy
 from typing import Any, cast
@@ -26,10 +26,14 @@ _LONGEST_S = 300.0
 
 
 class RecordedEngine:
-    """A wrapper of an engine that records the output of one HTTP request."""
+    """A wrapper of an engine that records the output of one HTTP request.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    `on_begin` is called once, when the engine is first asked to generate, and so only for an admitted request.
+    """
+
+    def __init__(self, engine: Engine, on_begin: Callable[[RecordedEngine], None]) -> None:
+        self._engine, self._on_begin = engine, on_begin
+        self._has_begun = False
         self.texts: defaultdict[int, str] = defaultdict(str)
         """The text of each choice, by its number in the response."""
         self.is_greedy = self.is_whole = True
@@ -40,6 +44,9 @@ class RecordedEngine:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_begin(self)
         self._open += 1
         self.is_greedy &= request.sampling.is_greedy
         first = int(request.request_id.rpartition("-")[2]) * request.sampling.n
@@ -73,18 +80,20 @@ class ShadowTraffic:
         caller: RequestCaller,
         tally: RevisionTally,
     ) -> Server:
-        """Starts a copy of a request on the challenger. Returns the server that answers the request itself.
+        """Returns the server that answers a request itself, and that starts a copy of the request on the challenger
+        when the request has been admitted.
 
         The returned server is the champion's, with an engine that records the answer for the comparison. If too many
-        copies run already, no copy starts, and the champion itself is returned.
+        copies run already, no copy starts.
         """
-        if len(self._copies) >= _MOST_COPIES:
-            return champion
-        recorded = RecordedEngine(champion.engine)
-        self._copies.add(task := asyncio.create_task(_run(challenger, body, _Copier(caller), recorded, tally)))
-        task.add_done_callback(self._copies.discard)
+
+        def begin(recorded: RecordedEngine) -> None:
+            if len(self._copies) < _MOST_COPIES:
+                self._copies.add(task := asyncio.create_task(_run(challenger, body, _Copier(caller), recorded, tally)))
+                task.add_done_callback(self._copies.discard)
+
         server = copy(champion)
-        server.engine = cast(Engine, recorded)
+        server.engine = cast(Engine, RecordedEngine(champion.engine, begin))
         return server
 
     async def close(self) -> None:

@@ -93,8 +93,8 @@ def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
 
 
 class LearnedCorrections:
-    """Corrections of predicted step times. They are learned from successful trainings that ran on nodes of a single
-    type.
+    """Corrections of predicted step times and activations. They are learned from successful trainings that ran on nodes
+    of a single type.
 
     The store is searched for new trainings at most once a minute.
     """
@@ -153,7 +153,7 @@ def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) ->
         return None
     shapes = job.spec.gang.shapes
     devices = max(1, int(shapes[0].resources.get("GPU", 1.0))) if shapes else 1
-    return MeasuredRun(workload, strategy, device, devices, step_s)
+    return MeasuredRun(workload, strategy, device, devices, step_s, job.progress_number("peak_bytes") or None)
 
 
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.run_log import mfu
 from raytide.actors.trainer.run_log.step_timer import StepTimer
+from raytide.core.specs.train import TrainSpec
 from raytide.sizing.devices import DEVICES
 
 LLAMA = {
@@ -67,6 +69,20 @@ def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding
 )
 def test_a_device_that_is_not_known_has_no_peak(name: str, precision: str, peak: float | None) -> None:
     assert mfu.peak_tflops(name, precision) == peak
+
+
+def test_the_memory_of_a_gpu_is_that_since_the_gang_formed_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"cuda:0": 80}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({str(device): 30}))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
+    spec = TrainSpec(name="small", dataset="none", out="none", steps=1)
+    gpu, cpu = (
+        mfu.MfuMeter(spec, arch_of(), SimpleNamespace(device=torch.device(name), world=1))  # type: ignore[arg-type]
+        for name in ("cuda:0", "cpu")
+    )
+    assert (gpu.gpu_bytes(), gpu.memory_bytes(), cpu.gpu_bytes()) == (30, 30, 0)
+    assert cpu.memory_bytes() > 1 << 20
 
 
 def test_laps_of_one_phase_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -208,7 +209,7 @@ def test_a_driver_names_the_slowest_rank_by_what_each_rank_reports(small: TrainS
             generation._record_status(rank, WorkerStatus(1, "training", 0.0, steps=[result]))
     driver = object.__new__(_Driver)
     driver.record, driver.scaling, driver.saved_at_s = record_of(small), ScalingEfficiency(), None
-    driver.rank_times = RankTimes()
+    driver.rank_times, driver.spec = RankTimes(), small
     values = driver._step_values([done(8, 3.0)], 1.0)
     assert (values["slowest_rank"], values["slowest_ratio"]) == (0, 1.0), "of a new generation nothing is known"
     driver.rank_times = generation.rank_times
@@ -236,3 +237,27 @@ def test_a_store_that_cannot_be_listed_hides_no_error_of_the_run_and_ends_no_fin
     monkeypatch.setattr(again.folder.store, "sizes", unreachable)
     assert again.log_run(lambda: None).model_dir is None
     assert json.loads(read_bytes(f"{spec.out}/run.json"))["state"] == "done"
+
+
+def test_a_driver_tells_the_memory_of_the_fullest_gpu_with_the_microbatch_of_the_spec(small: TrainSpec) -> None:
+    driver = object.__new__(_Driver)
+    driver.record, driver.scaling, driver.saved_at_s = record_of(small), ScalingEfficiency(), None
+    driver.rank_times, driver.spec = RankTimes(), small.model_copy(update={"micro_batch": 4})
+    step = replace(done(8, 3.0), micro_batch=4, memory_bytes=99)
+    driver.rank_times.record(0, [replace(step, gpu_bytes=0)])
+    assert "peak_bytes" not in driver._step_values([step], 1.0), "the memory of a process on CPUs is another one"
+    for rank, gpu_bytes in enumerate((70, 80, 60)):
+        driver.rank_times.record(rank, [replace(step, gpu_bytes=gpu_bytes)])
+    assert driver._step_values([step], 1.0)["peak_bytes"] == 80
+    assert driver._step_values([replace(step, micro_batch=2)], 1.0)["peak_bytes"] == 0
+    assert "gpu_bytes" not in step.metrics_line()
+
+
+def test_a_run_that_has_ended_still_tells_its_ranks(small: TrainSpec) -> None:
+    driver, told = object.__new__(_Driver), list[Any]()
+    driver.record, driver.spec, driver.step_rate = record_of(small), small, StepRate()
+    driver.workers = [MagicMock() for _ in range(4)]
+    driver.watch = driver.worker_group = MagicMock(images="", has_refused=False)
+    driver.reporter = MagicMock(close=told.append)
+    driver.close()
+    assert [progress["world"] for progress in told] == [4]

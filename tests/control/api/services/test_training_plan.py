@@ -22,6 +22,7 @@ from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Changes, Store
 from raytide.queue.lifecycle.submission import measured_run
 from raytide.sizing.calibration import Corrections
+from raytide.sizing.memory.estimate import Hardware, estimate
 from raytide.sizing.search import automatic
 from raytide.sizing.step_time import step_time
 
@@ -166,6 +167,18 @@ def test_trainings_that_succeeded_correct_the_planner(service: ApiService, ran: 
     ran(world=8.0, step_s=6.0)
     slower = service.jobs.learned.current().apply(run.device)
     assert step_time(run.workload, run.strategy, slower, 8).total == pytest.approx(6.0), "the median of the three"
+
+
+@pytest.mark.parametrize(("reported", "scale"), [(1.0, 1.2), (0.0, None)], ids=["measured", "not comparable"])
+def test_the_memory_of_trainings_corrects_the_planner(
+    service: ApiService, ran: Callable[..., Job], reported: float, scale: float | None
+) -> None:
+    run = measured_run(ran(world=8.0, step_s=3.0), H100, lambda spec, job: LLAMA_8B)
+    assert run is not None and not service.jobs.learned.current().memory
+    found = estimate(run.workload, run.strategy, Hardware(0.0, fragmentation=0.0, context_bytes=0.0))
+    ran(world=8.0, step_s=3.0, peak_bytes=reported * (found.peak + 0.2 * found.terms["activations"]))
+    learned = service.jobs.learned.current().memory.get(run.device.name)
+    assert learned == (None if scale is None else pytest.approx(scale))
 
 
 @pytest.mark.parametrize(

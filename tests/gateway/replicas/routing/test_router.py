@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -92,19 +93,22 @@ def test_the_tokens_that_others_have_sent_are_work_in_front_and_own_ones_count_o
     assert counts["a"] == 0
 
 
-def test_requests_that_are_late_anyway_are_no_work_in_front_of_others() -> None:
+def test_requests_that_are_late_anyway_are_no_work_in_front_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that joins an overloaded one gets half of the requests from then on, not all until both have waited as
     many."""
-    router = Router()
+    router, now_s = Router(), 100.0
     router.slo_ttft_s = 5.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     old, both = replicas()[:1], replicas()[:2]
-    late = [router.route(prompt(number), old, now_s=0.0) for number in range(100)]
-    routes = [router.route(prompt(1000 + number), both, now_s=6.0) for number in range(40)]
+    late = [router.route(prompt(number), old) for number in range(100)]
+    now_s += 6.0
+    routes = [router.route(prompt(1000 + number), both) for number in range(40)]
     to_old = sum(route.replica == old[0].name for route in routes)
     assert 10 <= to_old <= 30
     for route in (*late, *routes):
         route.end()
-    further = [router.route(prompt(2000 + number), both, now_s=20.0) for number in range(40)]
+    now_s += 14.0
+    further = [router.route(prompt(2000 + number), both) for number in range(40)]
     assert 10 <= sum(route.replica == old[0].name for route in further) <= 30
 
 

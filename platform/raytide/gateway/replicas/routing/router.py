@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -207,14 +208,13 @@ class Router:
         lora: str | None = None,
         cache_salt: str = "",
         session: str = "",
-        now_s: float = 0.0,
     ) -> Route:
         """Chooses one of `replicas` for a request and returns the route. The request now counts towards that replica's
         load.
 
         `replicas` must not be empty.
         """
-        root = root_key(lora, cache_salt)
+        root, now_s = root_key(lora, cache_salt), time.monotonic()
         keys = prefix_keys(prompt, root)
         for each in replicas:
             if each.name not in self._assigned:

@@ -48,7 +48,7 @@ _AGES: Mapping[str, Metric] = {"step_at_s": training.JOB_LAST_STEP_AGE, "saved_a
 _ANOTHER_WAY = frozenset(
     {
         "steps", "restarts", "resizes", "steps_lost", "recovery_s", "world", "settled", "left_s", "redo_s", "lost_s",
-        "lost_at_s", "slowest_rank", "slowest_ratio",
+        "lost_at_s", "slowest_rank", "slowest_ratio", "peak_bytes",
     }
 )  # fmt: skip
 """Names that raytide's own drivers report for its decisions; they are not the user's values."""
