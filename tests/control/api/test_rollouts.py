@@ -60,6 +60,33 @@ def test_a_challenger_runs_beside_the_endpoint_until_it_serves_it(
     assert {e.name: e.state for e in store.load().endpoints}["web~2"] is EndpointState.DELETING
 
 
+def test_the_name_of_a_promoted_challenger_deletes_and_shows_nothing(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    start(api, directory)
+    decide(store, RolloutState.PROMOTED)
+    refused = api.delete("/v1/endpoints/web~2")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (409, "web~2 serves endpoint web now.")
+    assert store.endpoint("web").state is EndpointState.DEPLOYING
+    assert api.get("/v1/endpoints/web~2").status_code == 404
+
+
+def test_a_challenger_is_deleted_by_its_own_name_and_then_unknown(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    start(api, directory)
+    assert api.delete("/v1/endpoints/web~2").json()["endpoint"]["state"] == "deleting"
+    deleted = replace(store.endpoint("web~2"), state=EndpointState.DELETED)
+    store.commit(Changes(at_s=1001.0, endpoints=(deleted,)))
+    answer = api.get("/v1/endpoints/web~2")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert [each["endpoint"]["spec"]["name"] for each in api.get("/v1/endpoints").json()] == ["web"]
+
+
 def test_gateways_bill_the_price_of_what_serves(
     api: TestClient,
     directory: Path,  # noqa: F811

@@ -178,7 +178,8 @@ class Store:
             return save_endpoint(c, spec, user, now_s, why)
 
     def request_delete(self, name: str) -> Endpoint:
-        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint."""
+        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint. Raises ConflictError for the name
+        of a challenger that now serves its endpoint."""
         with self._db.write() as c:
             return request_delete(c, name)
 

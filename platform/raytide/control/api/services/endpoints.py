@@ -38,6 +38,7 @@ from raytide.core.specs.rollout import (
     endpoint_of,
 )
 from raytide.core.state import Store
+from raytide.core.state.queries.jobs import no_endpoint
 from raytide.ledger.report import accrued, costs
 from raytide.registry.rollout.lifecycle import intervals
 from raytide.registry.rollout.spec import NewRollout
@@ -198,8 +199,13 @@ class EndpointService:
         return RolloutStatus(rollout, **outcomes)
 
     def get(self, name: str, caller: Caller) -> EndpointStatus:
+        """Returns the status of an endpoint, or of a revision that `all` lists separately. Raises NotFoundError if
+        there is none."""
         caller.require_team(self._store.endpoint(name).spec.team)
-        return next(status for status in self.all(caller) if status.endpoint.name == name)
+        found = next((status for status in self.all(caller) if status.endpoint.name == name), None)
+        if found is None:  # a revision that is deleted, or that now serves the endpoint
+            raise no_endpoint(name)
+        return found
 
     def revisions(self, name: str, caller: Caller) -> tuple[EndpointRevision, ...]:
         """Returns the revisions of an endpoint, newest first."""

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.node import Signal
-from raytide.core.specs.rollout import Serving
+from raytide.core.specs.rollout import Serving, endpoint_of
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints
@@ -69,7 +69,10 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
 
 
 def request_delete(c: sa.Connection, name: str) -> Endpoint:
-    """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint."""
+    """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint. Raises
+    ConflictError if `name` is the application of a revision that serves an endpoint of another name."""
+    if name != (endpoint := endpoint_of(name)) and serving(c, endpoint).application == name:
+        raise ConflictError(f"{name} serves endpoint {endpoint} now.", hint=f"Delete {endpoint}, if that is meant.")
     application = serving(c, name).application
     if (row := c.execute(_endpoint(application).with_for_update()).first()) is None:
         raise no_endpoint(name)
