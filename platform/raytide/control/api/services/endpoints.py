@@ -147,7 +147,6 @@ class EndpointService:
         serving = self._store.rollouts.all_serving()
         found = {each.name: each for each in self._store.endpoints(ended=True) if caller.sees(each.spec.team)}
         live = self._live()
-        ended: Counter[str] = Counter()
         shown: dict[str, Serving] = {}
         for name, endpoint in found.items():
             now = serving.get(endpoint_of(name)) or Serving(name, name, 0)
@@ -155,8 +154,10 @@ class EndpointService:
                 shown[name] = now
             elif endpoint.state is not EndpointState.DELETED and name != now.name:
                 shown[name] = Serving(name, name, 0)
-            else:
-                ended[now.application] += spent.get(name, 0)
+        ended: Counter[str] = Counter()  # the costs of revisions that have ended, by the application that serves now
+        for name in spent.keys() - shown.keys():
+            of = endpoint_of(name)
+            ended[serving[of].application if of in serving else of] += spent[name]
         return [self._endpoint(found[name], now, spent.get(name, 0) + ended[name], live) for name, now in shown.items()]
 
     def _endpoint(self, endpoint: Endpoint, now: Serving, cost_micro_usd: int, live: Live) -> EndpointStatus:

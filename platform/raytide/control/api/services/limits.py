@@ -37,7 +37,8 @@ class LimitsService:
         rates = report.rates(intervals)
         lines = [line for line in lines if caller.sees(line.team)]
         rates = {key: rate for key, rate in rates.items() if caller.sees(key[2])}
-        tags = self._tags({line.subject for line in lines}) if by in ("project", "model") else {}
+        subjects = {line.subject for line in lines} | {subject for _, subject, _, _ in rates}
+        tags = self._tags(subjects) if by in ("project", "model") else {}
         losses = [line for line in self._store.books.losses(since_us=since_us) if caller.sees(line.team)]
         rows = report.rows(lines, rates, by, tags, now_us, losses)
         return CostTable(
@@ -123,7 +124,7 @@ class LimitsService:
 
     def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
         jobs = {job.id: _tags_of_job(job) for job in self._store.jobs_of(sorted(subjects))}
-        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.endpoints(ended=True)}}
+        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.rollouts.applications(subjects)}}
 
 
 _NOTHING = TeamUse({}, {}, {}, 0, 0.0)
