@@ -12,6 +12,7 @@ from tests.control.api.test_models import directory, serve  # noqa: F401
 from tests.control.api.test_tenancy import ANA, BOB, ROOT, client, clock  # noqa: F401
 
 from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.specs.rollout import RolloutState
 from raytide.core.state import Changes, Store
 
@@ -58,6 +59,64 @@ def test_a_challenger_runs_beside_the_endpoint_until_it_serves_it(
     assert rollout["rollout"]["state"] == "promoted"
     assert api.delete("/v1/endpoints/web").json()["endpoint"]["state"] == "deleting"
     assert {e.name: e.state for e in store.load().endpoints}["web~2"] is EndpointState.DELETING
+
+
+def test_the_name_of_a_promoted_challenger_deletes_and_shows_nothing(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    start(api, directory)
+    decide(store, RolloutState.PROMOTED)
+    refused = api.delete("/v1/endpoints/web~2")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (409, "web~2 serves endpoint web now.")
+    assert store.endpoint("web").state is EndpointState.DEPLOYING
+    assert api.get("/v1/endpoints/web~2").status_code == 404
+
+
+def test_a_challenger_is_deleted_by_its_own_name_and_then_unknown(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    start(api, directory)
+    assert api.delete("/v1/endpoints/web~2").json()["endpoint"]["state"] == "deleting"
+    deleted = replace(store.endpoint("web~2"), state=EndpointState.DELETED)
+    store.commit(Changes(at_s=1001.0, endpoints=(deleted,)))
+    answer = api.get("/v1/endpoints/web~2")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert [each["endpoint"]["spec"]["name"] for each in api.get("/v1/endpoints").json()] == ["web"]
+
+
+def test_ended_challengers_are_not_read_but_their_costs_stay(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    for number in (2, 3):
+        start(api, directory)
+        decide(store, RolloutState.ROLLED_BACK)
+        (rollout,) = store.load().rollouts
+        deleted = replace(store.endpoint(f"web~{number}"), state=EndpointState.DELETED)
+        cost = Entry(f"node-{number}", 0, 10, EntryKind.ENDPOINT, deleted.name, "default", 100, 100)
+        ended = replace(rollout, ended_at_s=1002.0)
+        store.commit(Changes(at_s=1002.0, endpoints=(deleted,), rollouts=(ended,), entries=(cost,)))
+    assert [each.name for each in store.endpoints(ended=True)] == ["web"]
+    assert api.get("/v1/endpoints/web").json()["cost_micro_usd"] == 200
+    rows = {row["key"]: row["amount_micro_usd"] for row in api.get("/v1/cost/model").json()["rows"]}
+    assert rows == {str(directory / "m2"): 200}
+
+
+def test_a_deleted_endpoint_that_a_challenger_served_is_still_shown(
+    api: TestClient,
+    directory: Path,  # noqa: F811
+    store: Store,
+) -> None:
+    start(api, directory)
+    decide(store, RolloutState.PROMOTED)
+    deleted = replace(store.endpoint("web"), state=EndpointState.DELETED)
+    store.commit(Changes(at_s=1002.0, endpoints=(deleted,)))
+    assert api.get("/v1/endpoints/web").json()["endpoint"]["state"] == "deleted"
 
 
 def test_gateways_bill_the_price_of_what_serves(

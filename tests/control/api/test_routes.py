@@ -91,6 +91,14 @@ def error(response: object) -> dict[str, str]:
     return body
 
 
+def loop_here() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class TestAuthentication:
     def test_health_needs_no_token(self, client: TestClient) -> None:
         assert client.get("/health", headers={"Authorization": ""}).json()["ok"] is True
@@ -327,6 +335,21 @@ class TestJobs:
         upload(b"old")
         new = upload(b"new")
         assert {path.stem for path in (tmp_path / "packages").iterdir()} == {used, new}
+
+    def test_the_event_loop_does_not_wait_for_the_disk_of_an_upload(
+        self, client: TestClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loops: list[object] = []
+        sync = os.fsync
+
+        def note(file: int) -> None:
+            loops.append(loop_here())
+            sync(file)
+
+        monkeypatch.setattr(os, "fsync", note)
+        body = b"PK\5\6" + bytes(18)
+        assert client.put(f"/v1/packages/{hashlib.sha256(body).hexdigest()}", content=body).status_code == 200
+        assert loops == [None]
 
     def test_an_upload_that_is_broken_off_leaves_nothing(self, desk: ApiService, tmp_path: Path) -> None:
         (tmp_path / "tokens.json").write_text(json.dumps({"secret": {"user": "ana", "team": "default"}}))

@@ -33,6 +33,7 @@ def keep(packages: Packages, noise: bytes, used_s_ago: float) -> Path:
     body = buffer.getvalue()
     with packages.receive(digest_of(body)) as part:
         part.write(body)
+        part.finish()
     path = packages.path(digest_of(body))
     at_s = time.time() - used_s_ago
     os.utime(path, (at_s, at_s))
@@ -59,8 +60,10 @@ def test_no_room_is_made_at_the_cost_of_jobs(packages: Packages) -> None:
 
 
 def test_what_is_no_zip_file_is_refused_when_it_arrives(packages: Packages) -> None:
-    with pytest.raises(DataError, match="not a zip file"), packages.receive(digest_of(b"files")) as part:
+    with packages.receive(digest_of(b"files")) as part:
         part.write(b"files")
+        with pytest.raises(DataError, match="not a zip file"):
+            part.finish()
 
 
 def test_a_team_s_own_packages_make_room_for_its_next_and_nobody_else_s(
@@ -73,6 +76,7 @@ def test_a_team_s_own_packages_make_room_for_its_next_and_nobody_else_s(
         body = b"PK\5\6" + bytes(16) + bytes([200, 0]) + name * 200
         with packages.receive(digest_of(body), team) as part:
             part.write(body)
+            part.finish()
         path = packages.path(digest_of(body))
         os.utime(path, (time.time() - used_s_ago,) * 2)
         return path
@@ -110,4 +114,5 @@ def test_packages_of_a_few_bytes_do_not_fill_the_file_system(
         body = b"PK\5\6" + bytes(16) + b"\2\0" + b"%02d" % number  # an empty archive with a comment
         with packages.receive(digest_of(body), "evil") as part:
             part.write(body)
+            part.finish()
     assert len(list((packages.path(digest_of(body)).parent).glob("*.zip"))) == 4

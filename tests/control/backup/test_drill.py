@@ -55,6 +55,15 @@ def test_an_api_whose_port_was_opened_by_another_process_gets_another_port(
         assert drill(saved.place).problems == ()
 
 
+def test_a_control_plane_that_does_not_answer_has_no_time_to_restore(
+    saved: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drill_module, "_nodes_of_api", lambda unpacked, state: "it ended with exit code 1.")
+    result = drill(saved.place)
+    assert result.problems == ("the restored API did not answer: it ended with exit code 1.",)
+    assert result.restore_s == 0.0 and result.bytes > 3_000_000
+
+
 def test_a_flipped_byte_is_found(saved: Cluster) -> None:
     pack = packs(saved)[0]
     body = bytearray(pack.read_bytes())

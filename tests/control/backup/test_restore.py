@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.control.backup.conftest import NAME, Cluster
 from tests.stores import NAME as STATE
 
 from raytide.actors.trainer.checkpoint.verify import verify
-from raytide.control.backup.repository import Repository
+from raytide.control.backup.repository import Repository, RepositorySnapshot
 from raytide.control.backup.restore import (
     SKIPPED_NUMBERS,
     below,
@@ -20,7 +21,7 @@ from raytide.control.backup.restore import (
     restore_cluster,
     unpack,
 )
-from raytide.control.backup.run import back_up
+from raytide.control.backup.run import MANIFEST, back_up
 from raytide.control.bootstrap.cluster_record import run_dir_of
 from raytide.core.errors import ConflictError, NotFoundError, StorageError
 from raytide.core.state import Store
@@ -145,3 +146,17 @@ def test_a_folder_reached_by_a_link_comes_back_where_the_records_name_it(backed_
     data.unlink()
     assert restore_cluster(repository, find_snapshot(repository, NAME), run_dir_of(NAME)).problems == ()
     assert [(each.step, each.state) for each in verify(str(backed_up.out))] == [(10, "whole")]
+
+
+@pytest.mark.parametrize("text", ['{"version": 2, "added_later": 1}', '{"version": 1', "[]"])
+def test_a_manifest_that_cannot_be_read_names_the_earlier_snapshots(tmp_path: Path, text: str) -> None:
+    class OfSnapshot(Repository):
+        def restore(self, snapshot: str, target: Path, *, include: Sequence[str] = ()) -> tuple[str, ...]:
+            below(target, "/staging").mkdir()
+            (below(target, "/staging") / MANIFEST).write_text(text)
+            return ()
+
+    repository = OfSnapshot(str(tmp_path), tmp_path / "password", tmp_path / "cache")
+    with pytest.raises(StorageError, match="of snapshot 0123abcd is damaged or from another release: ") as caught:
+        unpack(repository, RepositorySnapshot("0123abcd", 1.0, NAME, ("/staging",)), tmp_path / "scratch")
+    assert "earlier snapshot" in caught.value.hint

@@ -256,6 +256,28 @@ class TestRecords:
         loop.until(lambda: loop.state(good) is JobState.RUNNING)
         assert "too deep" in live(loop).waiting[bad].reason
 
+    def test_a_fault_that_lasts_for_many_ticks_counts_once_until_the_retry(self, loop: Loop) -> None:
+        job = loop.store.job(loop.submit())
+        quarantine = Quarantine()
+
+        def broken() -> None:
+            raise OSError("the disk is away for a moment")
+
+        for tick in range(8):
+            quarantine.begin_tick({job.id: job}, {}, tick / 2)
+            quarantine.guard(job, broken, None, tick / 2)
+            quarantine.end_tick(None, tick / 2)
+        assert quarantine.held[job.id].failures == 1
+        assert quarantine.held[job.id].retry_at_s == RETRY_S
+        quarantine.begin_tick({job.id: job}, {}, RETRY_S)
+        for _ in range(2):  # two steps of the tick that retries it
+            quarantine.guard(job, broken, None, RETRY_S)
+        assert quarantine.held[job.id].retry_at_s == RETRY_S + 2 * RETRY_S
+        quarantine.begin_tick({job.id: job}, {}, 3 * RETRY_S)
+        quarantine.guard(job, lambda: None, None, 3 * RETRY_S)
+        quarantine.end_tick(None, 3 * RETRY_S)
+        assert quarantine.held == {}
+
     def test_an_endpoint_is_a_record_too(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("bad", "good"):
             loop.store.save_endpoint(ServeSpec(name=name, model="m"), "ana", loop.clock.now_s())

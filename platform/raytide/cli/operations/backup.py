@@ -150,7 +150,8 @@ def drill(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -
     if json:
         as_json(found.model_dump(mode="json"))
     else:
-        print(f"snapshot {found.snapshot}: {_size(found.bytes)} restored and answering after {found.restore_s:.1f} s")
+        answering = f" and answering after {found.restore_s:.1f} s" if found.restore_s else ""
+        print(f"snapshot {found.snapshot}: {_size(found.bytes)} restored{answering}")
         print(f"a loss of the head at the start would have cost {found.lost_s:.0f} s of changes")
         for why in found.skipped:
             print(f"not checked: {why}")

@@ -119,6 +119,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
             with service.packages.receive(digest, caller.home) as part:
                 async for chunk in request.stream():
                     await q.in_pool(pools.uploads, part.write, chunk)
+                await q.in_pool(pools.uploads, part.finish)
         return {}
 
     @app.get("/v1/packages/{digest}")

@@ -24,7 +24,7 @@ from raytide.control.backup.repository import Repository, RepositorySnapshot
 from raytide.control.backup.results import work_dir_of
 from raytide.control.backup.run import FILES, MANIFEST, STATE, BackupManifest, sha256_of, working
 from raytide.control.backup.state_copy import check_state, write_state
-from raytide.core.errors import ConflictError, NotFoundError, RaytideError, StorageError
+from raytide.core.errors import ConfigError, ConflictError, NotFoundError, RaytideError, StorageError
 from raytide.core.io.atomic_file import read_json
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.cluster_config import load_cluster
@@ -133,8 +133,11 @@ def unpack(repository: Repository, snapshot: RepositorySnapshot, scratch: Path) 
         )
     try:
         manifest = BackupManifest.parse(read_json(staged / MANIFEST) or {}, where=str(staged / MANIFEST))
-    except ValueError as error:
-        raise StorageError(f"{MANIFEST} of snapshot {snapshot.id} is damaged: {error}.", hint=_EARLIER) from None
+    except (ValueError, ConfigError) as error:
+        problem = error.message if isinstance(error, ConfigError) else f"{error}."
+        raise StorageError(
+            f"{MANIFEST} of snapshot {snapshot.id} is damaged or from another release: {problem}", hint=_EARLIER
+        ) from None
     state = staged / STATE
     if not state.exists() or sha256_of(state) != manifest.state_sha256:
         raise StorageError(f"the state in snapshot {snapshot.id} is not the one that was saved.", hint=_EARLIER)

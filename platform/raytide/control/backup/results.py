@@ -40,8 +40,8 @@ class DrillResult(Config):
     at_s: float
     snapshot: str
     restore_s: float = 0.0
-    """The seconds to restore (RTO): from the start until the restored control plane answered, or was given up; 0 if
-    nothing was restored."""
+    """The seconds to restore (RTO): from the start until the restored control plane answered; 0 if it gave no answer
+    or an incomplete one."""
     lost_s: float
     """The seconds of changes lost if the head had been lost at the drill's start (RPO): the age of the snapshot."""
     bytes: int = 0

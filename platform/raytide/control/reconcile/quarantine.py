@@ -94,13 +94,14 @@ class Quarantine:
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
         """Returns the result of `act`, which handles this one record. If `act` raises, returns `default` and
-        quarantines the record.
+        quarantines the record. A quarantined record is handled too, but its failures before its retry do not count.
         """
         try:
             return act()
         except Exception as error:  # it concerns only this record
             subject = record.id if isinstance(record, Job) else record.name
-            self._add(subject, _kind_of(record), _state_of(record), error, now_s)
+            if subject not in self.held or subject in self.trying:  # else each tick would double the wait
+                self._add(subject, _kind_of(record), _state_of(record), error, now_s)
             return default
 
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:

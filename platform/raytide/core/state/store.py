@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from raytide.core import bounds
 from raytide.core.errors import ConflictError
-from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
 from raytide.core.objects.node import Node, NodeState
@@ -31,6 +31,7 @@ from raytide.core.state.records import Changes, Event, Records, StoredPlan, Stor
 from raytide.core.state.registry.datasets import DatasetRecords
 from raytide.core.state.registry.endpoints import (
     SignalRecords,
+    endpoints,
     reported,
     request_delete,
     save_endpoint,
@@ -178,7 +179,8 @@ class Store:
             return save_endpoint(c, spec, user, now_s, why)
 
     def request_delete(self, name: str) -> Endpoint:
-        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint."""
+        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint. Raises ConflictError for the name
+        of a challenger that now serves its endpoint."""
         with self._db.write() as c:
             return request_delete(c, name)
 
@@ -228,7 +230,7 @@ class Store:
                 jobs=tuple(codec.job(row) for row in c.execute(live_jobs)),
                 leases=leases,
                 nodes=tuple(codec.node(row) for row in c.execute(live_nodes)),
-                endpoints=self._endpoints(c, ended=False),
+                endpoints=endpoints(c, ended=False),
                 pools=tuple(codec.pool(row) for row in c.execute(t.pools.select())),
                 intervals={row.node_id: codec.interval(row) for row in c.execute(t.open_intervals.select())},
                 teams=_teams(c),
@@ -335,9 +337,10 @@ class Store:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included."""
+        """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included, except
+        those of revisions that do not serve."""
         with self._db.read() as c:
-            return self._endpoints(c, ended=ended)
+            return endpoints(c, ended=ended)
 
     def nodes(
         self, *, live: bool = False, limit: int | None = None, ray_node_ids: Collection[str] | None = None
@@ -383,12 +386,6 @@ class Store:
             if action and any(before._mapping[name] != value for name, value in values.items()):
                 record(c, action, job_id, codec.audited(job.spec))
             return job
-
-    def _endpoints(self, c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
-        query = t.endpoints.select().order_by(t.endpoints.c.name)
-        if not ended:
-            query = query.where(t.endpoints.c.state != EndpointState.DELETED)
-        return tuple(codec.endpoint(row) for row in c.execute(query))
 
 
 def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:

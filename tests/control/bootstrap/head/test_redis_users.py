@@ -9,7 +9,7 @@ import pytest
 from tests.server_fixtures import redis_port
 
 from raytide.control.bootstrap.head.redis_users import RedisUser, _Connection, replace_user
-from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.errors import ClusterError, ConfigError, ConflictError
 from raytide.core.objects.hardware.standby import StandbySection
 
 __all__ = ["redis_port"]
@@ -45,6 +45,19 @@ def test_a_former_heads_gcs_loses_its_connection_and_gets_no_other(redis_port: i
         connect(redis_port, former)
     assert connect(redis_port, user).call("HGET", "RAYtide@NODE", "n1") == ["alive"]
     assert connect(redis_port, other).call("PING") == ["PONG"], "another cluster's stays"
+
+
+def test_a_former_head_that_wakes_late_leaves_the_later_ones_user_and_gets_none(
+    redis_port: int, tmp_path: Path
+) -> None:
+    there = section(redis_port, tmp_path)
+    replace_user(there, "tide", 9)
+    later = replace_user(there, "tide", 11)
+    with pytest.raises(ConflictError, match="a later head has the user raytide-tide-11 "):
+        replace_user(there, "tide", 10)
+    assert connect(redis_port, later).call("PING") == ["PONG"]
+    admin = connect(redis_port, RedisUser("default", "redis"))
+    assert sorted(admin.call("ACL", "USERS")) == ["default", later.name]
 
 
 def test_the_user_of_a_gcs_makes_no_users(redis_port: int, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from raytide.core.specs.rollout import (
     endpoint_of,
 )
 from raytide.core.state import Store
+from raytide.core.state.queries.jobs import no_endpoint
 from raytide.ledger.report import accrued, costs
 from raytide.registry.rollout.lifecycle import intervals
 from raytide.registry.rollout.spec import NewRollout
@@ -146,7 +147,6 @@ class EndpointService:
         serving = self._store.rollouts.all_serving()
         found = {each.name: each for each in self._store.endpoints(ended=True) if caller.sees(each.spec.team)}
         live = self._live()
-        ended: Counter[str] = Counter()
         shown: dict[str, Serving] = {}
         for name, endpoint in found.items():
             now = serving.get(endpoint_of(name)) or Serving(name, name, 0)
@@ -154,8 +154,10 @@ class EndpointService:
                 shown[name] = now
             elif endpoint.state is not EndpointState.DELETED and name != now.name:
                 shown[name] = Serving(name, name, 0)
-            else:
-                ended[now.application] += spent.get(name, 0)
+        ended: Counter[str] = Counter()  # the costs of revisions that have ended, by the application that serves now
+        for name in spent.keys() - shown.keys():
+            of = endpoint_of(name)
+            ended[serving[of].application if of in serving else of] += spent[name]
         return [self._endpoint(found[name], now, spent.get(name, 0) + ended[name], live) for name, now in shown.items()]
 
     def _endpoint(self, endpoint: Endpoint, now: Serving, cost_micro_usd: int, live: Live) -> EndpointStatus:
@@ -198,8 +200,13 @@ class EndpointService:
         return RolloutStatus(rollout, **outcomes)
 
     def get(self, name: str, caller: Caller) -> EndpointStatus:
+        """Returns the status of an endpoint, or of a revision that `all` lists separately. Raises NotFoundError if
+        there is none."""
         caller.require_team(self._store.endpoint(name).spec.team)
-        return next(status for status in self.all(caller) if status.endpoint.name == name)
+        found = next((status for status in self.all(caller) if status.endpoint.name == name), None)
+        if found is None:  # a revision that is deleted, or that now serves the endpoint
+            raise no_endpoint(name)
+        return found
 
     def revisions(self, name: str, caller: Caller) -> tuple[EndpointRevision, ...]:
         """Returns the revisions of an endpoint, newest first."""

@@ -179,7 +179,7 @@ class JobService:
         """Sets the job's budget. None removes it."""
         job = self._owned(job_id, caller)
         self._rate.take_change(job.spec.team)
-        return self.view(self._accounts.set_job_budget(job, usd, soft=soft, per=per))
+        return self.view(self._accounts.set_job_budget(job.id, usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
         """Returns a part of the job's log. It begins at the position `after`, or with the last `tail` lines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from raytide.queue.admission.usage import fleet_capacity
 class LimitsService:
     def __init__(self, store: Store, config: ClusterConfig) -> None:
         self._store, self._config = store, config
+        self._changing = threading.Lock()
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
         """Returns the costs of the caller's team. With a token for all teams, returns all costs, including those of no
@@ -35,7 +37,8 @@ class LimitsService:
         rates = report.rates(intervals)
         lines = [line for line in lines if caller.sees(line.team)]
         rates = {key: rate for key, rate in rates.items() if caller.sees(key[2])}
-        tags = self._tags({line.subject for line in lines}) if by in ("project", "model") else {}
+        subjects = {line.subject for line in lines} | {subject for _, subject, _, _ in rates}
+        tags = self._tags(subjects) if by in ("project", "model") else {}
         losses = [line for line in self._store.books.losses(since_us=since_us) if caller.sees(line.team)]
         rows = report.rows(lines, rates, by, tags, now_us, losses)
         return CostTable(
@@ -57,7 +60,8 @@ class LimitsService:
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
         """Sets some of a team's limits and returns the team's new spec. A field of TeamSpec with the value None gets
-        its configured value back. Mappings, such as `quota`, are changed key by key.
+        its configured value back. Mappings, such as `quota`, are changed key by key. Concurrent changes are applied one
+        after another.
 
         The caller needs a token for all teams.
         """
@@ -68,36 +72,25 @@ class LimitsService:
                 "the parent of a team cannot be changed at run time.", hint="Set it in metadata.raytide.teams."
             )
         self._check_resources(changes)
-        given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
-        for field, value in changes.items():
-            before = given.get(field)
-            given[field] = {**before, **value} if isinstance(before, dict) and isinstance(value, Mapping) else value
-        given = {field: value for field, value in given.items() if value is not None and field != "parent"}
-        spec = TeamSpec.parse(merged(self._config.settings.teams[name], given), where=f"team {name}")
-        self._store.save_team(name, given)
-        return spec
+        with self._changing:
+            given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
+            for field, value in changes.items():
+                before = given.get(field)
+                given[field] = {**before, **value} if isinstance(before, dict) and isinstance(value, Mapping) else value
+            given = {field: value for field, value in given.items() if value is not None and field != "parent"}
+            spec = TeamSpec.parse(merged(self._config.settings.teams[name], given), where=f"team {name}")
+            self._store.save_team(name, given)
+            return spec
 
-    def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
+    def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
         """Sets the hard or the soft budget of a job and returns the job. If `usd` is None, removes the budget.
+        Concurrent changes are applied one after another.
 
         Both budgets of a job must have the same period.
         """
-        if job.is_final:
-            raise ConflictError(f"{job.id} is {job.state}: its budget cannot be changed.", hint="Choose a live job.")
-        name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
-        if (kept := getattr(job.spec, other)) is None:
-            per = "job" if usd is None else per
-        elif usd is None:
-            per = job.spec.budget_per
-        elif per != job.spec.budget_per:
-            kind, option = ("hard", "") if soft else ("soft", " --soft")
-            raise UsageError(
-                f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
-                hint=f"Use one period for both, or remove the other first: `raytide budget set {job.id} none{option}`.",
-            )
-        limit = {name: usd, "budget_per": per}
-        spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
-        return self._store.save_spec(job.id, spec)
+        with self._changing:
+            job = self._store.job(job_id)
+            return self._store.save_spec(job_id, _with_budget(job, usd, soft=soft, per=per))
 
     def specs(self) -> dict[str, TeamSpec]:
         return limits(self._config, self._store.teams())
@@ -131,10 +124,29 @@ class LimitsService:
 
     def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
         jobs = {job.id: _tags_of_job(job) for job in self._store.jobs_of(sorted(subjects))}
-        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.endpoints(ended=True)}}
+        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.rollouts.applications(subjects)}}
 
 
 _NOTHING = TeamUse({}, {}, {}, 0, 0.0)
+
+
+def _with_budget(job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> JobSpec:
+    """Returns the job's spec with this budget."""
+    if job.is_final:
+        raise ConflictError(f"{job.id} is {job.state}: its budget cannot be changed.", hint="Choose a live job.")
+    name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
+    if (kept := getattr(job.spec, other)) is None:
+        per = "job" if usd is None else per
+    elif usd is None:
+        per = job.spec.budget_per
+    elif per != job.spec.budget_per:
+        kind, option = ("hard", "") if soft else ("soft", " --soft")
+        raise UsageError(
+            f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
+            hint=f"Use one period for both, or remove the other first: `raytide budget set {job.id} none{option}`.",
+        )
+    limit = {name: usd, "budget_per": per}
+    return JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
 
 
 def _tags_of_job(job: Job) -> dict[str, str]:

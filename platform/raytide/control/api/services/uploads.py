@@ -91,8 +91,7 @@ class Packages:
 
     @contextmanager
     def receive(self, digest: str, team: str = "") -> Iterator[PackageWriter]:
-        """Yields a writer for a package. When the block ends, the written content becomes the package. Raises DataError
-        if its hash is not `digest`, or if it is not a zip file.
+        """Yields a writer for a package. Content that the block does not finish with `PackageWriter.finish` is removed.
 
         If the package is new, `team` becomes its owner.
         """
@@ -102,18 +101,7 @@ class Packages:
             with full_disk_is_an_error(str(final)):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
                 with staged.open("wb") as file:
-                    part = PackageWriter(file)
-                    yield part
-                    file.flush()
-                    os.fsync(file.fileno())  # accepted jobs keep their package after a power loss
-            if part.digest != digest:
-                raise DataError("the uploaded package does not match its digest.", hint="Send it again.")
-            if not zipfile.is_zipfile(staged):
-                raise DataError("the uploaded package is not a zip file.", hint="`raytide run` packs and uploads.")
-            with full_disk_is_an_error(str(final)):
-                if team and not final.exists():
-                    final.with_suffix(_TEAM).write_text(team)
-                os.replace(staged, final)
+                    yield PackageWriter(file, staged, final, team)
         finally:
             staged.unlink(missing_ok=True)
 
@@ -142,12 +130,9 @@ class Packages:
 class PackageWriter:
     """Writes a package during its upload, and computes the digest of its content."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash, self._size = file, hashlib.sha256(), 0
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+    def __init__(self, file: IO[bytes], staged: Path, final: Path, team: str) -> None:
+        self._file, self._staged, self._final, self._team = file, staged, final, team
+        self._hash, self._size = hashlib.sha256(), 0
 
     def write(self, chunk: bytes) -> None:
         self._size += len(chunk)
@@ -155,3 +140,17 @@ class PackageWriter:
             raise DataError(f"a package may have at most {MOST_BYTES / 2**20:.0f} MiB.", hint="Leave large files out.")
         self._hash.update(chunk)
         self._file.write(chunk)
+
+    def finish(self) -> None:
+        """Makes the written content the package. Raises DataError if its hash is not the package's digest, or if it is
+        not a zip file. Waits for the disk: call it in a thread.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())  # accepted jobs keep their package after a power loss
+        if self._hash.hexdigest() != self._final.stem:
+            raise DataError("the uploaded package does not match its digest.", hint="Send it again.")
+        if not zipfile.is_zipfile(self._staged):
+            raise DataError("the uploaded package is not a zip file.", hint="`raytide run` packs and uploads.")
+        if self._team and not self._final.exists():
+            self._final.with_suffix(_TEAM).write_text(self._team)
+        os.replace(self._staged, self._final)

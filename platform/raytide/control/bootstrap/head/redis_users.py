@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedRWPair
 
-from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.errors import ClusterError, ConfigError, ConflictError
 from raytide.core.objects.hardware.standby import StandbySection
 
 _TIMEOUT_S = 5.0
@@ -29,8 +29,9 @@ class RedisUser:
 
 
 def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
-    """Creates and returns the Redis user of the head with the number `epoch`, and removes the users of all other heads.
-    Raises ClusterError if Redis does not answer, and ConfigError if Redis refuses a command."""
+    """Creates and returns the Redis user of the head with the number `epoch`, and removes the users of former heads.
+    Raises ConflictError, and leaves no such user, if a later head has one. Raises ClusterError if Redis does not
+    answer, and ConfigError if Redis refuses a command."""
     prefix = f"raytide-{cluster}-"
     user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
     with _connected(section) as redis:
@@ -38,9 +39,16 @@ def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser
             redis.call("AUTH", *([section.redis_user] if section.redis_user else []), password)
         redis.call("ACL", "SETUSER", user.name, "reset", "on", f">{user.password}", "~*", "&*", "+@all", "-acl")
         names = redis.call("ACL", "USERS")
-        ours = [name for name in names if name.startswith(prefix) and name.removeprefix(prefix).isdigit()]
-        former = [name for name in ours if name != user.name]
-        if former:
+        texts = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        epochs = [int(text) for text in texts if text.isdigit()]
+        if any(each > epoch for each in epochs):  # this head was paused, and woke after the next one had taken over
+            redis.call("ACL", "DELUSER", user.name)
+            latest = f"{prefix}{max(epochs)}"
+            raise ConflictError(
+                f"a later head has the user {latest} in Redis at {section.redis_address[0]}.",
+                hint=f"This machine waits. If the database is new or restored: `ACL DELUSER {latest}` in Redis.",
+            )
+        if former := [f"{prefix}{each}" for each in epochs if each < epoch]:
             redis.call("ACL", "DELUSER", *former)
     return user
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.node import Signal
-from raytide.core.specs.rollout import Serving
+from raytide.core.specs.rollout import REVISION_SEPARATOR, Serving, endpoint_of
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints
@@ -23,6 +23,7 @@ from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry.revisions import add_revision
 from raytide.core.state.registry.rollouts import live, refuse_during_rollout, serving, set_serving
+from raytide.core.state.registry.tables import serving as applications
 from raytide.core.state.registry.tables import signals
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
@@ -69,7 +70,10 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
 
 
 def request_delete(c: sa.Connection, name: str) -> Endpoint:
-    """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint."""
+    """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint. Raises
+    ConflictError if `name` is the application of a revision that serves an endpoint of another name."""
+    if name != (endpoint := endpoint_of(name)) and serving(c, endpoint).application == name:
+        raise ConflictError(f"{name} serves endpoint {endpoint} now.", hint=f"Delete {endpoint}, if that is meant.")
     application = serving(c, name).application
     if (row := c.execute(_endpoint(application).with_for_update()).first()) is None:
         raise no_endpoint(name)
@@ -88,6 +92,19 @@ def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
     if row is None:
         raise no_endpoint(name)
     return codec.endpoint(row)
+
+
+def endpoints(c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
+    """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included, except those of
+    revisions that do not serve: each rollout leaves one."""
+    e = t.endpoints.c
+    query = t.endpoints.select().order_by(e.name)
+    if ended:
+        serves = sa.or_(~e.name.contains(REVISION_SEPARATOR), e.name.in_(sa.select(applications.c.application)))
+        query = query.where(sa.or_(e.state != EndpointState.DELETED, serves))
+    else:
+        query = query.where(e.state != EndpointState.DELETED)
+    return tuple(codec.endpoint(row) for row in c.execute(query))
 
 
 def _endpoint(name: str) -> sa.Select[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError
-from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.specs.rollout import (
     CountedRevision,
     Rollout,
@@ -23,7 +23,7 @@ from raytide.core.state import codec
 from raytide.core.state import tables as core
 from raytide.core.state.caps import check_live_endpoints
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.queries.jobs import no_endpoint
+from raytide.core.state.queries.jobs import chunked, no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry import tables as t
 from raytide.core.state.registry.feedback import thumbs
@@ -140,6 +140,13 @@ class RolloutRecords(DatabaseAccess):
         which none are stored are left out."""
         with self._db.read() as c:
             return all_serving(c)
+
+    def applications(self, names: Iterable[str]) -> tuple[Endpoint, ...]:
+        """Returns the records of the applications with these names, including those of revisions that have ended. Names
+        that do not exist are ignored."""
+        with self._db.read() as c:
+            which = (core.endpoints.select().where(core.endpoints.c.name.in_(part)) for part in chunked(names))
+            return tuple(codec.endpoint(row) for query in which for row in c.execute(query))
 
     def report(self, report: RolloutReport) -> None:
         """Stores the counts that a gateway has made since its start. A report that is older than the last one changes

@@ -21,7 +21,7 @@ BACKUP_AGE = gauge(
 )
 BACKUP_ADDED = gauge("raytide_backup_added_bytes", "New data of the last backup")
 BACKUP_RESTORE = gauge(
-    "raytide_backup_restore_seconds", "Time until a control plane answered in the last drill (RTO); 0 if none did"
+    "raytide_backup_restore_seconds", "Time until a control plane answered fully in the last drill (RTO); 0 if none did"
 )
 BACKUP_LOST = gauge("raytide_backup_lost_seconds", "Age of the backup that the last drill restored (RPO)")
 BACKUP_PROBLEMS = gauge("raytide_backup_drill_problems", "Problems that the last drill found")
