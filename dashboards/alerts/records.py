@@ -167,10 +167,9 @@ class AlertRecords:
 
     def actions(self, limit: int = 1000, *, with_held: bool = True) -> list[ActionRecord]:
         """Returns the log of actions, newest first. Without `with_held`, delayed actions are left out."""
-        where = "" if with_held else "WHERE state != 'held'"
+        query = "SELECT * FROM actions WHERE ? OR state != 'held' ORDER BY at_s DESC LIMIT ?"
         with self._database.read() as c:
-            found = c.execute(f"SELECT * FROM actions {where} ORDER BY at_s DESC LIMIT ?", (limit,))
-            return [_action(row) for row in found]
+            return [_action(row) for row in c.execute(query, (with_held, limit))]
 
     def begin(self, action: ActionRecord) -> bool:
         """Records an action before it is run. Returns False if the action was begun before and must not be run again.

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from raytide.control.bootstrap.cluster_record import load
-from raytide.control.bootstrap.exposure import is_loopback
 from raytide.control.client.api_client import ApiClient
 from raytide.control.supervision.daemon import hold_lock
+from raytide.core.io.environment import is_loopback
 from raytide.core.logs import log_to
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.telemetry.targets import Target, announce
