@@ -55,7 +55,7 @@ def ask(url: str) -> object:
 
 
 def ask_as_a_stage(url: str) -> object:
-    spec: Any = SimpleNamespace(endpoint=url, endpoint_model="chat", max_tokens=1)
+    spec: Any = SimpleNamespace(endpoint=url, endpoint_model="chat", max_tokens=1, api_key_file=None)
     return evaluation._endpoint(spec)("?")
 
 
