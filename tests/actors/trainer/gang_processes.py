@@ -125,6 +125,7 @@ class FakeLeases:
         self._changed = threading.Condition()
         self._over = False
         self.reports: list[Mapping[str, float | int | str]] = []
+        """The job's progress after each report."""
         empty = tuple(Member(index) for index in range(shape.members))
         self._lease = Lease("lease-1", "job-1", shape, LeaseState.ACTIVE, empty)
 
@@ -160,7 +161,7 @@ class FakeLeases:
         return self.lease(job_id)
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        self.reports.append(progress)
+        self.reports.append({**(self.reports[-1] if self.reports else {}), **progress})  # merged, as the platform does
 
     def _set(self, index: int, **changes: Any) -> None:
         with self._changed:
