@@ -189,7 +189,9 @@ async def test_a_model_without_images_refuses_them_by_name() -> None:
 async def test_a_hosted_models_images_count_by_number_and_not_by_the_bytes_of_their_files(image: object) -> None:
     text = {"type": "text", "text": "data:image/png;base64," + "x" * 4000}
     parts = [{"type": "image_url", "image_url": image}, text, {"type": "image_url", "image_url": image}]
-    body = {"model": "sees", "messages": [{"role": "user", "content": parts}], "stream": True}
+    schema = {"default": {"url": "data:image/png;base64," + "x" * 5000}}  # a model reads it as text
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    body = {"model": "sees", "messages": [{"role": "user", "content": parts}], "tools": tools, "stream": True}
     caller, request = AsyncMock(), AsyncMock()
     caller.admit.return_value = MagicMock(id="")
     request.url.path, request.scope, request.json.return_value = "/v1/chat/completions", {CALLER: caller}, body
@@ -197,6 +199,6 @@ async def test_a_hosted_models_images_count_by_number_and_not_by_the_bytes_of_th
     apis = HostedApis({"http://far/v1": ""}, httpx.MockTransport(lambda _: httpx.Response(200)))
     answer: Any = await apis.answer(backend, "sees", request, MagicMock())
     most = caller.admit.await_args.args[1]
-    assert 7000 < most < 7500, "3,000 tokens of images, and the characters of the rest"
+    assert 12_000 < most < 12_600, "3,000 tokens of images, and the characters of the rest"
     assert answer._reader.usage.prompt_tokens == 3000 + (most - 3000) // 4
     await apis.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -49,7 +48,6 @@ _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "r
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 _MOST_LINE_BYTES = 8 << 20
 _DATA = b"data:"
-_IMAGE = re.compile(r'"(?:url|image_url)": "data:image/[a-z.+-]{1,40};base64,[a-z0-9+/=]*"', re.IGNORECASE)
 _IMAGE_TOKENS = 1500
 """The tokens that an image in a prompt counts for. APIs bill an image by its size in pixels, not by the bytes of its
 file.
@@ -245,8 +243,24 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
 
 def _prompt_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the most tokens that a body's prompt can have, and the number to bill if the API does not report it."""
-    text, images = _IMAGE.subn("", json.dumps(body))  # a quotation mark inside of a string is escaped: none matches
-    return len(text) + images * _IMAGE_TOKENS, len(text) // 4 + images * _IMAGE_TOKENS  # a token has a byte at least
+    urls = list(_image_urls(body))
+    text, images = len(json.dumps(body)) - sum(map(len, urls)), len(urls) * _IMAGE_TOKENS
+    return text + images, text // 4 + images  # a token has a byte at least
+
+
+def _image_urls(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the data URLs of the images in messages. Elsewhere, in a tool's schema for example, a URL is text."""
+    for message in (*_objects(body.get("messages")), *_objects(body.get("input"))):
+        for part in _objects(message.get("content")):
+            if part.get("type") in ("image_url", "input_image"):
+                image = part.get("image_url")
+                url = image.get("url") if isinstance(image, dict) else image
+                if isinstance(url, str) and url[:11].lower() == "data:image/":
+                    yield url
+
+
+def _objects(found: object) -> Iterator[dict[str, Any]]:
+    return (each for each in (found if isinstance(found, list) else ()) if isinstance(each, dict))
 
 
 class _RelayedStream(StreamingResponse):
