@@ -22,7 +22,7 @@ from tests.soak.work import Corpus
 
 import raytide as rt
 from raytide.actors.trainer.runners.local import train_local
-from raytide.autoscaler.providers.local.files import NodeFolder
+from raytide.autoscaler.providers.local.files import node_folders
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.client import ApiClient
@@ -104,8 +104,8 @@ def engine_pids(of: LocalCluster) -> list[int]:
 def node_of(of: LocalCluster, pid: int) -> str:
     """The id of the node whose process started this one."""
     above = {parent.pid for parent in psutil.Process(pid).parents()}
-    nodes = {folder.name: NodeFolder(folder).process() for folder in (of.run_dir / "nodes").iterdir()}
-    return next(node_id for node_id, process in nodes.items() if process is not None and process.pid in above)
+    nodes = ((folder.node_id, folder.process()) for folder in node_folders(of.run_dir))
+    return next(node_id for node_id, process in nodes if process is not None and process.pid in above)
 
 
 def run(load: Load, disturb: Callable[[], Awaitable[None]]) -> None:
