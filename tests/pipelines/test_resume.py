@@ -185,19 +185,21 @@ def test_one_torn_chunk_costs_no_other_chunk(
 ) -> None:
     whole, spec = (spec_of(corpus, out=str(corpus.parent / out), texts="jsonl") for out in ("whole", "out"))
     build(whole, runner=InlineRunner())
-    partial, real, stored = Path(spec.out, ".partial"), build_module.plan_shards, list[str]()
+    partial, real, stored, torn = Path(spec.out, ".partial"), build_module.plan_shards, list[str](), Path()
 
     def tear(*args: Any) -> Any:
+        nonlocal torn
         if not stored:
             stored.extend(path.name for path in partial.iterdir())
-            min(partial.glob(f"{kind}-*")).write_bytes(b"")
+            torn = max(partial.glob(f"{kind}-*"), key=lambda path: path.stat().st_size)
+            torn.write_bytes(b"")
         return real(*args)
 
     monkeypatch.setattr(build_module, "plan_shards", tear)
     with pytest.raises(AlteredError, match=f"{kind}-[0-9a-f]* was altered"):
         build(spec, runner=InlineRunner())
-    torn = min(name for name in stored if name.startswith(kind))
-    assert {path.name for path in partial.iterdir()} == {*stored} - {torn, torn.replace("tokens", "lengths")}
+    left = {*stored} - {torn.name, torn.name.replace("tokens", "lengths")}
+    assert {path.name for path in partial.iterdir()} == left
     counted.read = []
     build(spec, runner=InlineRunner())
     assert len(counted.read) == (kind == "texts")
