@@ -30,7 +30,7 @@ from raytide.core.io.token_dataset import (
     verify,
 )
 from raytide.core.specs.data import DataSpec
-from raytide.pipelines.chunk_store import AlteredError, ChunkStore, remove_partial
+from raytide.pipelines.chunk_store import AlteredError, ChunkStore, pack_blob, remove_partial, unpack_blob
 from raytide.pipelines.cleaning.cleaner import Cleaner
 from raytide.pipelines.cleaning.corpus_pass import NEAR, NEAR_EARLIER, REPEATED, CorpusCleaning, against_identity
 from raytide.pipelines.encode import EncodePlan, LearnTask, learn_tokenizer
@@ -239,7 +239,8 @@ class _Build:
     def _learned(self) -> bytes:
         name = f"tokenizer-{self.digest}"
         if name in self.store.names():
-            return self.store.get(name)
+            with suppress(AlteredError):  # then it is learned anew
+                return unpack_blob(self.store.get(name), name)[0]["file"].tobytes()
         train, corpus = self.spec.tokenizer.train, self.passes.corpus
         assert train is not None
         assert corpus is not None
@@ -247,7 +248,7 @@ class _Build:
         sample = corpus.sample(train.sample_documents, self.spec.seed)
         task = LearnTask(sample, self.passes.options, self.passes.examiner, train, self.runner.threads)
         learned = self.runner.run(learn_tokenizer, task)
-        self.store.put({name: learned})
+        self.store.put({name: pack_blob({"file": np.frombuffer(learned, np.uint8)}, {})})
         return learned
 
     def _encode(self, plan: EncodePlan) -> EncodePlan:

@@ -206,6 +206,27 @@ def test_one_torn_chunk_costs_no_other_chunk(
     assert files_in(spec.out) == files_in(whole.out)
 
 
+def test_a_learned_tokenizer_that_was_altered_is_learned_anew(
+    corpus: Path, spec_of: SpecOf, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, spec = (spec_of(corpus, out=str(corpus.parent / out)) for out in ("whole", "out"))
+    build(whole, runner=InlineRunner())
+
+    def stop(*_: object) -> None:
+        raise ClusterError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "plan_shards", stop)
+        with pytest.raises(ClusterError):
+            build(spec, runner=InlineRunner())
+    (stored,) = Path(spec.out, ".partial").glob("tokenizer-*")
+    stored.write_bytes(stored.read_bytes().replace(b"added_tokens", b"added_tokenz"))
+    counted.read = []
+    build(spec, runner=InlineRunner())
+    assert counted.read == []
+    assert files_in(spec.out) == files_in(whole.out)
+
+
 @pytest.mark.parametrize("place", ["shards", ".partial/lengths"])
 def test_a_write_that_fails_costs_no_finished_chunk(
     corpus: Path, spec_of: SpecOf, counted: Counted, monkeypatch: pytest.MonkeyPatch, place: str
