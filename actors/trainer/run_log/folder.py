@@ -4,7 +4,7 @@ If `out` is a URL, the log is written to a local copy, which is uploaded.
 Object stores cannot append. A process therefore keeps its files of the run in a temporary folder, and a background
 thread uploads the files that have changed. Each file has one writer. A process that is killed loses the lines since the
 last upload. To limit this loss, `flush` uploads the lines before a checkpoint is written. Only `fetch`, `watch`,
-`flush` and `close` wait for the store.
+`flush` and `close` wait for the store, and none of them longer than `STORE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from raytide.actors.trainer.checkpoint.storage import UrlStore, named_failures
-from raytide.core.errors import ConflictError, RaytideError
+from raytide.core.errors import ConflictError, RaytideError, WaitTimeoutError
 from raytide.core.io.private_folder import private_folder
 from raytide.core.io.storage import is_local
+from raytide.core.io.timeout import call_with_timeout
 
 _log = logging.getLogger(__name__)
 UPLOAD_EVERY_S = 2.0
 MOST_SHARE = 0.05
 """The largest share of the time that uploads take: they are rarer the longer they take."""
+STORE_TIMEOUT_S = 300.0
+"""The seconds for which one call waits for the store."""
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -49,8 +52,9 @@ class RunFolder:
         self._is_removed = False
         """True while the store may still have the watched file, although this process removed it."""
         self._warning = ""
-        self._lock, self._uploading = threading.Lock(), threading.Lock()
-        self._is_over = threading.Event()
+        self._lock = threading.Condition()
+        self._asked = self._answered = 0  # calls of `flush`
+        self._is_over = False
         self._thread: threading.Thread | None = None
 
     @cached_property
@@ -62,12 +66,11 @@ class RunFolder:
 
     def fetch(self, name: str) -> Path:
         """Returns the local path of a file. If `out` is in an object store, first copies the file's content from
-        there.
+        there. Raises WaitTimeoutError if the store does not answer.
         """
         if self.store is not None:
-            with named_failures(f"{self.out}/{name}"), contextlib.suppress(FileNotFoundError):
-                with self.store.read(name) as stream:
-                    body = stream.read()
+            body = call_with_timeout(STORE_TIMEOUT_S, f"{self.out}/{name}", partial(self._read, self.store, name))
+            if body is not None:
                 (self.path / name).parent.mkdir(exist_ok=True)
                 (self.path / name).write_bytes(body)
         return self.path / name
@@ -78,7 +81,10 @@ class RunFolder:
         """
         self._watched = name
         if self.store is not None:
-            self._receive(self.store)
+            try:
+                call_with_timeout(STORE_TIMEOUT_S, f"{self.out}/{name}", partial(self._receive, self.store))
+            except WaitTimeoutError as error:
+                self.warn(f"{name} was not read: {error}")
             with self._lock:
                 self._start_uploads()
 
@@ -98,16 +104,17 @@ class RunFolder:
             self._changed.add(name)
             self._start_uploads()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float = STORE_TIMEOUT_S) -> bool:
         """Uploads all changed files. Returns whether the store now has all changes. If that takes longer than
         `timeout_s`, the upload goes on in the background.
         """
         if self.store is None:
             return True
-        upload = threading.Thread(target=self._upload, args=(self.store,), name="run-folder-flush", daemon=True)
-        upload.start()
-        upload.join(timeout_s)
-        return not upload.is_alive() and not self.problem
+        with self._lock:
+            self._asked = asked = self._asked + 1
+            self._start_uploads()
+            self._lock.notify_all()
+            return self._lock.wait_for(lambda: self._answered >= asked, timeout_s) and not self.problem
 
     def warn(self, warning: str) -> None:
         """Logs a warning, unless it is the last one again."""
@@ -116,50 +123,61 @@ class RunFolder:
             self._warning = warning
 
     def close(self) -> None:
-        """Uploads all changed files and removes the local copy."""
-        if self.store is None or self._is_over.is_set():
+        """Uploads all changed files and removes the local copy. If the store does not take them in time, the copy
+        stays.
+        """
+        if self.store is None or self._is_over:
             return
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._upload(self.store)
-        self._remove(self.store)
-        if "path" in self.__dict__:
+        with self._lock:
+            self._is_over = True
+            self._start_uploads()
+            self._lock.notify_all()
+        assert self._thread is not None
+        self._thread.join(STORE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self.warn(f"{self.out} did not take the last changes; they are in {self.path}")
+        elif "path" in self.__dict__:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _start_uploads(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._upload_changes, name="run-folder", daemon=True)
             self._thread.start()
 
     def _upload_changes(self) -> None:
         assert self.store is not None
-        wait_s = UPLOAD_EVERY_S
-        while not self._is_over.wait(wait_s):
+        wait_s, is_last = UPLOAD_EVERY_S, False
+        while not is_last:
+            with self._lock:
+                self._lock.wait_for(lambda: self._asked > self._answered or self._is_over, wait_s)
+                asked, is_last = self._asked, self._is_over
             began_s = time.monotonic()
             self._upload(self.store)
+            with self._lock:
+                self._answered = asked
+                self._lock.notify_all()
             self._remove(self.store)
-            self._receive(self.store)
+            if not is_last:
+                self._receive(self.store)
             wait_s = max(UPLOAD_EVERY_S, (time.monotonic() - began_s) / MOST_SHARE)
 
     def _upload(self, store: UrlStore) -> None:
-        with self._uploading:
-            with self._lock:
-                names, self._changed = sorted(self._changed), set()
-            problem = ""
-            for name in names:
-                try:
-                    body = (self.path / name).read_bytes()
-                    with self._guard(), named_failures(f"{self.out}/{name}"):
-                        store.publish(name, body)
-                except ConflictError as error:  # the files belong to another run now
-                    problem = str(error)
-                except (RaytideError, OSError) as error:
-                    problem = str(error)
-                    with self._lock:
-                        self._changed.add(name)
-            if names:
-                self.problem = problem
+        with self._lock:
+            names, self._changed = sorted(self._changed), set()
+        problem = ""
+        for name in names:
+            try:
+                body = (self.path / name).read_bytes()
+                with self._guard(), named_failures(f"{self.out}/{name}"):
+                    store.publish(name, body)
+            except ConflictError as error:  # the files belong to another run now
+                problem = str(error)
+            except (RaytideError, OSError) as error:
+                problem = str(error)
+                with self._lock:
+                    self._changed.add(name)
+        if names:
+            self.problem = problem
 
     def _remove(self, store: UrlStore) -> None:
         if not self._is_removed:
@@ -178,13 +196,19 @@ class RunFolder:
             return
         part = self.path / f"{self._watched}.part"
         try:
-            with named_failures(f"{self.out}/{self._watched}"), store.read(self._watched) as stream:
-                part.write_bytes(stream.read())
-        except FileNotFoundError:
-            return
+            body = self._read(store, self._watched)
         except RaytideError as error:
             self.warn(f"{self._watched} was not read: {error}")
             return
+        if body is None:
+            return
+        part.write_bytes(body)
         with self._lock:  # the file may have been removed while it was read
             if not self._is_removed:
                 os.replace(part, self.path / self._watched)
+
+    def _read(self, store: UrlStore, name: str) -> bytes | None:
+        """Returns the content of a file in the store; None if there is no such file."""
+        with named_failures(f"{self.out}/{name}"), contextlib.suppress(FileNotFoundError), store.read(name) as stream:
+            return stream.read()
+        return None

@@ -269,7 +269,8 @@ class RunLog:
                 part.unlink(missing_ok=True)
         self.folder.changed(RUN)
         if not self.folder.flush():
-            raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
+            problem = self.folder.problem or f"{self.folder.out} does not answer."
+            raise StorageError(problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
         """Records that all steps are done. Call it if an earlier driver was killed after the last step and could not

@@ -18,6 +18,7 @@ from raytide.actors.trainer.run_log.profiler import REQUEST, Profiler
 from raytide.actors.trainer.run_log.writer import StepLog
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import VirtualClock
+from raytide.core.errors import WaitTimeoutError
 from raytide.core.io.storage import exists, read_bytes, write_bytes
 from raytide.core.specs.train import TrainSpec
 
@@ -83,6 +84,28 @@ def test_no_step_waits_for_a_store_that_hangs(there: TrainSpec) -> None:
     assert not exists(f"{there.out}/{REQUEST}")
     assert b'"loss": 3.0' in read_bytes(f"{there.out}/metrics.jsonl")
     assert exists(f"{there.out}/profile/steps-1-2/rank-0.json")
+
+
+def test_a_store_that_hangs_gets_one_thread_and_its_files_stay_here(
+    there: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder, store = open_run(there)
+    store.answers.clear()
+    before = threading.active_count()
+    for step in range(4):
+        (folder.path / "metrics.jsonl").write_text(f"{step}")
+        folder.changed("metrics.jsonl")
+        assert not folder.flush(0.01)
+    assert threading.active_count() == before + 1
+    monkeypatch.setattr(run_folder, "STORE_TIMEOUT_S", 0.01)
+    with pytest.raises(WaitTimeoutError):
+        folder.fetch("metrics.jsonl")
+    folder.close()
+    assert (folder.path / "metrics.jsonl").read_text() == "3"
+    store.answers.set()
+    assert folder.flush(60.0)
+    assert read_bytes(f"{there.out}/metrics.jsonl") == b"3"
 
 
 def test_a_request_is_found_while_the_run_goes_on(there: TrainSpec) -> None:
