@@ -208,18 +208,27 @@ class HostsProvider(Provider):
                     self._request(host, "end", {"node_id": other}, _END_S)
             self._abandoned.discard(host.name)
             unknown = {"is_running": False, "reason": "its machine does not know it any more"}
-            if node_id and not states.get(node_id, unknown)["is_running"] and node_id not in self._ending:
+            if node_id and not states.get(node_id, unknown)["is_running"]:
                 self._lose(node_id, host, states.get(node_id, unknown))
         except (RaytideError, OSError) as error:
             self._silent[host.name] = str(error)
 
     def _lose(self, node_id: str, host: Host, state: Mapping[str, Any]) -> None:
         """Records the end of a node that ended without a request. A raylet that was drained ends by itself."""
-        reason, last_line = state["reason"], state.get("log", "")
-        if reason != RAYLET_ENDED:
-            self._quarantine.add(host.name, f"{node_id}: {reason}{f': {last_line}' if last_line else ''}.")
         with self._lock:
-            self._record_end(node_id, f"{host.name}: {reason}")
+            if node_id in self._ending or node_id not in self._bound:
+                return
+            self._ending.add(node_id)
+            self._at_work[node_id] = threading.current_thread()
+        try:
+            reason, last_line = state["reason"], state.get("log", "")
+            if reason != RAYLET_ENDED:
+                self._quarantine.add(host.name, f"{node_id}: {reason}{f': {last_line}' if last_line else ''}.")
+            self._power.off(host)  # until the end is recorded, no other node can have the machine
+            with self._lock:
+                self._record_end(node_id, f"{host.name}: {reason}")
+        finally:
+            self._ending.discard(node_id)
 
     def _begin(self, node_id: str, work: Callable[[str], None]) -> None:
         """Runs `work` in a thread, unless a thread already works for the node: the next tick calls this again."""

@@ -21,7 +21,7 @@ from raytide.autoscaler.providers.hosts.provider import HostCluster, HostsProvid
 from raytide.autoscaler.providers.hosts.quarantine import FIRST_S, HostQuarantine, quarantine_folder
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ProviderError
-from raytide.core.objects.hardware.host import HostsSection
+from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 TYPE = NodeType(name="own", resources={"CPU": 2}, price_micro_usd_h=10_000, zones=("a", "b"))
@@ -296,6 +296,26 @@ def test_machines_are_switched_on_before_a_start_and_off_after_the_end(
     provider.terminate("n1")
     settled(provider)
     assert (tmp_path / "said").read_text() == "on h1;off 10.0.0.1;"
+
+
+def test_a_machine_whose_raylet_ended_by_itself_is_switched_off_before_it_is_free(
+    make: Make, machines: FakeMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = make(switched(tmp_path / "said", "h1"))
+    launched(provider, "n1")
+    machines.die("h1", "n1", "its raylet ended")
+    off = provider._power.off
+
+    def switch_off(host: Host) -> None:
+        provider.terminate("n1")  # the planner may ask for it meanwhile
+        with pytest.raises(ProviderError, match="none of the 1 machines"):
+            provider.launch(node("n2"), TYPE)
+        off(host)
+
+    monkeypatch.setattr(provider._power, "off", switch_off)
+    assert provider.check_nodes() == frozenset()
+    assert settled(provider)["n1"].reason == "h1: its raylet ended"
+    assert (tmp_path / "said").read_text() == "off 10.0.0.1;"
 
 
 def test_a_controller_that_ends_while_a_machine_boots_leaves_the_machine_to_the_next_one(
