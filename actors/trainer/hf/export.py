@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
 from raytide.actors.trainer.model.precision import export_dtype
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import RaytideError, StorageError
+from raytide.core.io.private_folder import temporary_folder
 from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import full_disk_is_an_error, is_local, join
 from raytide.core.specs.model import LoraSpec
@@ -218,8 +218,8 @@ class AtomicDirectory:
     """A directory that appears at its target as a whole or not at all.
 
     Files are written to a hidden directory beside the target, or to a local directory if the target is a URL. `publish`
-    then moves or uploads the directory to the target. Hidden directories that killed writers left beside the target are
-    removed first. Both happen only while the context manager `commit` is open.
+    then moves or uploads the directory to the target. Directories that killed writers left are removed first. Hidden
+    directories beside the target are moved and removed only while the context manager `commit` is open.
 
     The first error is kept until `publish` returns it, because other ranks may still be sending tensors.
     """
@@ -276,7 +276,7 @@ class AtomicDirectory:
 
     def _create_folder(self) -> Path:
         if not is_local(self._target):
-            return Path(tempfile.mkdtemp(prefix="raytide-export-"))
+            return temporary_folder("exports")
         target = Path(self._target)
         with self._commit():
             for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.part"):

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from raytide.actors.trainer.checkpoint.storage import UrlStore, named_failures
 from raytide.core.errors import ConflictError, RaytideError, WaitTimeoutError
-from raytide.core.io.private_folder import private_folder
+from raytide.core.io.private_folder import temporary_folder
 from raytide.core.io.storage import is_local
 from raytide.core.io.timeout import call_with_timeout
 
@@ -62,7 +61,7 @@ class RunFolder:
         """The local folder to which this process writes the files."""
         if self.store is None:
             return Path(self.out.removeprefix("file://"))
-        return Path(tempfile.mkdtemp(dir=private_folder("runs")))
+        return temporary_folder("runs")
 
     def fetch(self, name: str) -> Path:
         """Returns the local path of a file. If `out` is in an object store, first copies the file's content from

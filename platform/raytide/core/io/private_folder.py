@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytide.core.errors import StorageError, WaitTimeoutError
@@ -39,6 +39,23 @@ def private_folder(*names: str) -> Path:
             )
         folder = top.joinpath(*names)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def temporary_folder(*names: str) -> Path:
+    """Creates a folder of this process in a private folder. First removes the folders there whose processes have ended.
+    A lock on each folder, which the process's end releases, tells them apart.
+    """
+    home = private_folder(*names)
+    with lock(home.with_suffix(".lock")):
+        for left in home.iterdir():
+            with suppress(FileNotFoundError):  # its process removes it
+                handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if take(handle, fcntl.LOCK_EX):
+                    shutil.rmtree(left, ignore_errors=True)
+                os.close(handle)
+        folder = Path(tempfile.mkdtemp(dir=home))
+        take(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
     return folder
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from raytide.actors.trainer.hf.export import AtomicDirectory
 from raytide.core.errors import ConflictError, StorageError
+from raytide.core.io.private_folder import private_folder
 
 
 def write(name: str, body: str, draft: AtomicDirectory) -> None:
@@ -71,7 +72,7 @@ def test_at_a_url_the_config_comes_last(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert order == ["model.safetensors", "tokenizer.json", "config.json"]
     found = {Path(path).name: fs.cat_file(path) for path in fs.ls(f"/{tmp_path.name}/model", detail=False)}
     assert found == dict.fromkeys(order, b"new")
-    assert list(tmp_path.iterdir()) == []
+    assert list(private_folder("exports").iterdir()) == []
 
 
 @pytest.fixture
@@ -85,9 +86,9 @@ def test_a_full_temporary_directory_is_not_taken_for_a_full_bucket(bucket: str, 
     draft = AtomicDirectory(bucket)
     draft.write(fill_up)
     failed = draft.publish()
-    assert failed is not None and f"no space left while writing {tmp_path}/raytide-export-" in str(failed)
+    assert failed is not None and f"no space left while writing {private_folder('exports')}/" in str(failed)
     assert bucket not in str(failed)
-    assert list(tmp_path.iterdir()) == []
+    assert list(private_folder("exports").iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("503 from the cloud"), FileNotFoundError("no such bucket")])
@@ -103,7 +104,7 @@ def test_any_error_of_an_upload_names_the_url_and_leaves_no_files_behind(
     failed = draft.publish()
     assert isinstance(failed, StorageError)
     assert bucket in str(failed) and str(error) in str(failed)
-    assert list(tmp_path.iterdir()) == []
+    assert list(private_folder("exports").iterdir()) == []
 
 
 def test_an_unexpected_error_is_raised_and_leaves_no_files_behind(bucket: str, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_an_unexpected_error_is_raised_and_leaves_no_files_behind(bucket: str, t
     write("config.json", "new", draft)
     with pytest.raises(RuntimeError, match="a bug"):
         draft.write(break_off)
-    assert list(tmp_path.iterdir()) == []
+    assert list(private_folder("exports").iterdir()) == []
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_writer_that_may_publish(tmp_path: Path) -> None:
