@@ -41,9 +41,7 @@ class GrammarMask:
         for place, (row, seq) in enumerate(seqs):
             try:
                 state = self._state(seq)
-                state.follow(
-                    seq.tokens[seq.prompt_len :]
-                )  # of a resumed request all its tokens: not the grammar's fault
+                state.follow(seq.tokens, seq.prompt_len)  # of a resumed request all tokens: not the grammar's fault
             except BaseException as error:
                 errors[row] = _own(error)
                 continue
@@ -74,7 +72,7 @@ class GrammarMask:
         """
         try:
             state = self._state(seq)
-            state.follow(seq.tokens[seq.prompt_len :])
+            state.follow(seq.tokens, seq.prompt_len)
             return state.allowed(draft)
         except BaseException as error:
             _own(error)
@@ -87,7 +85,8 @@ class GrammarMask:
                 continue
             try:
                 state = self._state(seq)
-                state.follow([*seq.tokens[seq.prompt_len :], sampled.token])
+                state.follow(seq.tokens, seq.prompt_len)
+                state.consume([sampled.token])
                 sampled.ends = state.is_complete
             except BaseException as error:
                 sampled.token, sampled.error = -1, _own(error)

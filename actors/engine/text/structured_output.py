@@ -35,6 +35,8 @@ _MOST_WAIT_S = 120.0
 _KEPT = 256
 _LEAST_CHARS = 2048
 """The smallest size that a compiled grammar counts in the cache: a short one grows to 1.7 MB while outputs use it."""
+_MOST_RETRIED = 64
+"""An upper bound on the tokens of one step: those of a step that failed are not in the output."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "max_grammar_size": 250_000,
@@ -61,20 +63,26 @@ class GrammarState:
         self._matcher = matcher
         self._taken: list[int] = []
 
-    def follow(self, output: list[int]) -> None:
-        """Moves the state to the position after these output tokens. Raises UsageError if the grammar does not allow
-        the tokens.
+    def follow(self, tokens: list[int], start: int = 0) -> None:
+        """Moves the state to the position after an output, which begins at `start` in these tokens. Raises UsageError
+        if the grammar does not allow them. The output may differ from the one that the state has followed only in its
+        last `_MOST_RETRIED` tokens: no others are compared.
         """
-        known = len(self._taken)
-        if output[:known] != self._taken:  # a failed step is retried
-            known = next(i for i in range(known) if output[i : i + 1] != self._taken[i : i + 1])
-            self._matcher.rollback(len(self._taken) - known)
-            del self._taken[known:]
-        new = output[known:]
-        if new and not self._matcher.consume_tokens(new):
+        known, length = len(self._taken), len(tokens) - start
+        first = max(0, min(known, length) - _MOST_RETRIED)
+        if tokens[start + first : start + known] != self._taken[first:]:  # a failed step is retried
+            places = range(first, min(known, length))
+            kept = next((i for i in places if tokens[start + i] != self._taken[i]), min(known, length))
+            self._matcher.rollback(known - kept)
+            del self._taken[kept:]
+        self.consume(tokens[start + len(self._taken) :])
+
+    def consume(self, tokens: list[int]) -> None:
+        """Moves the state over the next tokens. Raises UsageError if the grammar does not allow them."""
+        if tokens and not self._matcher.consume_tokens(tokens):
             reason = _shortened(self._matcher.get_error())
             raise UsageError(f"the grammar does not allow its own tokens: {reason}.", hint="Make it simpler.")
-        self._taken += new
+        self._taken += tokens
 
     def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
         """Fills a bit mask: 1 for tokens that may come next, 0 for all others. Raises UsageError if llguidance

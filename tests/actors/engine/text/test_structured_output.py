@@ -3,6 +3,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -208,6 +209,30 @@ def test_a_state_that_was_dropped_or_ran_ahead_is_made_again_from_the_tokens(gra
         seq.tokens.append(expected.token)
 
 
+class CountedList(list[int]):
+    """Counts the tokens that slices of it copy."""
+
+    copied = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.copied += len(found) if isinstance(place, slice) else 0
+        return found
+
+
+def test_a_token_of_a_long_output_costs_no_more_than_one_of_a_short(
+    grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    seq, sampler = structured(grammars, "schema", SamplingParams(seed=3)), Sampler()
+    seq.grammar = grammars.compile(Structured("regex", "a+"))
+    seq.tokens = tokens = CountedList([*seq.tokens, *tokenizer.encode("a") * 3000])
+    sampler.sample(rows(1, 5, 0), [seq])
+    tokens.copied = 0
+    tokens.append(tokenizer.encode("a")[0])
+    assert sampler.sample(rows(1, 5, 1), [seq])[0].error is None
+    assert tokens.copied < 300
+
+
 @pytest.mark.parametrize(
     "poison",
     [
@@ -337,9 +362,9 @@ def test_replaying_a_long_output_is_not_held_against_its_grammar(
     clock_ms = [0]
     follow = GrammarState.follow
 
-    def slow(self: GrammarState, output: list[int]) -> None:
+    def slow(self: GrammarState, tokens: list[int], start: int) -> None:
         clock_ms[0] += 40
-        follow(self, output)
+        follow(self, tokens, start)
 
     monkeypatch.setattr(GrammarState, "follow", slow)
     assert [each.error for each in sampler.sample(rows(4, 1, 0), seqs)] == [None] * 4
