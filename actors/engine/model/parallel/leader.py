@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ Tensor = torch.Tensor
 
 _COME_S = 180.0
 """The seconds within which all members must connect: they import torch first, on nodes that may be cold."""
+_POLL_S = 0.2
 _NOTICE_S = 1.0
 """The seconds for which a failed step waits for the watch thread to report which member has ended."""
 
@@ -277,10 +279,18 @@ class LeaderDecoder(ShardedDecoder):
 def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMembers) -> list[MemberLink]:
     """Returns the connections of the other members by rank. Raises EngineError when one does not connect in time."""
     links: dict[int, MemberLink] = {}
+    known: SimpleQueue[MemberLink] = SimpleQueue()
     deadline_s = time.monotonic() + _COME_S
-    listening.settimeout(0.2)
+    listening.settimeout(_POLL_S)
     while len(links) < size - 1:
         missing = [rank for rank in range(1, size) if rank not in links]
+        if not known.empty():
+            link = known.get()
+            if link.rank in missing:
+                links[link.rank] = link
+            else:
+                link.close()
+            continue
         why = launcher.problem()
         if why is None and time.monotonic() > deadline_s:
             why = f"members {missing} did not connect within {_COME_S:.0f} s"
@@ -292,16 +302,18 @@ def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMem
             connection, _ = listening.accept()
         except TimeoutError:
             continue
-        try:
-            link = MemberLink.accept(connection, secret)
-        except (OSError, ValueError):  # a stranger: the members still have their time
-            connection.close()
-            continue
-        if link.rank in missing:
-            links[link.rank] = link
-        else:
-            link.close()
+        handshake = threading.Thread(target=_authenticate, args=(connection, secret, known), daemon=True)
+        handshake.start()
+        handshake.join(_POLL_S)  # the others do not wait longer for one that is silent
     return [links[rank] for rank in sorted(links)]
+
+
+def _authenticate(connection: socket.socket, secret: str, known: SimpleQueue[MemberLink]) -> None:
+    """Adds the connection's link to `known`, or closes the connection if its other side is not a member."""
+    try:
+        known.put(MemberLink.accept(connection, secret))
+    except (OSError, ValueError):  # a stranger: the members still have their time
+        connection.close()
 
 
 @contextmanager

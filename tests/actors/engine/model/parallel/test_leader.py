@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tests.actors.engine.model.parallel.test_link import connected
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine.model.parallel import leader as leader_module
+from raytide.actors.engine.model.parallel import link as link_module
+from raytide.actors.engine.model.parallel.launcher import LocalMembers
 from raytide.actors.engine.model.parallel.leader import GroupLeader, LeaderDecoder
 from raytide.actors.engine.model.parallel.link import MemberLink
 from raytide.core.errors import ConflictError
@@ -66,3 +70,17 @@ def test_discarded_weights_are_dropped_by_the_members(pair: tuple[GroupLeader, M
     model._leader, model.number = leader, 7
     model.discard()
     assert received(leader, member) == [{"drop_weights": 7}]
+
+
+def test_a_connection_that_stays_silent_keeps_no_member_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(leader_module, "_COME_S", 30.0)
+    launcher = LocalMembers((), local_size=2)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        address = listening.getsockname()
+        with socket.create_connection(address):
+            member = thread.submit(MemberLink.connect, *address, "s", 1)
+            (leader,) = leader_module._accept(listening, "s", 2, launcher)
+            assert leader.rank == member.result().rank == 1
+    leader.close()
+    member.result().close()
