@@ -4,10 +4,13 @@
 its tags. `<node-id>.seen.json` is written once the cloud has listed the machine, by providers that need to know it.
 `<node-id>.end.json` is written once: when the machine is ended, or by the first call in which the cloud no longer lists
 it. `<node-id>.prices.json` is written whenever the price of the running machine changes. No record is ever deleted.
+Therefore the folder is listed again only after a change, and the records of an ended machine are read once.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +19,9 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.core.io.atomic_file import check_room, create_json, read_json, sweep, write_json
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.node import Node
+
+_SETTLED_S = 2.0
+"""The age of a folder's modification time from which a further change gives another time: file systems round it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,22 @@ def in_order(machines: Iterable[Machine]) -> tuple[Machine, ...]:
     return tuple(sorted(machines, key=lambda machine: (machine.started_at_s, machine.node_id)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The ids of the nodes in the folder, as of its modification time `changed_ns`."""
+
+    changed_ns: int
+    open: tuple[str, ...]
+    over: frozenset[str]
+
+
 class Purchases:
     """The purchase records of one cluster, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._over: dict[str, Machine] = {}
+        self._listed: _Listing | None = None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep([folder])
 
@@ -64,6 +80,7 @@ class Purchases:
 
     def record(self, purchase: PurchaseRecord) -> None:
         """Writes the purchase record, unless the node has one already."""
+        self._listed = None
         bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
         create_json(self._folder / f"{purchase.node_id}.json", bought)
 
@@ -95,6 +112,7 @@ class Purchases:
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
         """Records the end of the machine. If an end is recorded already, it stays."""
+        self._listed = None
         create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
 
     def is_over(self, node_id: str) -> bool:
@@ -102,9 +120,7 @@ class Purchases:
 
     def open(self) -> list[PurchaseRecord]:
         """Returns the purchase records of machines without a recorded end."""
-        names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
-        over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
-        found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen", ".prices")))
+        found = (self.find(node_id) for node_id in self._ids().open)
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
@@ -119,13 +135,21 @@ class Purchases:
         """Returns the ended machines with their billed times. A machine's end is never before its start, even if the
         clock was set back.
         """
-        for path in self._folder.glob("*.end.json"):
-            node_id = path.name.removesuffix(".end.json")
-            if node_id in self._over:
-                continue
-            purchase, end = self.find(node_id), read_json(path)
+        for node_id in sorted(self._ids().over - self._over.keys()):
+            purchase, end = self.find(node_id), read_json(self._folder / f"{node_id}.end.json")
             if purchase is not None and end is not None:
                 ended = purchase.machine()
                 ended_at_s = max(end["ended_at_s"], ended.started_at_s)
                 self._over[node_id] = replace(ended, ended_at_s=ended_at_s, reason=end["reason"])
         return list(self._over.values())
+
+    def _ids(self) -> _Listing:
+        now_s, changed_ns = time.time(), self._folder.stat().st_mtime_ns
+        if self._listed is not None and self._listed.changed_ns == changed_ns:
+            return self._listed
+        names = [name.removesuffix(".json") for name in os.listdir(self._folder) if name.endswith(".json")]
+        over = frozenset(name.removesuffix(".end") for name in names if name.endswith(".end"))
+        bought = (name for name in names if not name.endswith((".end", ".seen", ".prices")))
+        listed = _Listing(changed_ns, tuple(sorted(name for name in bought if name not in over)), over)
+        self._listed = listed if now_s - changed_ns / 1e9 > _SETTLED_S else None
+        return listed
