@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -156,10 +157,15 @@ class _Lines:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _integer(text: str) -> int | float:
+    """Returns an integer; infinity if a float cannot hold it, as for `1e999`."""
+    return int(text) if len(text) < sys.float_info.max_10_exp else float(text)
 
 
 def _number(value: object) -> float | None:

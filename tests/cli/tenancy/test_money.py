@@ -80,6 +80,13 @@ def test_what_is_no_budget_is_refused(said: str) -> None:
         parse_limit(said)
 
 
+@pytest.mark.parametrize("text", ["9" * 400 + "d", "1e9d", "-1d", "nan", ""])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    assert money.seconds("1.5h") == 5400.0
+    with pytest.raises(UsageError, match="is not a duration"):
+        money.seconds(text)
+
+
 @pytest.mark.usefixtures("client")
 def test_jobs_with_budgets_of_their_own_are_listed_with_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def view(number: int, month: int | None, **budget: object) -> JobView:

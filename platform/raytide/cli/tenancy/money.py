@@ -226,7 +226,7 @@ def cost(
 
 def seconds(text: str) -> float:
     """Returns the number of seconds in a duration such as `30d`. Raises UsageError for other texts."""
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
+    if (found := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([mhdw])", text)) is None:
         raise UsageError(f"{text!r} is not a duration.", hint="Write 45m, 12h, 30d or 4w.")
     return float(found[1]) * _UNITS_S[found[2]]
 

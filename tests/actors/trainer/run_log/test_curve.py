@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,12 @@ def test_what_is_no_step_is_left_out(tmp_path: Path) -> None:
     curves = CurveReader(str(tmp_path)).read()
     assert curves.steps == (2,)
     assert curves.values["lr"] == (None,)
+
+
+@pytest.mark.parametrize("number", ["1e999", "1" + "0" * 400])
+def test_a_number_that_no_float_can_hold_is_left_out(tmp_path: Path, number: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line(1, loss=2.0) + line(2, loss=0.5).replace("0.5", number))
+    assert CurveReader(str(tmp_path)).read().values["loss"] == (2.0, None)
 
 
 def test_few_readers_are_kept(tmp_path: Path) -> None:
