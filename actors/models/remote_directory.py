@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 STALL_S = 120.0
-"""The seconds without a whole piece of a file (8 MiB or its rest), or without the result of a listing, after which a
-store is given up.
+"""The seconds without a part of a file, or without the result of a listing, after which a store is given up. A part is
+about as much as a thread receives in a second.
 """
 MOST_ENTRIES = 10_000
 _PIECE_BYTES = 8 << 20
+_LEAST_PART_BYTES = 128 << 10
 _THREADS = 8
 _POLL_S = 0.2
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -125,6 +126,7 @@ class _Copy:
         )
         self._lock = threading.Lock()
         self._running = _THREADS
+        self._part_bytes = _LEAST_PART_BYTES
         self.done = 0
         self.error: BaseException | None = None
         self.ended = threading.Event()
@@ -146,8 +148,22 @@ class _Copy:
                 self.ended.set()
 
     def _piece(self, name: str, start: int) -> None:
+        """Copies a piece of a file, in parts whose size follows the store's speed."""
+        end = min(start + _PIECE_BYTES, self._remote.files[name].bytes)
+        while not self.is_cancelled:
+            size, began_s = min(self._part_bytes, end - start), time.monotonic()
+            self._part(name, start, size)
+            took_s = time.monotonic() - began_s
+            if took_s < 0.5:
+                self._part_bytes = min(max(self._part_bytes, 2 * size), _PIECE_BYTES)
+            elif took_s > 2.0:
+                self._part_bytes = max(size // 2, _LEAST_PART_BYTES)
+            start += size
+            if start >= end:
+                return
+
+    def _part(self, name: str, start: int, size: int) -> None:
         file = self._remote.files[name]
-        size = min(_PIECE_BYTES, file.bytes - start)
         try:
             piece = self._fs.cat_file(file.path, start=start, end=start + size) if size else b""
         except Exception as error:

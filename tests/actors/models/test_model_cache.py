@@ -17,7 +17,7 @@ import pytest
 
 from raytide.actors.models import remote_directory
 from raytide.actors.models.model_cache import ModelCache, capacity_bytes, staged_model
-from raytide.actors.models.remote_directory import RemoteDirectory
+from raytide.actors.models.remote_directory import RemoteDirectory, RemoteFile, _Copy
 from raytide.core.errors import ConfigError, DataError, DeniedError, RaytideError, StorageError, WaitTimeoutError
 from raytide.core.io.private_paths import ROOTS, restrict_to
 
@@ -193,6 +193,38 @@ def test_a_store_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pyte
             with pytest.raises(WaitTimeoutError, match=r"nothing arrived for 0\.3 s"):
                 ModelCache(tmp_path, ROOM).stage(url)
     ended.set()
+
+
+class SteadyStore:
+    """A store that sends `bytes_per_s` to a thread. Time passes only while it sends."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self.now_s = bytes_per_s, 0.0
+        self.parts: list[tuple[int, float]] = []
+        """The bytes and the seconds of each part."""
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        self.now_s += (end - start) / self._bytes_per_s
+        self.parts.append((end - start, (end - start) / self._bytes_per_s))
+        return bytes(end - start)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "largest"), [(1e9, 8 << 20), (2e6, 1 << 20), (60e3, 128 << 10)])
+def test_a_slow_store_sends_small_parts_and_is_not_taken_for_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, largest: int
+) -> None:
+    store, size = SteadyStore(bytes_per_s), 40 << 20
+    monkeypatch.setattr(remote_directory, "time", store)
+    files = {"w.safetensors": RemoteFile("w", size, ""), "empty.txt": RemoteFile("e", 0, "")}
+    copy = _Copy(store, RemoteDirectory("memory://m", files, ""), tmp_path)  # type: ignore[arg-type]
+    copy.run()
+    assert copy.error is None and copy.done == (tmp_path / "w.safetensors").stat().st_size == size
+    assert (tmp_path / "empty.txt").exists()
+    assert max(store.parts)[0] == largest
+    assert max(took_s for _, took_s in store.parts) < remote_directory.STALL_S / 10
 
 
 @pytest.mark.parametrize("name", ["/m/../../x.json", "/elsewhere/config.json", "/m/a\nb.json"])
