@@ -231,8 +231,8 @@ class ChatWriter(_Writer):
         carries = bool(delta.logprobs or tokens)
         parts = [Delta(content=delta.text)] if delta.text or carries else []
         if parser is not None:
-            reason, pieces = delta.finish_reason, parser.feed(delta.text)
-            pieces += [] if reason is None else parser.finish(is_cut=reason == "length")
+            ended, pieces = delta.finish_reason, parser.feed(delta.text)
+            pieces += [] if ended is None else parser.finish(is_cut=ended == "length")
             shown = [_delta(piece) for piece in pieces if self._shows_reasoning or not piece.reasoning]
             parts = shown or ([Delta(content="")] if carries else [])
         events = b""
