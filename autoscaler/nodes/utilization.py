@@ -7,6 +7,7 @@ One thread reads all endpoints every few seconds, each with a timeout. The contr
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Container, Iterable, Mapping
 
@@ -71,6 +72,8 @@ class MeterReader:
         self._agents: Mapping[str, str] = {}
         self._ports: Mapping[str, int] = {}
         """The announced ports of exporters, by Ray's names."""
+        self._no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        """Pages come over plain HTTP. Without it, the client of each round would load all certificates again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
@@ -185,7 +188,9 @@ class MeterReader:
     async def _read_all(self, groups: Iterable[Mapping[str, str]]) -> list[_Pages]:
         semaphore = asyncio.Semaphore(MAX_CONCURRENT)
         limits = httpx.Limits(max_connections=MAX_CONCURRENT)
-        client = httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False)  # nosec B113
+        client = httpx.AsyncClient(  # nosec B113
+            timeout=None, limits=limits, transport=self._transport, verify=self._no_tls, trust_env=False
+        )
         async with client as http:  # each request has its own limit, see _read_page
             return await asyncio.gather(*(self._read_pages(http, pages, semaphore) for pages in groups))
 
@@ -201,7 +206,9 @@ class MeterReader:
         try:
             async with semaphore, asyncio.timeout(TIMEOUT_S):  # unlike httpx's limit, without the wait for a turn
                 sent_s = self._clock.now_s()
-                answer = (await http.get(f"http://{address}/metrics")).raise_for_status()
+                answer = await http.get(f"http://{address}/metrics")
+            # Its stream refers to the answer: as a cycle, the page would stay until the next garbage collection.
+            answer.raise_for_status().stream = httpx.ByteStream(b"")
             now_s = self._clock.now_s()
             found = read_page(answer.text, now_s)
             skew_s = clock_skew_s(answer.headers.get("date", ""), sent_s, now_s)

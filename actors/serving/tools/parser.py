@@ -115,12 +115,17 @@ class OutputParser:
     """The text of the call so far, which is returned as text if it turns out not to be a call."""
     _in_array: bool = False
     _has_thought: bool = False
+    _drops_tail: bool = False
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
         return [piece for piece in self._steps(at_end=False) if piece != _NOTHING]
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Returns the last pieces. `is_cut` is true for an output that reached its length limit: the beginning of a
+        further call is then dropped, because clients take text beside calls for an answer.
+        """
+        self._drops_tail = is_cut and self.calls > 0
         return [piece for piece in self._steps(at_end=True) if piece != _NOTHING]
 
     def _steps(self, *, at_end: bool) -> Iterator[Piece]:
@@ -187,7 +192,7 @@ class OutputParser:
                 text = _without_noise(text).rstrip() if self.calls == 0 else ""
             else:
                 markers = (self.tools.begin, *(_GROUP_MARKERS if self.tools.body == "named" else ()))
-                keep = 0 if at_end else max(_overlap(text, marker) for marker in markers)
+                keep = 0 if at_end and not self._drops_tail else max(_overlap(text, marker) for marker in markers)
                 certain = text[: len(text) - keep]
                 keep += 0 if at_end else len(certain) - len(certain.rstrip())
                 text, self._buffer = text[: len(text) - keep], text[len(text) - keep :]
@@ -320,7 +325,7 @@ class OutputParser:
         begin = self.tools.begin if self.calls or not self.tools.starts else ""
         text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""
         self._state, self._in_array, self._scanner = "text", False, None
-        if text:
+        if text and not self._drops_tail and self._may_say_more():
             yield Piece(text=text)
 
 

@@ -94,6 +94,7 @@ class LocalProvider(Provider):
             folder.announce_end("terminated")
         if (thread := self._ending.get(node_id)) is None or not thread.is_alive():
             thread = threading.Thread(target=self._end, args=(folder,), name=f"end-{node_id}", daemon=True)
+            self._ending = {name: each for name, each in self._ending.items() if each.is_alive()}
             self._ending[node_id] = thread
             thread.start()
 

@@ -93,6 +93,9 @@ def test_a_call_that_is_cut_off_has_what_was_written_of_it(caller: Anthropic) ->
     written = CALL.index("slo") + 1
     answer: Any = caller.messages.create(model="fake", max_tokens=written, messages=HELLO, tools=[TOOL])
     assert (answer.content[1].input, answer.stop_reason) == ({"city": "Os"}, "max_tokens")
+    ends_in_name = len(CALL) + CALL.index("weather")
+    answer = caller.messages.create(model="fake", max_tokens=ends_in_name, messages=HELLO, tools=[TOOL])
+    assert [block.type for block in answer.content] == ["text", "tool_use"]
 
 
 def test_thinking_is_a_block_before_the_text(serve: Serve) -> None:

@@ -76,6 +76,13 @@ def test_a_call_is_an_item_of_its_own(caller: OpenAI, stream: bool) -> None:
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
 
 
+def test_a_call_that_is_cut_before_its_name_is_no_item(caller: OpenAI) -> None:
+    ends_in_name = len(CALL) + CALL.index("weather")
+    answer = caller.responses.create(model="fake", input="?", tools=[TOOL], max_output_tokens=ends_in_name)
+    assert [item.type for item in answer.output] == ["message", "function_call"]
+    assert answer.status == "incomplete"
+
+
 def test_the_history_of_calls_is_sent_back(client: OpenAI) -> None:
     history: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "?"}]},

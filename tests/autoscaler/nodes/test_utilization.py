@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import ssl
 import threading
 from dataclasses import dataclass, field
 
@@ -137,6 +139,31 @@ def test_of_too_many_nodes_the_idle_ones_are_asked_and_each_in_its_turn(monkeypa
     for _ in range(4):
         made.read_all()
     assert [node_id for node_id, use in made.last_readings().items() if use] == [f"node-{n}" for n in range(5)]
+
+
+def test_a_round_loads_no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args, **_: loaded.append(args))
+    made = MeterReader(Agents(), VirtualClock(5.0))  # type: ignore[arg-type]
+    made.read_all()
+    assert loaded == []
+
+
+def answers_in_memory() -> int:
+    return sum(type(each) is httpx.Response for each in gc.get_objects())
+
+
+def test_a_page_that_was_read_waits_for_no_garbage_collection() -> None:
+    made = watched(Agents({"n1": PAGE}), VirtualClock(5.0), machine("n1"))
+    gc.collect()
+    gc.disable()
+    try:
+        before = answers_in_memory()
+        made.read_all()
+        assert answers_in_memory() == before
+    finally:
+        gc.enable()
+    assert "n1" in made.measured()
 
 
 def test_watching_waits_for_nobody() -> None:

@@ -179,6 +179,15 @@ def test_terminate_leaves_nothing_of_the_node(
     assert (machine.ended_at_s, machine.reason) == (1060.0, "terminated")
 
 
+def test_a_thread_that_has_ended_a_node_is_forgotten(make: Callable[[], LocalProvider]) -> None:
+    provider = make()
+    for node_id in ("n1", "n2"):
+        provider.launch(node(node_id), TYPE)
+        provider.terminate(node_id)
+        provider._ending[node_id].join()
+    assert [*provider._ending] == ["n2"]
+
+
 def test_terminating_what_was_never_bought_does_nothing(make: Callable[[], LocalProvider]) -> None:
     provider = make()
     provider.terminate("n1")

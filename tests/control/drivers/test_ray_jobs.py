@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_a_driver_that_has_no_agent_yet_has_one_later(tmp_path: Path) -> None:
     assert drivers.log(KEY, 0, 9) == (b"", 0)
     ray.agent = "http://agent:1"
     assert drivers.log(KEY, 0, 9) == (b"hello", 5)
+
+
+def answers_in_memory() -> int:
+    return sum(type(each) is httpx.Response for each in gc.get_objects())
+
+
+def test_an_answer_that_was_read_waits_for_no_garbage_collection(tmp_path: Path) -> None:
+    drivers = Ray(b"0123456789").drivers(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        before = answers_in_memory()
+        drivers.log(KEY, 0, 4)
+        assert answers_in_memory() == before
+    finally:
+        gc.enable()
 
 
 def test_it_is_said_who_of_ray_does_not_answer(tmp_path: Path) -> None:

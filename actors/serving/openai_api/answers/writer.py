@@ -194,7 +194,7 @@ class ChatWriter(_Writer):
         written = [
             ChatChoice(
                 index=index,
-                message=(reply := self._reply(choice.text)),
+                message=(reply := self._reply(choice)),
                 finish_reason=self._finish_reason(choice.finish_reason, bool(reply.tool_calls)),
                 logprobs=chat_logprobs(choice.logprobs, self._names(bytes_of)) if choice.logprobs else None,
                 stop_reason=self._stop_reason(choice),
@@ -231,7 +231,8 @@ class ChatWriter(_Writer):
         carries = bool(delta.logprobs or tokens)
         parts = [Delta(content=delta.text)] if delta.text or carries else []
         if parser is not None:
-            pieces = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+            ended, pieces = delta.finish_reason, parser.feed(delta.text)
+            pieces += [] if ended is None else parser.finish(is_cut=ended == "length")
             shown = [_delta(piece) for piece in pieces if self._shows_reasoning or not piece.reasoning]
             parts = shown or ([Delta(content="")] if carries else [])
         events = b""
@@ -246,11 +247,11 @@ class ChatWriter(_Writer):
             events += self._choice(choice)
         return events
 
-    def _reply(self, text: str) -> Reply:
+    def _reply(self, choice: ChoiceState) -> Reply:
         parser = self._use.parser()
         if parser is None:
-            return Reply(content=text)
-        pieces = parser.feed(text) + parser.finish()
+            return Reply(content=choice.text)
+        pieces = parser.feed(choice.text) + parser.finish(is_cut=choice.finish_reason == "length")
         calls: dict[int, ToolCall] = {}
         for part in (piece.call for piece in pieces if piece.call is not None):
             before = calls.get(part.index)

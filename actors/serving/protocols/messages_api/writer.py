@@ -45,7 +45,7 @@ class MessagesWriter:
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Item:
         (choice,) = choices
         self._is_cut, self._stop = choice.finish_reason == "length", choice.stop or None
-        for piece in self._parser.feed(choice.text) + self._parser.finish():
+        for piece in self._parser.feed(choice.text) + self._parser.finish(is_cut=self._is_cut):
             self._events_of(piece, [])
         for block in self._blocks:
             if block["type"] == "tool_use":
@@ -60,7 +60,7 @@ class MessagesWriter:
         is_end = delta.finish_reason is not None
         self._is_cut, self._stop = delta.finish_reason == "length", delta.stop or None
         out: list[bytes] = []
-        for piece in self._parser.feed(delta.text) + (self._parser.finish() if is_end else []):
+        for piece in self._parser.feed(delta.text) + (self._parser.finish(is_cut=self._is_cut) if is_end else []):
             self._events_of(piece, out)
         return b"".join(out)
 

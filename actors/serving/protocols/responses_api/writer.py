@@ -40,7 +40,7 @@ class ResponsesWriter:
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Item:
         (choice,) = choices
-        for piece in self._pieces(choice.text, at_end=True):
+        for piece in self._pieces(choice.text, choice.finish_reason):
             self._events_of(piece, [])
         self._close([])
         if choice.logprobs:
@@ -61,7 +61,7 @@ class ResponsesWriter:
         scored = chat_logprobs(delta.logprobs, bytes_of).model_dump()["content"] if delta.logprobs else []
         self._is_cut = delta.finish_reason == "length"
         out: list[bytes] = []
-        for piece in self._pieces(delta.text, at_end=delta.finish_reason is not None):
+        for piece in self._pieces(delta.text, delta.finish_reason):
             self._events_of(piece, out, scored)
             scored = []
         return b"".join(out)
@@ -77,8 +77,10 @@ class ResponsesWriter:
         body = error.body.error
         return self._event("error", message=body.message, code=body.code, param=body.param)
 
-    def _pieces(self, text: str, *, at_end: bool) -> list[Piece]:
-        return self._parser.feed(text) + (self._parser.finish() if at_end else [])
+    def _pieces(self, text: str, reason: str | None) -> list[Piece]:
+        """Returns the pieces of new text. `reason` is the finish reason if the output ends with this text."""
+        pieces = self._parser.feed(text)
+        return pieces if reason is None else pieces + self._parser.finish(is_cut=reason == "length")
 
     def _events_of(self, piece: Piece, out: list[bytes], scored: Sequence[Item] = ()) -> None:
         if (call := piece.call) is not None:

@@ -116,7 +116,10 @@ class RayJobs:
 
     def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         try:
-            return self._http.request(method, path, **kwargs)
+            answer = self._http.request(method, path, **kwargs)
+            # Its stream refers to the answer: as a cycle, a list of all jobs would stay until a garbage collection.
+            answer.stream = httpx.ByteStream(b"")
+            return answer
         except httpx.HTTPError as error:
             url = self._http.base_url.join(path).copy_with(raw_path=b"/")
             raise ClusterError(f"Ray does not answer at {url}: {error}.", hint="See logs/head.log.") from None

@@ -118,6 +118,30 @@ def test_calls_beyond_the_allowed_number_are_dropped() -> None:
     assert parsed(OutputParser(syntax_of("hermes"), max_calls=1), list(output)) == ("", "", [("f0", "{}")])
 
 
+@pytest.mark.parametrize(
+    ("syntax", "output", "first"),
+    [
+        (syntax_of("hermes"), '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"', 55),
+        (syntax_of("llama3"), '{"name": "f", "parameters": {}}; {"name": "g"', 33),
+        (syntax_of("mistral"), '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"', 45),
+        (syntax_of("deepseek"), f"{DEEPSEEK.format('f', '{}')}\n{DEEPSEEK.format('g', '[1]')}"[:-40], 0),
+        (ToolSyntax("array", starts=("[",)), '[{"name":"f","arguments":{}},{"name":"g"', 29),
+    ],
+)
+def test_a_further_call_that_the_length_limit_cuts_is_no_text(syntax: ToolSyntax, output: str, first: int) -> None:
+    for end in range(first or len(DEEPSEEK.format("f", "{}")), len(output) + 1):
+        for parts in ([output[:end]], list(output[:end])):
+            parser = OutputParser(syntax)
+            pieces = [piece for part in parts for piece in parser.feed(part)] + parser.finish(is_cut=True)
+            reasoning, text, calls = read(pieces)
+            assert (reasoning, text, calls[0]) == ("", "", ("f", "{}")), output[:end]
+
+
+def test_the_beginning_of_a_dropped_call_is_no_text() -> None:
+    output = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g"'
+    assert parsed(OutputParser(syntax_of("hermes"), max_calls=1), [output]) == ("", "", [("f", "{}")])
+
+
 def test_forced_outputs_are_calls_and_nothing_else() -> None:
     array = '[{"name":"f","arguments":{"a":"]"}},{"name":"g","arguments":{}}]'
     calls = [("f", '{"a":"]"}'), ("g", "{}")]

@@ -62,6 +62,20 @@ def test_a_stream_says_the_same_piece_by_piece(client: OpenAI) -> None:
     ]
 
 
+def test_a_call_that_max_tokens_cuts_is_no_text_beside_the_calls_before_it(client: OpenAI) -> None:
+    ask: Any = {**ASK, "tools": [tool()], "stop": None, "max_tokens": len(CALL + END + CALL) - 40}
+    whole = client.chat.completions.create(**ask).choices[0]
+    with client.chat.completions.stream(**ask) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.current_completion_snapshot.choices[0]
+    for choice in (whole, streamed):
+        assert choice.finish_reason == "length"
+        assert (choice.message.content or "").endswith("I look.")
+        assert "tool_call" not in (choice.message.content or "")
+        assert len(choice.message.tool_calls or ()) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_tools_of_a_request_are_looked_at_once(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
