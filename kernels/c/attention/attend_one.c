@@ -1,7 +1,10 @@
 /* Attention of one new token: each key and value is read once, as it lies, for all query heads of the group. */
 #include "attention.h"
 
-#define TILE 64
+#define TILE 64                /* the most positions of a tile, */
+#define TILE_BYTES (16 * 1024) /* and the most of its keys and values: two tiles fit the first cache */
+#define LINE 64                /* bytes */
+#define STRETCH 64             /* numbers of a head, with each of which some lines are asked for */
 #define HEADS_AT_ONCE 4
 #define ONE_GROUP 16
 
@@ -50,8 +53,33 @@ INLINE vf sums(vf *x) {
 #endif
 }
 
+/* Positions that will be read next, and the lines of theirs that memory is asked for meanwhile: first those of the keys,
+ * then, `values` bytes further, those of the values; of each position `bytes` from `begin` on, all heads of the item. */
+typedef struct {
+    const char *rows[TILE + VL];
+    int64_t count; /* of this sequence: none when they are the next sequence's */
+    int64_t known, position, begin, at, bytes, values;
+} Tile;
+
+/* How many lines, if it is `lines` in bfloat16: so many that all are asked for, whatever the size of heads and groups. */
+INLINE int pace(Form form, int lines) { return form == FLOAT32 ? 2 * lines : lines; }
+
+/* Asks for the next lines. A few at a time: a burst would wait for memory itself. */
+INLINE void fetch(Tile *tile, int lines) {
+#pragma GCC unroll 6
+    for (int i = 0; i < lines && tile->position < tile->known; i++) {
+        __builtin_prefetch(tile->rows[tile->position] + tile->begin + tile->at);
+        if ((tile->at += LINE) < tile->bytes) continue;
+        tile->at = 0;
+        if (++tile->position < tile->known || !tile->values) continue;
+        tile->position = 0;
+        tile->begin += tile->values;
+        tile->values = 0;
+    }
+}
+
 /* scores of VL positions whose keys are at `rows`, for one head's q; those of codes are yet to be scaled. */
-INLINE vf score(const char *const *rows, const void *q, int64_t dim, Form form) {
+INLINE vf score(const char *const *rows, const void *q, int64_t dim, Tile *next, Form form) {
     vf acc[VL];
     for (int t = 0; t < VL; t++) acc[t] = (vf){0};
     for (int64_t at = 0; at < dim; at += CHUNK) {
@@ -62,6 +90,7 @@ INLINE vf score(const char *const *rows, const void *q, int64_t dim, Form form) 
             __m512bh pairs = (__m512bh)_mm512_loadu_si512((const uint16_t *)q + at);
 #pragma GCC unroll 16
             for (int t = 0; t < VL; t++) {
+                if (at % STRETCH == 0) fetch(next, pace(form, 1));
                 __m512bh k = (__m512bh)_mm512_loadu_si512((const uint16_t *)rows[t] + at);
                 acc[t] = (vf)_mm512_dpbf16_ps((__m512)acc[t], k, pairs);
             }
@@ -70,6 +99,7 @@ INLINE vf score(const char *const *rows, const void *q, int64_t dim, Form form) 
 #endif
 #pragma GCC unroll 16
         for (int t = 0; t < VL; t++) {
+            if (at % STRETCH == 0) fetch(next, pace(form, 1));
             vf even, odd;
             split(rows[t], at, &even, &odd, form);
             acc[t] += even * q_even + odd * q_odd;
@@ -80,7 +110,7 @@ INLINE vf score(const char *const *rows, const void *q, int64_t dim, Form form) 
 
 /* out[heads][chunks * CHUNK] += weights of `heads` heads x values, for some chunks of the head. */
 INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, int64_t at, const float *weights,
-                float *out, int64_t dim, Form form) {
+                float *out, int64_t dim, Tile *next, Form form) {
     vf even[HEADS_AT_ONCE][2], odd[HEADS_AT_ONCE][2];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
@@ -90,6 +120,7 @@ INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, i
             odd[h][c] = load_f32(out + h * dim + at + c * CHUNK + VL);
         }
     for (int64_t t = 0; t < count; t++) {
+        if (at % STRETCH == 0) fetch(next, pace(form, heads == 1 ? 3 : 2));
         vf v_even[2], v_odd[2];
 #pragma GCC unroll 2
         for (int c = 0; c < chunks; c++) split(rows[t], at + c * CHUNK, &v_even[c], &v_odd[c], form);
@@ -114,10 +145,10 @@ INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, i
 
 /* The same for all heads of a group and all of the head. */
 INLINE void mix_all(int64_t group, const char *const *rows, int64_t count, const float *weights, float *out,
-                    int64_t dim, Form form) {
+                    int64_t dim, Tile *next, Form form) {
     for (int64_t h = 0; h < group; h += HEADS_AT_ONCE, weights += HEADS_AT_ONCE * TILE, out += HEADS_AT_ONCE * dim) {
         int64_t heads = group - h < HEADS_AT_ONCE ? group - h : HEADS_AT_ONCE, at = 0;
-#define MIX(HEADS, CHUNKS) mix(HEADS, CHUNKS, rows, count, at, weights, out, dim, form)
+#define MIX(HEADS, CHUNKS) mix(HEADS, CHUNKS, rows, count, at, weights, out, dim, next, form)
         for (; at + 2 * CHUNK <= dim; at += 2 * CHUNK)
             heads == 4 ? MIX(4, 2) : heads == 3 ? MIX(3, 2) : heads == 2 ? MIX(2, 2) : MIX(1, 2);
         if (at < dim) heads == 4 ? MIX(4, 1) : heads == 3 ? MIX(3, 1) : heads == 2 ? MIX(2, 1) : MIX(1, 1);
@@ -170,42 +201,27 @@ INLINE void scale(float *numbers, const float *scales, int64_t count) {
     for (int64_t t = 0; t < count; t += VL) store_f32(numbers + t, load_f32(numbers + t) * load_f32(scales + t));
 }
 
-/* Positions whose keys and values will be read next, all heads of the item. */
-typedef struct {
-    const char *rows[TILE + VL];
-    int64_t count; /* of this sequence: none when the next sequence's are fetched already */
-    int64_t fetched, known;
-} Tile;
-
-/* Ask for the lines of some more of the tile's positions. A little at a time: a burst would wait for memory itself. */
-INLINE void fetch(const Item *item, Tile *tile, int64_t positions, int bf16) {
-    const Geometry *g = item->of;
-    int64_t begin = item->kv_head * head_bytes(g, bf16), bytes = item->kv_heads * head_bytes(g, bf16);
-    int64_t values = values_behind(g, bf16), until = tile->fetched + positions;
-    if (until > tile->known) until = tile->known;
-    for (; tile->fetched < until; tile->fetched++) {
-        const char *row = tile->rows[tile->fetched] + begin;
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + values + at, 0, 2);
-    }
-}
-
 INLINE int64_t first_position(const Geometry *g, int64_t sequence) {
     int64_t length = g->context_lens[sequence];
     return g->window > 0 && length > g->window ? length - g->window : 0;
 }
 
-/* Locate a tile of positions; after the sequence's last one the next sequence's first. */
+/* Locates a tile of positions; after the sequence's last one the next sequence's first. */
 INLINE void look_ahead(const Item *item, int64_t at, Tile *tile, int bf16) {
     const Geometry *g = item->of;
-    int64_t sequence = item->sequence;
-    *tile = (Tile){.fetched = 0};
+    int64_t sequence = item->sequence, bytes = item->kv_heads * head_bytes(g, bf16);
+    tile->count = tile->known = tile->position = 0;
     int is_other = at >= g->context_lens[sequence];
     if (is_other && ++sequence == g->batch) return;
     if (is_other) at = first_position(g, sequence);
-    int64_t left = g->context_lens[sequence] - at;
-    tile->known = left < TILE ? left : TILE;
+    int64_t most = TILE_BYTES / (2 * bytes) / VL * VL, left = g->context_lens[sequence] - at;
+    most = most < VL ? VL : most > TILE || g->int8 ? TILE : most; /* to widen codes takes longer than memory does */
+    tile->known = left < most ? left : most;
     tile->count = is_other ? 0 : tile->known;
+    tile->begin = item->kv_head * head_bytes(g, bf16);
+    tile->at = 0;
+    tile->bytes = bytes;
+    tile->values = values_behind(g, bf16);
     locate(item, sequence, at, tile->known, tile->rows, bf16);
 }
 
@@ -231,7 +247,6 @@ INLINE void attend(const Item *item, Form form, int bf16) {
     look_ahead(item, at, tile, bf16);
     for (; tile->count > 0; next = tile, tile = tile == tiles ? tiles + 1 : tiles) {
         look_ahead(item, at += tile->count, next, bf16);
-        int64_t share = next->known / (item->kv_heads * ((tile->count + VL - 1) / VL)) + 1;
         for (int64_t head = 0; head < item->kv_heads; head++) {
             int64_t first = head * group, begin = (item->kv_head + head) * head_bytes(g, bf16);
             const char *k[TILE + VL], *v[TILE];
@@ -244,17 +259,15 @@ INLINE void attend(const Item *item, Form form, int bf16) {
                 read_scales(v, tile->count, dim, v_scales);
             }
             for (int64_t t = tile->count; t % VL; t++) k[t] = k[0];
-            for (int64_t t = 0; t < tile->count; t += VL) {
-                fetch(item, next, share, bf16);
+            for (int64_t t = 0; t < tile->count; t += VL)
                 for (int64_t h = 0; h < group; h++)
-                    store_f32(weights + h * TILE + t, score(k + t, q + (first + h) * dim * width, dim, form));
-            }
+                    store_f32(weights + h * TILE + t, score(k + t, q + (first + h) * dim * width, dim, next, form));
             for (int64_t h = 0; h < group; h++) {
                 if (form == CODES) scale(weights + h * TILE, k_scales, tile->count);
                 soften(g, weights + h * TILE, tile->count, most + first + h, total + first + h, out + (first + h) * dim);
                 if (form == CODES) scale(weights + h * TILE, v_scales, tile->count);
             }
-            mix_all(group, v, tile->count, weights, out + first * dim, dim, form);
+            mix_all(group, v, tile->count, weights, out + first * dim, dim, next, form);
         }
     }
     for (int64_t h = 0; h < heads; h++) {
