@@ -68,7 +68,7 @@ async def test_a_traced_request_has_a_span_for_each_phase(stream: bool) -> None:
         assert edges == sorted(edges)
         assert root.start_s <= edges[0]
         assert edges[-1] <= root.end_s
-        assert phases[-1].end_s - phases[-1].start_s >= 0.15, "four tokens at 20 a second"
+        assert phases[-1].end_s - phases[-1].start_s >= 0.05, "four tokens at 20 a second; the first may arrive late"
 
 
 @pytest.mark.asyncio

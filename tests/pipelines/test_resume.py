@@ -40,7 +40,7 @@ def files_in(out: str | Path) -> dict[str, bytes]:
 def killed(corpus: Path, out: Path, tokenizer: str, kills: int, seed: int) -> list[list[int]]:
     """Runs of a build: the chunks finished before and after each, its exit code, and 1 if the dataset is complete."""
     args = [sys.executable, str(SCRIPT), str(corpus), str(out), tokenizer, str(kills), str(seed)]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(args, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
 

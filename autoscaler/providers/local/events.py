@@ -20,8 +20,8 @@ def poke(run_dir: Path) -> None:
         return  # no watcher
     try:
         os.write(fd, b".")
-    except BlockingIOError:
-        pass  # the watcher has wake-ups pending
+    except (BlockingIOError, BrokenPipeError):
+        pass  # the watcher has wake-ups pending, or has just ended
     finally:
         os.close(fd)
 

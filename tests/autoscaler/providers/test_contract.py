@@ -106,7 +106,7 @@ def hosts(clock: VirtualClock, folder: Path) -> Source:
     def work(_: Provider) -> None:
         clock.advance(LATER_S)
         for thread in [thread for each in made for thread in tuple(each._at_work.values())]:
-            thread.join(20)
+            thread.join(120)
 
     return Source(make, work, lambda: len(machines.running()))
 

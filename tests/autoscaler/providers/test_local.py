@@ -7,11 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.autoscaler.providers.local.events import poke
+from raytide.autoscaler.providers.local import events
+from raytide.autoscaler.providers.local.events import Watcher, poke
 from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
@@ -23,7 +25,7 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 TYPE = NodeType(
     name="g1", resources={"CPU": 2, "GPU": 1}, market=CapacityType.SPOT, price_micro_usd_h=900_000, zones=("a", "b")
 )
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -246,6 +248,19 @@ def test_two_controllers_that_watch_for_a_moment_do_not_end_each_other_s_watch(
         poke(tmp_path)
     watchers = [provider._watcher for provider in providers]
     assert all(watcher is not None and watcher._thread.is_alive() for watcher in watchers)
+
+
+def test_a_watcher_that_ends_while_it_is_woken_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nodes").mkdir()
+    watcher, write = Watcher(tmp_path, lambda: None), os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        watcher.close()
+        return write(fd, data)
+
+    monkeypatch.setattr(events, "os", SimpleNamespace(**{**vars(os), "write": write_late}))
+    poke(tmp_path)
+    assert not watcher._thread.is_alive()
 
 
 def test_a_notice_is_reported_and_stands_until_the_node_ends(make: Callable[[], LocalProvider], tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_of_many_that_begin_together_one_gets_it(place: str, claim: Make) -> Non
     for each in threads:
         each.start()
     for each in threads:
-        each.join(30)
+        each.join(120)
     assert len(won) + len(refused) == 6
     wait_until(lambda: sum(one._lost is None for one in won) == 1)
     held = read_claim(place)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_a_process_is_found_in_the_middle_of_an_exec(
     (entry / "exe").symlink_to("/bin/sh")
     (entry / file).touch()
     monkeypatch.setattr(process, "_PROC", tmp_path)
-    monkeypatch.setattr(process.time, "sleep", lambda seconds: (entry / file).write_bytes(content))
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=lambda _: (entry / file).write_bytes(content)))
     found = marked("MARK", "x") if file == "environ" else process.running(["-m", "x"])
     assert [each.pid for each in found] == [sleeper.pid]
 
@@ -130,7 +130,7 @@ def test_an_open_port_is_passed_by_on_whatever_address_it_is_open(monkeypatch: p
     with socket.create_server(("127.0.0.2", free_port())) as open_:
         taken, free = open_.getsockname()[1], free_port()
         drawn = iter((taken, taken, free))
-        monkeypatch.setattr(random, "choice", lambda ports: next(drawn))
+        monkeypatch.setattr(process, "random", SimpleNamespace(choice=lambda ports: next(drawn)))
         assert free_port() == free
 
 

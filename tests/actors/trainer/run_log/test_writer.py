@@ -223,7 +223,7 @@ def test_a_store_that_cannot_be_listed_hides_no_error_of_the_run_and_ends_no_fin
     def unreachable(folder: str) -> dict[str, int]:
         raise ConnectionError("unreachable")
 
-    spec = small.model_copy(update={"out": "memory://not-listed/run"})
+    spec = small.model_copy(update={"out": f"memory://{Path(small.out).parent.name}/not-listed"})
     record = record_of(spec)
     monkeypatch.setattr(record.folder.store, "sizes", unreachable)
 

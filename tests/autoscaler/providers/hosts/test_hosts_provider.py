@@ -67,7 +67,7 @@ def make(tmp_path: Path, clock: VirtualClock, machines: FakeMachines) -> Iterato
 def settled(provider: HostsProvider) -> dict[str, Machine]:
     """The machines once no thread is at work."""
     for thread in tuple(provider._at_work.values()):
-        thread.join(20)
+        thread.join(120)
     return {machine.node_id: machine for machine in provider.machines()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,13 @@ metadata:
       empty: {}
       twin: *new
 """
+
+
+@pytest.fixture
+def strict_umask() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -52,6 +61,7 @@ def test_a_new_speed_is_relative_to_that_of_the_reference(tmp_path: Path, newlin
     assert path.read_bytes() == added.replace("empty: {}", "empty: {speed: 1.5}").encode()
 
 
+@pytest.mark.usefixtures("strict_umask")
 def test_the_repository_s_example_is_changed_and_still_loads(tmp_path: Path) -> None:
     path = write(tmp_path, EXAMPLE.read_text())
     path.chmod(0o640)

@@ -51,7 +51,9 @@ def write_speed(path: Path, node_type: str, ratio: float, reference: str) -> Spe
     wanted = {**types, node_type: {**types[node_type], _KEY: after}}
     if _types(changed, path) != wanted or _without(changed) != _without(text):
         raise ConfigError(f"the entry {node_type} of {path} cannot be changed alone.", hint=_BY_HAND)
-    write_text(path, changed, mode=stat.S_IMODE(path.stat().st_mode))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write_text(path, changed, mode=mode)
+    path.chmod(mode)  # the umask may have taken some of it from the new file
     return SpeedChange(path, node_type, before, after)
 
 
