@@ -1,13 +1,16 @@
-"""An endpoint with an SLO on real raylets: its spot nodes are taken back, on demand serves, spot takes over again."""
+"""An endpoint with an SLO on real raylets: its spot nodes are taken back, on demand serves, spot takes over again, and
+as many requests are in time as were promised."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.soak.users import Clients
 
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim, set_stockouts
@@ -20,6 +23,12 @@ from raytide.core.objects.node import NodeState
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=20.0)
+SLOW = Speed(prefill_tps=1000.0, slots=4, tpot_ms=50.0)
+SLO_S = 5.0
+EXPLAINED = re.compile(
+    r"99 % in time are asked, (none so far|(?P<attained>[\d.]+) % in the last week); of the (?P<all>\d+), "
+    r"the usual rate needs (?P<busy>\d+), bursts (?P<bursts>\d+) more, lost nodes (?P<lost>\d+) more"
+)
 
 
 @pytest.fixture
@@ -72,6 +81,51 @@ def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
         assert all(str(a["reason"]).startswith("endpoint slo has 2 replicas without it; saves") for a in drains)
         for line in scales:
             say(line)
+
+
+def test_a_storm_that_takes_the_fullest_zone_again_and_again_leaves_the_promised_share_in_time(
+    up: LocalCluster, tmp_path: Path, eventually: Callable[..., None], say: Callable[[str], None]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    replicas = Replicas(
+        min=1, max=4, slo_ttft_s=SLO_S, slo_target=0.99, cold_start_s=30.0, speed={"cpu2": SLOW, "cpu1.spot": SLOW}
+    )
+    engine = {"kind": "fake", "tokens_per_s": 1000.0 / SLOW.tpot_ms, "max_running": SLOW.slots}
+    spec = ServeSpec(name="kept", model=str(tmp_path), engine=engine, replicas=replicas)
+    with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
+        handle = tide.serve(spec).wait(replicas=1, timeout_s=180.0)
+
+        def spot() -> list[tuple[str, str]]:
+            nodes = [node for node in tide.status().nodes if node.state is NodeState.READY]
+            return [(node.zone, node.id) for node in nodes if node.type == "cpu1.spot"]
+
+        def is_whole() -> bool:
+            status = handle.refresh().status
+            return bool(spot()) and status.ready_replicas >= max(2, status.endpoint.target_replicas)
+
+        clients = Clients(handle.base_url, handle.name, seed=0, per_s=2.0)
+        for _ in range(4):
+            eventually(is_whole, within_s=300.0)
+            there = spot()
+            fullest = Counter(zone for zone, _ in there).most_common(1)[0][0]
+            for zone, node_id in there:
+                if zone == fullest:
+                    reclaim(up.run_dir, node_id)
+            answered = clients.ended["answered"]
+            eventually(lambda answered=answered: clients.ended["answered"] >= answered + 100, within_s=300.0)
+        assert clients.close(timeout_s=60.0) == 0
+        in_time = sum(first_s <= SLO_S for first_s in clients.first_s)
+        say(f"{clients.sent} sent, {in_time} in time; {dict(clients.ended)}")
+        assert in_time >= 0.989 * clients.sent
+        reasons = (str(a["reason"]) for plan in tide.client.plans(limit=500) for a in plan["actions"])
+        explained = [found for reason in reasons if (found := EXPLAINED.search(reason))]
+        for found in explained:
+            say(found.group())
+        attained = [float(found["attained"]) for found in explained if found["attained"]]
+        assert attained
+        assert attained[-1] >= 98.9
+        assert all(int(found["all"]) == sum(map(int, found.group("busy", "bursts", "lost"))) for found in explained)
+        assert any(int(found["bursts"]) + int(found["lost"]) > 0 for found in explained)
 
 
 class Asking:

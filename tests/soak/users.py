@@ -58,14 +58,16 @@ def hold_elsewhere(cluster: LocalCluster, job_id: str) -> subprocess.Popen[bytes
 class Clients:
     """A trickle of streamed requests, each by the official client in a thread. It counts how each of them ended."""
 
-    def __init__(self, base_url: str, model: str, seed: int) -> None:
-        self._base_url, self._model = base_url, model
+    def __init__(self, base_url: str, model: str, seed: int, per_s: float = 1.0) -> None:
+        self._base_url, self._model, self._per_s = base_url, model, per_s
         self._chance = random.Random(seed)
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._asking: list[threading.Thread] = []
         self.ended: Counter[str] = Counter()
         """Requests by outcome: `answered`, or the name of the error."""
+        self.first_s: list[float] = []
+        """The seconds that each answered request waited for the first of its answer."""
         self.sent = 0
         self._thread = threading.Thread(target=self._trickle, name="clients", daemon=True)
         self._thread.start()
@@ -83,7 +85,7 @@ class Clients:
         """One request from beginning to end."""
         from openai import OpenAI, OpenAIError
 
-        tokens = 24
+        tokens, asked_s = 24, time.monotonic()
         try:
             with OpenAI(base_url=self._base_url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
                 stream = client.completions.create(
@@ -94,15 +96,20 @@ class Clients:
                     stream_options={"include_usage": True},
                     extra_body={"ignore_eos": True},
                 )
-                used = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+                chunks = iter(stream)
+                used, first_s = [next(chunks).usage], time.monotonic() - asked_s
+                used += [chunk.usage for chunk in chunks]
         except OpenAIError as error:
             return type(error).__name__
         except Exception as error:  # the client does not wrap a stream that is cut: httpx.RemoteProtocolError
             return f"{type(error).__module__}.{type(error).__name__}"
-        return "answered" if used == [tokens] else "cut short"
+        if [usage.completion_tokens for usage in used if usage is not None] != [tokens]:
+            return "cut short"
+        self.first_s.append(first_s)
+        return "answered"
 
     def _trickle(self) -> None:
-        while not self._over.wait(self._chance.expovariate(1.0)):
+        while not self._over.wait(self._chance.expovariate(self._per_s)):
             if self.sent - self.ended.total() >= MOST_ASKING:
                 continue
             thread = threading.Thread(target=self._count, name="request", daemon=True)
