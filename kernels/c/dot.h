@@ -180,21 +180,33 @@ INLINE int32_t store_codes(const vi *codes, int8_t *to) {
 #endif
 }
 
-/* Rounds a part to -127..127 times the scale and returns the sum of its codes; the scale is NaN if a number is not
- * finite. */
-INLINE int32_t round_part(const vf *part, int8_t *to, float *scale) {
-    vi most = (vi)part[0] & 0x7fffffff, codes[PART / VL];
-    for (int j = 1; j < PART / VL; j++) most = larger(most, (vi)part[j] & 0x7fffffff);
+/* The larger amounts of `most` and a part's numbers, as bits: those of numbers that are not finite are the largest. */
+INLINE vi larger_amounts(vi most, const vf *part) {
+    for (int j = 0; j < PART / VL; j++) most = larger(most, (vi)part[j] & 0x7fffffff);
+    return most;
+}
+
+/* The scale of numbers whose amounts are at most `most`: the largest / 127, NaN if one is not finite. */
+INLINE float scale_of(vi most) {
     int32_t largest = largest_lane(most);
     float amount;
     memcpy(&amount, &largest, 4);
-    int finite = largest < 0x7f800000;
-    *scale = finite ? amount / 127.0f : NAN;
-    int32_t kept = finite && *scale > 0 ? -1 : 0;
+    return largest < 0x7f800000 ? amount / 127.0f : NAN;
+}
+
+/* Rounds a part to -127..127 times the scale and returns the sum of its codes. */
+INLINE int32_t round_by(float scale, const vf *part, int8_t *to) {
+    vi codes[PART / VL];
+    int32_t kept = scale > 0 ? -1 : 0;
     vf magic = splat(12582912.0f), limit = splat(127.0f); /* adding 1.5 * 2^23 rounds to an integer */
     for (int j = 0; j < PART / VL; j++) {
-        vf code = part[j] / *scale + magic - magic;
+        vf code = part[j] / scale + magic - magic;
         codes[j] = __builtin_convertvector(minimum(maximum(code, -limit), limit), vi) & kept;
     }
     return store_codes(codes, to);
+}
+
+INLINE int32_t round_part(const vf *part, int8_t *to, float *scale) {
+    *scale = scale_of(larger_amounts((vi){0}, part));
+    return round_by(*scale, part, to);
 }

@@ -1,7 +1,7 @@
 /* What is computed token by token: norms, rotation and cache write, activations. Roundings to bfloat16 fall where the
  * reference in ref.py has them. */
+#include "dot.h"
 #include "parallel.h"
-#include "vector.h"
 
 #define GRAIN 16384 /* numbers in an item */
 #define WEIGHT 4    /* a number costs as much as some multiplications */
@@ -86,20 +86,26 @@ typedef struct {
     int bf16, int8;
 } RopeTask;
 
+/* PART numbers of a head from `at` on; zeros behind its last. */
+INLINE const vf *read_part(const void *head, int64_t at, int64_t dim, vf *part, int bf16) {
+    for (int j = 0; j < PART / VL; j++, at += VL) {
+        int64_t left = dim - at;
+        part[j] = left >= VL ? load(head, at, bf16) : left > 0 ? load_some(head, at, left, bf16) : (vf){0};
+    }
+    return part;
+}
+
 /* A head's numbers as codes of -127 to 127, and behind them the float that they are multiples of: the largest amount /
  * 127, NaN if a number is not finite. */
 INLINE void round_head(const void *head, int64_t dim, char *to, int bf16) {
-    float most = 0;
-    int finite = 1;
-    for (int64_t i = 0; i < dim; i++) {
-        float amount = fabsf(load_one(head, i, bf16));
-        finite &= amount < INFINITY;
-        most = amount > most ? amount : most;
-    }
-    float scale = finite ? most / 127.0f : NAN;
-    for (int64_t i = 0; i < dim; i++) {
-        float code = scale > 0 ? load_one(head, i, bf16) / scale + 12582912.0f - 12582912.0f : 0; /* 1.5 * 2^23: rounds */
-        to[i] = (char)(code < -127 ? -127 : code > 127 ? 127 : (int)code);
+    vf part[PART / VL];
+    vi most = {0};
+    for (int64_t at = 0; at < dim; at += PART) most = larger_amounts(most, read_part(head, at, dim, part, bf16));
+    float scale = scale_of(most);
+    for (int64_t at = 0; at < dim; at += PART) {
+        int8_t codes[PART];
+        round_by(scale, read_part(head, at, dim, part, bf16), codes);
+        memcpy(to + at, codes, dim - at < PART ? dim - at : PART);
     }
     memcpy(to + dim, &scale, sizeof scale);
 }
