@@ -121,7 +121,7 @@ def test_rows_that_a_dead_engine_left_run_in_the_next_attempt(tmp_path: Path) ->
         run_batch_job(source, out, dying)
     progress = (tmp_path / "out.jsonl.progress" / "rows.jsonl").read_bytes()
     recorded = [json.loads(line)["line"] for line in progress.splitlines()[1:]]
-    assert len(recorded) <= 100 and all(each["response"]["status_code"] == 200 for each in recorded)
+    assert len(recorded) < 200 and all(each["response"]["status_code"] == 200 for each in recorded)
     said: list[str] = []
     run_batch_job(source, out, SPEC, say=said.append)
     assert said[-2].startswith("200 rows answered, 0 failed")
