@@ -42,8 +42,9 @@ def test_a_killed_test_run_leaves_no_process(
 ) -> None:
     """`./dev test` is this process: the shell replaces itself with pytest."""
     told = tmp_path / "told.json"
-    command = [sys.executable, "-m", "pytest", "tests/live/waits_with_a_cluster.py", "-q", "-p", "no:cacheprovider"]
-    command += [f"--basetemp={tmp_path / 'inner'}", *(["-n1"] if with_workers else [])]
+    # What a shell runs in the background ignores Ctrl-C, and so would this.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "pytest", "tests/live/waits_with_a_cluster.py"]
+    command += ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}", *(["-n1"] if with_workers else [])]
     run = subprocess.Popen(
         command,
         cwd=ROOT,
