@@ -24,3 +24,14 @@ def test_the_folders_of_ended_processes_are_removed_when_the_next_is_made(
     first, second = temporary_folder("exports"), temporary_folder("exports")
     assert left.parent == private_folder("exports")
     assert set(left.parent.iterdir()) == {first, second}
+
+
+def test_a_process_that_makes_and_removes_many_folders_keeps_no_handles_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    temporary_folder("exports").rmdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        temporary_folder("exports").rmdir()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -42,12 +42,18 @@ def private_folder(*names: str) -> Path:
     return folder
 
 
+_held: dict[Path, int] = {}
+"""The locked handles of this process's temporary folders. Those of removed folders are closed when the next is made."""
+
+
 def temporary_folder(*names: str) -> Path:
     """Creates a folder of this process in a private folder. First removes the folders there whose processes have ended.
     A lock on each folder, which the process's end releases, tells them apart.
     """
     home = private_folder(*names)
     with lock(home.with_suffix(".lock")):
+        for gone in [each for each in _held if each.parent == home and not each.exists()]:
+            os.close(_held.pop(gone))
         for left in home.iterdir():
             with suppress(FileNotFoundError):  # its process removes it
                 handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -55,7 +61,8 @@ def temporary_folder(*names: str) -> Path:
                     shutil.rmtree(left, ignore_errors=True)
                 os.close(handle)
         folder = Path(tempfile.mkdtemp(dir=home))
-        take(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
+        _held[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        take(_held[folder], fcntl.LOCK_EX)
     return folder
 
 
