@@ -29,8 +29,8 @@ AFTER_KIND = 21
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the plans' actions as lines, oldest first. A line has the time, kind, object, reason and cost of one
-    action. It is followed by one line for each rejected alternative. A wait that continues over several plans is listed
-    once.
+    action. The action's rejected alternatives follow, with one line each. A wait that continues over several plans is
+    listed once.
     """
     last: dict[tuple[str, str], str] = {}
     out = []

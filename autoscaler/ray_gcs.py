@@ -70,7 +70,8 @@ group, not for a node.
 class GcsReader:
     """Reads nodes and demand from Ray's GCS.
 
-    It connects at the first call, and connects anew at the call after an error. Therefore it finds a restarted GCS.
+    The first call connects to the GCS. After an error, the next call connects anew, so the reader also finds a GCS
+    that was restarted.
     """
 
     def __init__(self, address: str) -> None:
@@ -82,8 +83,8 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Returns Ray's demand. The first entries are the work that Ray cannot place and that a new node might help to
-        place. The other entries are the resources that `request_resources` asks for.
+        """Returns Ray's demand. The first entries are Ray's pending tasks, actors and placement groups, for which a new
+        node may have room. The other entries are the resources that `request_resources` asks for.
 
         raytide's own placement groups are pinned to nodes, so they are left out.
         """

@@ -1,8 +1,8 @@
-"""CPU variants of the operators in C (`kernels/c`), for bfloat16 and float32 and any number of rows.
+"""CPU variants of the operators, written in C (`kernels/c`), for bfloat16 and float32 and any number of rows.
 
-The reference handles shapes and memory layouts that the C code does not support. The result of a row is the same to the
-bit whatever other rows are in the batch. Attention also has a faster variant for single new tokens, without this
-property. `deterministic` engines do not use that variant.
+The reference operators handle shapes and memory layouts that the C code does not support. The result of a row is
+bit-identical for every batch that contains this row. Attention also has a faster variant for single new tokens. The
+results of this variant can depend on the batch, so `deterministic` engines do not use it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 
 
 class PackedLinear:
-    """A linear layer of a weight that is not quantised. It packs the weight and does not keep the unpacked one."""
+    """A linear layer whose weight is not quantised. It packs the weight and keeps only the packed form."""
 
     __slots__ = ("_call", "_kept", "bias_start", "dtype", "is_bf16", "size", "start", "width")
 

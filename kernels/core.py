@@ -29,8 +29,8 @@ LinearInput = Literal["float", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of an RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma multiplies by 1 + weight, so 1 is added at
-    load.
+    """The weights of an RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma multiplies by 1 + weight, so the loader
+    adds 1 to Gemma's weights.
     """
 
     weight: Tensor
@@ -92,9 +92,9 @@ class LayerWeights:
 class Rope:
     """The rotations of heads at the positions of the step's tokens.
 
-    R is the number of a head's numbers that rotate. It is D unless the rotation is partial. In the first R numbers of a
-    head, number i rotates with number i + R/2. The rotation is `x * cos + swapped(x) * sin`, where the first half of
-    `sin_TR` is negated.
+    A head has D numbers, of which the first R rotate. R equals D unless the rotation is partial. Among the first R
+    numbers, number i rotates with number i + R/2. The rotation is `x * cos + swapped(x) * sin`, where the first half
+    of `sin_TR` is negated.
     """
 
     cos_TR: Tensor
@@ -118,9 +118,10 @@ class AttentionSpec:
 class PagedBatch:
     """The sequences of one step and the cache positions of their keys and values, the same for all layers.
 
-    Sequence b has the next `query_lens[b]` tokens of the step. They are the last tokens of its context of
-    `context_lens[b]` tokens. The context's KV is in the blocks of row b of `block_tables_BM`, which is padded with any
-    valid block. The KV of token t itself is written to slot `slots_T[t]`.
+    The tokens of the step are in the order of the sequences. `query_lens[b]` of them belong to sequence b. They are
+    the last tokens of the sequence's context, which has `context_lens[b]` tokens. The context's KV is in the blocks
+    of row b of `block_tables_BM`, which is padded with any valid block. The KV of token t itself is written to slot
+    `slots_T[t]`.
     """
 
     query_lens: list[int]
@@ -136,10 +137,11 @@ class QuantizedWeight:
 
     - w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g]
 
-    All file formats are read into this form, and each device packs its own form from it. Here each signed code takes a
-    byte. Codes of 8 bits are -128 to 127, those of 4 bits are -8 to 7. Scales and offsets are float32, because products
-    of a file's bfloat16 numbers must not be rounded to bfloat16. A symmetric weight has no offsets. If the groups were
-    formed in another order (GPTQ's `g_idx`), column k of the codes belongs to input columns_K[k].
+    All file formats are read into this form. Each device converts this form to a packed form of its own. In this
+    form, each signed code takes a byte. Codes of 8 bits are -128 to 127, those of 4 bits are -8 to 7. Scales and
+    offsets are float32, because products of a file's bfloat16 numbers must not be rounded to bfloat16. A symmetric
+    weight has no offsets. If the file groups the inputs in another order (GPTQ's `g_idx`), column k of the codes
+    belongs to input columns_K[k].
     """
 
     bits: Literal[4, 8]
@@ -171,13 +173,15 @@ class QuantizedWeight:
 def round_to_nearest(
     weight_NK: Tensor, bits: Literal[4, 8], group_size: int | None = None, symmetric: bool = True
 ) -> QuantizedWeight:
-    """Returns the weight rounded to 8 or 4 bits. The engine quantises output heads with it at load.
+    """Returns the weight rounded to 8 or 4 bits. The engine uses this function when it loads a model whose output head
+    it quantises.
 
-    In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one group.
+    In each output, every group of `group_size` inputs has a scale. If `group_size` is None, all inputs are one
+    group.
 
     - symmetric scale: largest magnitude / 127.5 (4 bits: / 7.5), as in compressed-tensors
-    - asymmetric scale: (largest number - least number) / 255 (4 bits: / 15), with an offset; 0 counts as a number of
-      every group
+    - asymmetric scale: (largest number - least number) / 255 (4 bits: / 15), with an offset; 0 counts as a
+      number of every group
 
     Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """

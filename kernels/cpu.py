@@ -1,8 +1,9 @@
-"""CPU variants of operators: weights packed by oneDNN, and attention over groups of sequences of similar length.
+"""CPU variants of operators: weights packed by oneDNN, and attention that is computed for groups of sequences of
+similar length.
 
-Attention reads the cache once per group. Measured on one core (8 heads, 32 sequences x 128 tokens): a padded SDPA per
-group takes 1.0 ms, a loop over sequences 2.4 ms. Padding adds at most a quarter and one block to the length of a
-context. The KV gathered for a group stays small enough for the processor's cache.
+Attention reads the cache once per group. Measured on one core (8 heads, 32 sequences x 128 tokens): a padded SDPA
+per group takes 1.0 ms, a loop over sequences 2.4 ms. Padding lengthens a context by at most a quarter of its length
+plus one block. The KV gathered for a group stays small enough for the processor's cache.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def can_pack() -> bool:
 
 @register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its weight once. In float32 it also keeps the unpacked weight, which is faster
-    for one row.
+    """Returns a linear layer that packs its weight once. In float32 it also keeps the unpacked weight, because a
+    product with a single row is faster with that form.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     plain = weight if weight.dtype == torch.float32 else None

@@ -41,8 +41,8 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
     """Returns a linear layer. With `input_as` "int8" it computes the exact result that the kernels of all processors
     must equal.
 
-    In that case, each group of inputs is computed in parts of 32 inputs. The sums over a part are sums of integers.
-    Fused multiply-adds in float32 then accumulate. `total` starts at zero in each group:
+    In that case, each group of inputs is computed in parts of 32 inputs. The sum over a part is an exact sum of
+    integers. Fused multiply-adds in float32 then add these sums up. `total` starts at zero in each group:
 
     - within a group: total += sum of the part * scale of the part's inputs
     - over the groups: y += total * scale of the group

@@ -174,8 +174,8 @@ class PassInOneCall:
         return result_R
 
     def layers(self, entered: Entered, positions_T: Tensor, batch: PagedBatch, caches: Sequence[Tensor]) -> None:
-        """Computes the layers without embedding, last norm and head. The tensors in `entered` are overwritten with the
-        last layer's output.
+        """Computes only the decoder layers: not the embedding, the last norm or the head. Overwrites the tensors in
+        `entered` with the last layer's output.
         """
         self._run(self._entering(entered), positions_T, batch, caches)
 
@@ -203,8 +203,8 @@ class PassInOneCall:
 
 
 def pass_in_one_call(ops: Ops, layers: Sequence[LayerWeights], spec: DecoderSpec) -> PassInOneCall | None:
-    """Returns the forward pass in one call. Returns None if the layers need operators or shapes that the C code does
-    not have.
+    """Returns a function that computes the forward pass in one call of the C code. Returns None if the layers need
+    operators or shapes that the C code does not have.
     """
     own = (compiled.norm, compiled.add_norm, compiled.rope_write, compiled.activate, compiled.activate_mul)
     if (ops.norm, ops.add_norm, ops.rope_write, ops.activate, ops.activate_mul) != own or not layers:

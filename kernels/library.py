@@ -92,7 +92,7 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Returns the path of the library's file in `folder`, and builds it if necessary. Raises OSError or
+    """Builds the library in `folder` if its file is missing there, and returns the path of the file. Raises OSError or
     SubprocessError.
 
     Concurrent builds are safe: each process builds a file of its own and moves it into place.

@@ -1,11 +1,11 @@
 """Chooses the implementation of each operator for a device.
 
-Every operator has a torch reference in `ref.py`, registered for the device "any". It defines the correct result, runs
-everywhere, and is the oracle in tests. A faster variant is registered for one device, with a higher priority. If the
-variant needs an instruction set, a compiler or a private API, its probe tells if it works on this machine. A variant is
-invariant if each row of its result is the same to the bit whatever the other rows are. A deterministic engine uses only
-invariant variants. RAYTIDE_OP_<NAME>=ref forces an operator's reference, for instance RAYTIDE_OP_ATTENTION=ref.
-RAYTIDE_OPS=ref forces the references of all operators.
+Every operator has a torch reference in `ref.py`, registered for the device "any". It defines the correct result,
+runs everywhere, and is the oracle in tests. A faster variant is registered for one device, with a higher priority.
+If the variant needs an instruction set, a compiler or a private API, it has a probe, which checks whether the
+variant works on this machine. A variant is invariant if the result of a row is bit-identical for every batch that
+contains this row. A deterministic engine uses only invariant variants. RAYTIDE_OP_<NAME>=ref forces an operator's
+reference, for instance RAYTIDE_OP_ATTENTION=ref. RAYTIDE_OPS=ref forces the references of all operators.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Returns a decorator that registers an implementation of `op` for a device. `probe` returns whether it works on
-    this machine.
+    """Returns a decorator that registers an implementation of `op` for a device. `probe` returns whether the
+    implementation works on this machine.
     """
 
     def remember(impl: Impl) -> Impl:

@@ -1,7 +1,8 @@
 """Builds a token dataset in steps: find files, survey, learn a tokenizer, encode, write.
 
-Finished chunks are kept until the dataset is complete, also if the build fails. All are deleted if the disk is full or
-if no document is kept. A stored chunk that was altered is deleted alone.
+Finished chunks stay stored until the dataset is complete, even if the build fails. There are three exceptions. If
+the disk is full, or if every document is dropped, all chunks are deleted. If a stored chunk was altered, only that
+chunk is deleted.
 """
 
 from __future__ import annotations
@@ -65,15 +66,18 @@ def build(
 ) -> TokenManifest:
     """Builds the dataset and returns its manifest.
 
-    `runner` does the work if it is given. Otherwise `members`, which may change at any time, give the placement groups
-    in which the work is done. Without either, a corpus of at most SMALL_BYTES is built in this process, and a larger
-    one on the connected Ray cluster. The result does not depend on where the work is done.
+    `runner` does the work if it is given. Otherwise the work is done in the placement groups of `members`, which may
+    change at any time. Without either, a corpus of at most SMALL_BYTES is built in this process, and a larger one on
+    the connected Ray cluster. The result does not depend on where the work is done.
 
-    The call is idempotent. A finished dataset of the same spec and inputs is verified and returned. An unfinished one
-    is continued from its finished chunks. An altered one is built again. Raises ConflictError if `out` holds a dataset
-    of another spec or of other inputs, or if another build writes to it. A build that another one has taken over
-    deletes nothing. Raises DataError if there are no input files or no document is kept. If the disk is full, raises
-    StorageError and deletes the finished chunks too.
+    The call is idempotent. If `out` holds a finished dataset of the same spec and inputs, the dataset is verified
+    and returned. If its files were altered, it is built again. An unfinished dataset is continued from its finished
+    chunks.
+
+    Raises ConflictError if `out` holds a dataset of another spec or of other inputs, or if another build writes to
+    `out`. If another build takes over `out` during this call, the call deletes nothing. Raises DataError if there
+    are no input files or no document is kept. If the disk is full, raises StorageError and deletes the finished
+    chunks too.
     """
     claim = Claim([spec.out])
     try:

@@ -27,7 +27,7 @@ CHECKSUM_BYTES = 16
 
 
 class AlteredError(ClusterError):
-    """Raised when a stored result has changed since it was stored, by a power failure or because someone altered it."""
+    """Raised when a stored result has changed. Either a power failure damaged the result, or someone altered it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")

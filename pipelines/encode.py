@@ -49,7 +49,7 @@ class EncodePlan:
         return np.concatenate([np.zeros(0, self.dtype), *tokens]), np.concatenate(lengths)
 
     def is_exact(self, texts: list[str]) -> bool:
-        """Returns whether the engine gives the same ids as `tokenizers` on a sample of the texts."""
+        """Returns whether the engine produces the same ids as `tokenizers` on a sample of the texts."""
         return self.engine.name == "tokenizers" or agree(self.engine.open(), self.engine.reference(), sample_of(texts))
 
 
@@ -115,10 +115,10 @@ class ChunkStage:
 
 
 def encode_texts(plan: EncodePlan, texts: list[str], task: ChunkTask) -> dict[str, bytes]:
-    """Returns the tokens of a chunk and their lengths. If the engine is not exact on the chunk, returns only a mark
-    that says so.
+    """Returns the tokens of a chunk, and the number of tokens of each text. If the engine is not exact on the chunk,
+    returns only a mark that says so.
 
-    The lengths are stored last. If they exist, the tokens exist.
+    The lengths are stored after the tokens. If the lengths exist, the tokens exist.
     """
     if not plan.is_exact(texts):
         return {task.lengths: pack_blob({}, {"is_exact": False})}
@@ -135,7 +135,7 @@ def encode_texts(plan: EncodePlan, texts: list[str], task: ChunkTask) -> dict[st
 
 
 def with_eos(ids: np.ndarray, lengths: np.ndarray, eos_id: int, dtype: TokenDtype) -> np.ndarray:
-    """Returns the ids as `dtype` with `eos_id` after each document."""
+    """Returns the ids, converted to `dtype`, with `eos_id` after each document."""
     out = np.empty(len(ids) + len(lengths), np.dtype(dtype).newbyteorder("<"))
     ends = np.cumsum(lengths + 1) - 1
     is_id = np.ones(len(out), np.bool_)

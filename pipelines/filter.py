@@ -71,8 +71,8 @@ class Survey:
         return {reason: int(counts[i]) for i, reason in enumerate(self.reasons) if i and counts[i]}
 
     def drop(self, documents: NDArray[np.int64], reason: str) -> Survey:
-        """Returns the survey with these documents marked as dropped. Steps over the whole corpus use it to drop
-        documents.
+        """Returns the survey with these documents marked as dropped. Steps that look at the whole corpus use this
+        method to drop documents.
         """
         reasons = self.reasons if reason in self.reasons else (*self.reasons, reason)
         verdicts = self.verdicts.copy()
@@ -109,7 +109,7 @@ class Examined:
     def digest(self, record: Record) -> bytes:
         """Returns the digest by which duplicates and changed inputs are detected.
 
-        If the document was cleaned, it is the digest of the cleaned text. Otherwise it is that of the record.
+        This is the digest of the cleaned text if the document was cleaned, else the digest of the record.
         """
         return digest(record if self.cleaned is None else self.cleaned.text.encode())
 
@@ -135,8 +135,8 @@ class Examiner:
         return Examined(text)
 
     def examine_all(self, records: Sequence[Record], places: Sequence[Place]) -> Iterator[list[Examined]]:
-        """Applies the filter and cleaning to records. Yields a list for each record: one document, or those that a
-        user's stage made from it.
+        """Applies the filter and cleaning to records. Yields one list for each record. The list contains one document,
+        or all documents that a user's stage made from the record.
         """
         filtered = [self.examine(record) for record in records]
         if self.cleaner is None:

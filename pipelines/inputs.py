@@ -114,8 +114,8 @@ def _parts(split: Future[list[InputPart]] | list[InputPart]) -> list[InputPart]:
 def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
     """Groups consecutive parts into chunks of about `chunk_bytes`, so that each task is worth its overhead.
 
-    Once a chunk has half that size, a hash of the next part's name decides if the chunk ends. Therefore an added or
-    removed file changes only nearby chunks, not all later ones.
+    Once a chunk has half of `chunk_bytes`, a hash of the next part's name decides if the chunk ends. Therefore an
+    added or removed file changes only nearby chunks, not all later ones.
     """
     chunks: list[InputChunk] = []
     group: list[InputPart] = []

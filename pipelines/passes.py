@@ -1,5 +1,5 @@
-"""The passes over a corpus. Each chunk is surveyed and encoded once, by any worker. After a kill, stored results are
-used.
+"""The passes over a corpus. Each chunk is surveyed and encoded once, by any worker. If a build is killed, the next
+build uses the stored results.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Reporter:
 
 
 class NotExactError(Exception):
-    """Raised when the engine gives other ids than `tokenizers` for a document of this build."""
+    """Raised when the encoding engine and `tokenizers` produce different ids for a document of this build."""
 
 
 class Passes:
@@ -119,10 +119,11 @@ class Passes:
         return self._join()
 
     def encode(self, plan: EncodePlan) -> Corpus:
-        """Encodes every document that its examination keeps. If `survey` has not examined the documents before, they
-        are examined first.
+        """Encodes every document that passes the filter and cleaning. If `survey` has not examined the documents
+        before, this call examines them first.
 
-        Raises NotExactError if the engine is not exact. The caller then repeats the call with a plan of another engine.
+        Raises NotExactError if the engine is not exact. The caller then repeats the call with a plan that uses
+        another engine.
         """
         self.done_bytes = 0
         self._run(plan)

@@ -51,7 +51,7 @@ class DropSample:
 class ChunkSurvey:
     """The verdicts on a chunk's documents, and samples of dropped documents.
 
-    The row of a sample is counted from the first row of its file that is in the chunk.
+    The row of a sample is relative to its chunk: row 0 is the chunk's first row from the same file.
     """
 
     counts: NDArray[np.int64]
@@ -155,8 +155,8 @@ def _first_of_file(parts: Sequence[InputPart], part: int) -> int:
 
 
 class TextCache:
-    """A cache of chunks' texts that this process has read, up to CACHED_CHARS characters. When full, it takes no more
-    texts.
+    """A cache of the chunk texts that this process has read. It holds up to CACHED_CHARS characters. A full cache takes
+    no more texts.
     """
 
     def __init__(self) -> None:
@@ -244,8 +244,8 @@ class Corpus:
             yield self._select(chunk.parts, start, end, self.examined)
 
     def sample(self, documents: int, seed: int) -> list[Selection]:
-        """Returns a selection of about `documents` kept documents. It is filled part by part, in random order of the
-        parts, so that few row groups are read.
+        """Returns a selection of about `documents` kept documents. The selection is filled part by part, in random
+        order of the parts, so that few row groups are read.
         """
         parts = self._parts()
         starts, left, selections = self._starts(), documents, {}
@@ -263,7 +263,7 @@ class Corpus:
     def sampled_drops(self, options: ReadOptions, examiner: Examiner) -> list[DropSample]:
         """Returns samples of dropped documents: for each reason the first ones in dataset order, up to a limit.
 
-        If a step over the whole corpus dropped a document, its text is read again.
+        The text of a document is read again if a step over the whole corpus dropped the document.
         """
         taken, drops = Counter[str](), list[DropSample]()
         for sample in (*self.samples, *self._dropped_by_corpus_steps(options, examiner)):

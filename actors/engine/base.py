@@ -35,8 +35,8 @@ Prompt = str | Sequence[int]
 class Engine(Protocol):
     """One model that serves many requests at once, from one asyncio event loop.
 
-    Methods that belong to a feature are optional. An engine that does not override such a method raises UsageError when
-    it is called, and does not declare the feature.
+    Methods that belong to a feature are optional. An engine without the feature neither declares it nor overrides
+    its methods. These methods then raise UsageError when they are called.
     """
 
     backend: str = "this"
@@ -49,10 +49,10 @@ class Engine(Protocol):
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         """Streams all samples of one request. The last chunk carries `usage`. Closing the iterator aborts the request.
 
-        If the request has `resume` (feature "resume"), only the rest of the output is streamed, but `usage` counts the
-        whole output. Before the first chunk it may raise UsageError (a bad prompt, or a feature that the engine lacks),
-        NotFoundError (adapter not loaded), ConflictError (request id in use) or OverloadedError (queue full or
-        draining). Raises EngineError if this request fails.
+        If the request has `resume` (feature "resume"), only the rest of the output is streamed, but `usage` counts
+        the whole output. Before the first chunk, the iterator may raise UsageError (a bad prompt, or a feature that
+        the engine lacks), NotFoundError (adapter not loaded), ConflictError (request id in use) or OverloadedError
+        (queue full or draining). It raises EngineError if this request fails.
         """
 
     async def abort(self, request_id: str) -> bool:
@@ -75,7 +75,9 @@ class Engine(Protocol):
         )
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the names of the tokens in the tokenizer's vocabulary. The name of an unknown token is ""."""
+        """Returns the name that each of the tokens has in the tokenizer's vocabulary. The name of an unknown token is
+        "".
+        """
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes that a token adds in the middle of a text. The bytes are UTF-8, but may begin or end inside
@@ -96,8 +98,8 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns how many of a prompt's first tokens would now get their KV from the prefix cache. The cache may be in
-        memory, or on a disk that is faster than computing. Returns 0 if the number is unknown.
+        """Returns the number of tokens, from the start of the prompt, for which the prefix cache has the KV now. The
+        cache may be in memory, or on a disk that is faster than computing. Returns 0 if the number is unknown.
         """
         return 0
 
@@ -152,7 +154,9 @@ class Engine(Protocol):
         refuse(self.backend, "lora")
 
     async def unload_lora(self, name: str) -> None:
-        """Removes an adapter. Raises NotFoundError for an unknown name, ConflictError while requests use it."""
+        """Removes an adapter. Raises NotFoundError for an unknown name. Raises ConflictError while requests use the
+        adapter.
+        """
         refuse(self.backend, "lora")
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
@@ -166,9 +170,9 @@ class Engine(Protocol):
         refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps. Returns everything
-        that another engine needs to continue the request. The request's stream here ends with finish reason "abort".
-        Raises NotFoundError for an unknown request.
+        """Feature "kv_transfer". Removes a request from this engine between two steps, and returns everything that
+        another engine needs to continue it. The request must have only one sample. The request's stream in this engine
+        ends with finish reason "abort". Raises NotFoundError for an unknown request.
         """
         refuse(self.backend, "kv_transfer")
 

@@ -38,8 +38,8 @@ class Structured:
 
     @property
     def size(self) -> int:
-        """The size of the constraint in characters. Each choice counts four more characters, which the grammar puts
-        around the choice.
+        """The size of the constraint in characters. For a tuple of choices, the size includes the four characters that
+        the grammar puts around each choice.
         """
         return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 

@@ -123,7 +123,9 @@ class ScheduledChunk:
 
     @property
     def yields_token(self) -> bool:
-        """True if all tokens of the sequence are computed after this step, so that a next token is sampled."""
+        """True if this step computes the last of the sequence's tokens, so that a next token is sampled. Always False
+        for a pooled prompt.
+        """
         return self.seq.pooled is None and self.start + self.length == len(self.seq.tokens) + len(self.draft)
 
     def add_draft(self, tokens: Items[int]) -> None:
@@ -139,8 +141,8 @@ class Sampled:
 
     Stop tokens, stop strings and length limits are checked elsewhere and do not set `ends`.
 
-    `token` is -1 if no token could be sampled. The reason is then `error`. If there is no `error`, the logits were not
-    finite.
+    `token` is -1 if no token could be sampled. `error` is then the reason. If `error` is None, the reason is that
+    the logits were not finite.
     """
 
     token: int
@@ -170,5 +172,5 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence computes only one token and its draft."""
+        """True if each sequence computes only one token, plus the sequence's draft tokens."""
         return bool(self.chunks) and all(chunk.length == 1 + len(chunk.draft) for chunk in self.chunks)

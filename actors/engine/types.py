@@ -153,7 +153,7 @@ class GenRequest:
     @property
     def salt(self) -> str:
         """The cache salt, combined with a digest of the images. Two requests with different images may have the same
-        prompt tokens. Their salts differ, so that they share no prefix and no answer.
+        prompt tokens. Because their salts differ, the two requests share no cached prefix and no answer.
         """
         if not self.images:
             return self.cache_salt
@@ -172,8 +172,8 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The time in seconds of a finished request in three phases: in the queue, from start to first token, and after
-    that.
+    """The duration of a finished request in seconds, split into three phases: in the queue, from the start to the first
+    token, and after the first token.
     """
 
     queue_s: float
@@ -269,12 +269,13 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a started engine. `features` are its optional features. At most `max_running` sequences run and
-    `max_waiting` more requests wait; 0 means unknown.
+    """The properties of a started engine. `features` are its optional features. The engine runs at most `max_running`
+    sequences, and at most `max_waiting` more requests wait. A limit of 0 means that the limit is unknown.
 
-    `quantization` names the formats of quantized weights and of the inputs that they are computed with. It is empty for
-    a model without quantized weights. In every step, `streamed_layers` layers are read from the model's files. A model
-    with `num_labels` has a classification head. `local_disk` is the folder of the KV cache on disk, or empty.
+    `quantization` names the formats of the quantized weights and of the inputs of the quantized layers.
+    `quantization` is empty for a model without quantized weights. In every step, `streamed_layers` layers are read
+    from the model's files. A model with `num_labels` has a classification head. `local_disk` is the folder of the KV
+    cache on disk, or empty.
     """
 
     model: str
@@ -373,8 +374,8 @@ def _check_resume(request: GenRequest) -> None:
 
 
 def check_progress(request: GenRequest, index: int, *, is_over: bool) -> None:
-    """Raises UsageError if the output of sample `index` is complete (`is_over`), but its progress has no finish
-    reason.
+    """Raises UsageError if the output of sample `index` is complete (`is_over`), but the sample's progress has no
+    finish reason.
     """
     if is_over and request.resume[index].finish_reason is None:
         raise UsageError(

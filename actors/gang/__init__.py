@@ -1,5 +1,5 @@
-"""Gangs on Ray. Each member of a lease has one detached placement group. The classes here give user code access to its
-lease.
+"""Gangs on Ray. Each member of a lease has one detached placement group. The classes here let user code use the gang of
+its job.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Gang:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members that are usable now. While a member is being replaced, there are fewer than requested."""
+        """The members that are usable now. While a member is being replaced, there are fewer members than requested."""
         return self.lease.usable
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:

@@ -76,16 +76,16 @@ _WHY_CHARS = 500
 
 
 class ImagePullError(ClusterError):
-    """The image could not be pulled, for a reason that may pass."""
+    """Raised if an image could not be pulled for a reason that may be temporary."""
 
 
 def prepare(image: str) -> dict[str, Any]:
     """Makes the image usable on this node. Returns the `runtime_env` for a worker in the image, with the image's digest
     in `image_uri`.
 
-    Raises ConfigError if another try cannot succeed: there is no such image, there is no podman, or the image has
-    another Python, Ray, raytide or user. Raises ImagePullError for a failure that may pass, such as a failure of the
-    registry.
+    Raises ConfigError if another try cannot succeed: the image does not exist, the node has no podman, or the image
+    differs from the node in its Python, Ray, raytide or user. Raises ImagePullError for a failure that may pass,
+    such as a failure of the registry.
     """
     if shutil.which("podman") is None:
         raise _error(image, "there is no podman", _INSTALL)
@@ -117,8 +117,8 @@ def name_of(image: str) -> str:
 
 
 def failure_of(image: str, output: str, code: int = 0) -> RaytideError:
-    """Returns the error for podman's output: ImagePullError if another try may succeed, else ConfigError. The output
-    may come from podman directly, or quoted in an error of Ray's agent.
+    """Returns the error for a failure of podman: ImagePullError if another try may succeed, else ConfigError. `output`
+    is podman's own output, or an error message of Ray's agent that quotes it.
     """
     if "No such file or directory: 'podman'" in output:
         return _error(image, "there is no podman", _INSTALL)

@@ -67,8 +67,9 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress to the API on a thread, at most once a second. A change of the settled members does not wait for
-    that second. Progress that comes while an earlier report is on its way is left to a later `send`.
+    """Sends progress to the API on a thread, at most once a second. A change of the settled members is sent without
+    waiting for the second to pass. While an earlier report is on its way, `send` drops the progress that it is given. A
+    later call of `send` then sends newer progress.
     """
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:

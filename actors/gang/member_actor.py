@@ -23,7 +23,7 @@ calls.
 class MemberActor(Protocol):
     @property
     def image(self) -> str:
-        """The image, by its digest, in which the actor and its processes run. Empty if the job has no image."""
+        """The image in which the actor and its processes run, named by its digest. Empty if the job has no image."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Calls a method of the actor's MemberProcesses and returns a future of its result. If the actor is gone, the

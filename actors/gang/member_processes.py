@@ -46,8 +46,8 @@ _ALL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The rights of a script's processes that do not come from the script's spec: a user, variables of the node, API
-    access.
+    """The rights of a script's processes that do not come from the script's spec: the user, the node's variables, and
+    access to the API.
     """
 
     user: str = ""
@@ -94,7 +94,7 @@ class ProcessReport:
 
 
 class MemberProcesses:
-    """Runs a script's processes on one member, and reports their output and exits.
+    """Runs a script's processes on one member. Reports the output of the processes, and the processes that have exited.
 
     All methods return at once, except `report` and `stop`.
     """
@@ -109,8 +109,8 @@ class MemberProcesses:
         return free_port()
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
-        """Unpacks the working directory into the member's folder and starts the processes there. The folder is given to
-        the user that the processes run as.
+        """Unpacks the working directory into the member's folder and starts the processes there. The user that the
+        processes run as becomes the folder's owner.
         """
         if package is not None:
             unpack(package, self._folder)
@@ -132,7 +132,9 @@ class MemberProcesses:
             threading.Thread(target=self._listen, args=listener, daemon=True).start()
 
     def report(self, timeout_s: float) -> ProcessReport:
-        """Returns new output and exits. If there are none, waits up to `timeout_s` seconds for the first."""
+        """Returns the new lines of output and the processes that have exited since the last report. If there is nothing
+        to report, waits up to `timeout_s` seconds for the first line or exit.
+        """
         lines: list[tuple[int, str]] = []
         exits: list[ProcessExit] = []
         found = self._next_event(timeout_s)

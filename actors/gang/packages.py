@@ -77,8 +77,8 @@ def is_final(requirements: Sequence[str], code: int, tail: str) -> bool:
 
 
 def keep_own() -> None:
-    """Protects this process's own environment from removal until the process ends, if this module made that
-    environment.
+    """Prevents the removal of this process's own environment until the process ends. Does nothing if this module did
+    not make that environment.
     """
     lock = Path(sys.prefix).with_suffix(".lock")
     if (Path(sys.prefix) / _READY).exists() and lock.exists():
@@ -181,7 +181,9 @@ def _install_error(requirements: Sequence[str], output: str, code: int) -> Rayti
 
 
 def main(requirements: str, command: Sequence[str]) -> int:
-    """Installs the packages and replaces this process by the command. Returns an exit code only if that fails."""
+    """Installs the packages and replaces this process by the command. Returns an exit code only if the installation
+    fails or the command cannot be started.
+    """
     folder = private_folder("environments")
     wanted: list[str] = json.loads(requirements)
     try:

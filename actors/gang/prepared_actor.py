@@ -40,8 +40,9 @@ class PreparedActor:
         preparing.future().add_done_callback(begin)
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Calls a method of the actor and returns a future of its result. The future raises Ray's error, or the error
-        of the environment or image.
+        """Calls a method of the actor and returns a future of the method's result. If the packages or the image could
+        not be prepared, the future raises the error of that preparation. If the call itself fails, the future raises
+        Ray's error.
         """
         answer: Future[Any] = Future()
         if self._asked_image is None and self._actor.done() and self._actor.exception() is None:

@@ -1,9 +1,9 @@
 """Runs any of Ray Train's trainers inside a lease, if its `scaling_config` comes from `raytide.scaling_config`.
 
 `fit()` then waits in raytide's queue. Each worker runs in the placement group of one member, and the lease ends with
-`fit()`. Ray Train creates no placement group and requests no nodes. For that, raytide replaces three parts of Ray Train
-in processes that use such a `scaling_config`: `fit`, the scaling policy and the worker group. The training loop, its
-checkpoints and its restarts (`FailureConfig`) are unchanged.
+`fit()`. Ray Train itself creates no placement group and requests no nodes. In processes that use such a
+`scaling_config`, raytide replaces three parts of Ray Train: `fit`, the scaling policy and the worker group. The
+training loop, its checkpoints and its restarts (`FailureConfig`) are unchanged.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         self._watch: LeaseWatch | None = None
 
     def after_controller_start(self, train_run_context: object) -> None:
-        """Starts to watch the lease. Ray Train calls it in the controller's process, before the controller makes any
-        workers.
+        """Starts to watch the lease. Ray Train calls this method in the controller's process, before the controller
+        makes any workers.
         """
         self._watch = LeaseWatch(self._client, self._job_id)
         LeasedWorkers.policy = self
@@ -121,9 +121,8 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
-        """Restarts with more workers if members have joined. This happens at the earliest
-        `elastic_resize_monitor_interval_s` seconds after the last start. If a member leaves, Ray Train restarts by
-        itself.
+        """Restarts with more workers if members have joined, but not within `elastic_resize_monitor_interval_s` seconds
+        of the last start. If a member leaves, Ray Train restarts by itself.
         """
         age_s = time.monotonic() - worker_group_state.start_time
         members = self.members(settled_members)
@@ -206,4 +205,4 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:
-        """Does nothing: Ray Train has killed the workers before, and the lease removes the groups."""
+        """Does nothing: Ray Train has already killed the workers, and the lease removes the groups."""

@@ -78,8 +78,8 @@ class Attempt:
 
     @property
     def images(self) -> str:
-        """The images in which the processes run, by their digests. There is one, unless a tag gave different images on
-        different members.
+        """The images in which the processes run, named by their digests. There is only one, unless different members
+        resolved the job's image tag to different images.
         """
         return ", ".join(sorted({run.actor.image for run in self._runs} - {""}))
 

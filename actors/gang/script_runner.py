@@ -40,9 +40,9 @@ GROW_AFTER_S = 60.0
 class ScriptRunner:
     """Runs a script on the lease of a job.
 
-    `package` is the script's packed working directory, a Ray reference to it, or None. `done` is the progress that an
-    earlier driver of the job reported. This driver continues the counts in it. `rights` are the rights of the script's
-    processes.
+    `package` is the script's packed working directory, a Ray reference to it, or None. `done` is the progress that
+    an earlier driver of the job reported. This driver continues to count from the numbers in `done`. `rights` are
+    the rights of the script's processes.
     """
 
     def __init__(

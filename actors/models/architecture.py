@@ -1,7 +1,7 @@
 """The architecture of a decoder, in numbers: everything that the engine and the trainer need to know about a model
 family.
 
-`families.py` reads it from a Hugging Face `config.json`.
+`families.py` reads an architecture from a Hugging Face `config.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes a hash of the weights in a directory, in milliseconds for any size."""
+"""Computes a hash of the weights in a directory. The hash takes milliseconds for weights of any size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller t
 
 
 def content_digest(model_dir: Path) -> str:
-    """Returns a hash of the weights in a directory. It covers every tensor's name, dtype, shape and offset, and up to
-    16 KiB of the tensor's content. It also covers a `quantization_config`, because that says what the tensors mean.
+    """Returns a hash of the weights in a directory. The hash covers every tensor's name, dtype, shape and offset, and
+    up to 16 KiB of the tensor's content. It also covers a `quantization_config`, because the meaning of the tensors
+    depends on that config.
 
     The hash takes milliseconds. It detects files that were replaced by files of another training step, run or merge.
     The same files in another directory have the same hash. A change of a few elements in a large tensor may go
@@ -92,7 +93,7 @@ def _add(path: Path, digest: blake2b) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """A model directory with its version. The version is the name that its owner gave it, or else the hash of its
+    """A model directory with a version. The version is a name that the caller gave, or else the hash of the directory's
     content.
     """
 

@@ -39,8 +39,8 @@ _MOST_ALL_EXPERTS = 1 << 17
 
 
 def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
-    """Reads the architecture of a model directory or GGUF file. Raises DataError if it is unreadable, ConfigError if it
-    is not supported.
+    """Reads the architecture of a model directory or GGUF file. Raises DataError if the files cannot be read. Raises
+    ConfigError if the architecture is not supported.
 
     Models with a classification head and models that read images are supported only if `serves` is true.
     """

@@ -1,5 +1,5 @@
-"""Reads the weights of a Hugging Face directory by name, from safetensors files. The files are memory-mapped or
-read.
+"""Reads the weights of a Hugging Face directory by name, from safetensors files. The files are either memory-mapped or
+copied into memory.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Weights:
         return self.stored_part(name, where).to(dtype=self._dtype)
 
     def stored_part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the block `where` of a tensor in the dtype of its file, without reading the rest. The block is not
-        empty. The slices in `where` have explicit starts and ends.
+        """Returns the block `where` of a tensor in the dtype of its file, without reading the rest of the tensor. The
+        slices in `where` must have explicit starts and ends, and must not be empty.
         """
         try:
             block: torch.Tensor = self._slice(name)[where]
@@ -160,8 +160,8 @@ class Weights:
         return DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.")
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
-        """Returns the named tensors stacked along the first dimension, so that one matrix product computes all of
-        them.
+        """Returns the named tensors stacked along the first dimension, so that a single matrix product suffices for all
+        of them.
         """
         if self._maps:
             return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
@@ -275,7 +275,7 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A tensor in a `TensorFile` that is not read yet. Indexing it reads a block."""
+    """A tensor of a `TensorFile`, not read yet. Indexing the slice reads a block of the tensor."""
 
     file: TensorFile
     name: str

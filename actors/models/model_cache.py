@@ -2,8 +2,9 @@
 however many processes use it.
 
 An entry has these names in the cache's folder:
-- `KEY.lock` is a file that holds the entry's size in bytes. It is locked exclusively while the model is copied or
-  deleted, and shared while a process uses the model. The kernel unlocks it when the process ends.
+- `KEY.lock` is a file that holds the entry's size in bytes. A process holds an exclusive lock on it
+  while it copies or deletes the model, and a shared lock while it uses the model. The kernel releases
+  the lock when the process ends.
 - `KEY` is the folder with the model. It appears by a rename once the copy is complete.
 - `KEY.*.part` is a copy in progress or an incomplete copy, which nobody reads.
 """

@@ -39,7 +39,7 @@ def read_bytes(path: Path, hint: str = "Point at a Hugging Face model directory.
 
 
 def read_text(path: Path, hint: str = _AGAIN) -> str:
-    """Returns a file's text. Raises DataError if it cannot be read or is not UTF-8."""
+    """Returns a file's text. Raises DataError if the file cannot be read or is not UTF-8."""
     try:
         return read_bytes(path, hint).decode()
     except UnicodeDecodeError as error:

@@ -14,8 +14,8 @@ from raytide.actors.models.architecture import Architecture
 class Names:
     """The weight names of a model family. The defaults are Llama's.
 
-    If a projection has several paths, their weights are stacked in the order of the paths. If it has a single path, the
-    file already has the weights stacked, in the order of Llama's paths.
+    If a projection has several names here, the weights of these names are stacked in this order. If it has a single
+    name, the file already has the stacked weight, in the order of Llama's names.
     """
 
     root: str = "model."  # missing in files of a model without its head

@@ -54,8 +54,8 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteDirectory:
-    """The files of a model directory in an object store, by name. They are recorded as they were when the directory was
-    listed.
+    """The files of a model directory in an object store, by name. Sizes and tags are those at the time of the
+    listing.
     """
 
     url: str

@@ -56,7 +56,7 @@ class TokenizerSource:
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Returns the paths of the tokenizer files that the directory has, by name."""
+    """Returns the paths of the tokenizer files that exist in the directory, by file name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}
 
 

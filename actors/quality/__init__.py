@@ -1,3 +1,3 @@
-"""Measures the quality of a model compared with its parent: divergence, loss and tasks, and a gate that sets limits for
-them.
+"""Measures the quality of a model compared with its parent: divergence, loss and task results. A gate sets limits for
+these metrics.
 """

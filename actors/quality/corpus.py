@@ -43,7 +43,7 @@ class CorpusReader:
             raise DataError(f"a window of {window} tokens has no room for text.", hint="Raise window.")
 
     def windows(self, corpus: HeldOutText) -> Iterator[Window]:
-        """Yields windows until they have `corpus.tokens` predicted tokens in all, or until the corpus ends. Raises
+        """Yields windows until their predicted tokens add up to `corpus.tokens`, or until the corpus ends. Raises
         DataError for an unreadable or empty corpus.
         """
         left, size = corpus.tokens, self._window - len(self._start)

@@ -1,4 +1,4 @@
-"""Statistics of a model's predictions compared with those of its parent, summed window by window.
+"""Statistics that compare a model's predictions with those of its parent, summed window by window.
 
 Shape suffixes: T predicted tokens, V vocabulary.
 """

@@ -36,7 +36,8 @@ class QualityReport:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics, by the names under which they are recorded for a model version. For example, `code_kl`
-        is the divergence on the corpus `code`. `kl`, which the gate limits, is the worst divergence of all corpora.
+        is the divergence on the corpus `code`, and `kl` is the largest divergence on any corpus. The gate limits the
+        metrics that have no corpus or task in their name, such as `kl`.
         """
         found: dict[str, float] = {}
         worst: dict[str, float] = {}

@@ -33,8 +33,8 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 class DirectoryScorer:
-    """Scores windows with the model of a directory. It computes exactly as the native engine serves the model,
-    including quantised weights.
+    """Scores windows with the model in a directory. The computation is exactly that of the native engine when it serves
+    the model. This also holds for quantised weights.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class EndpointScorer:
 
     def nll(self, window: Window) -> torch.Tensor:
         """Returns the negative log likelihood of the window's targets, float32 [T]. Raises ClusterError if the endpoint
-        fails or refuses the request, DataError if it does not return the log probabilities of its prompt.
+        fails or refuses the request. Raises DataError if the endpoint does not return the log probabilities of the
+        prompt.
         """
         body = {
             "model": self._model,

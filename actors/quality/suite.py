@@ -54,8 +54,8 @@ class QualityGate(Config):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def rule(self) -> PromotionRule:
-        """Returns these limits in the form of a rule of `raytide model promote`. The rule applies to the metrics of
-        `QualityReport.metrics`.
+        """Returns these limits as a PromotionRule, the kind of rule that `raytide model promote` applies. The rule
+        refers to the metrics of `QualityReport.metrics`.
         """
         limits: dict[str, tuple[Literal["higher", "lower"], float | None]] = {
             "kl": ("lower", self.max_kl),

@@ -1,4 +1,5 @@
-"""Runs tasks of lm-evaluation-harness on a model directory, by the native engine's forward pass.
+"""Runs tasks of lm-evaluation-harness on a model directory. The native engine's forward pass computes the model's
+predictions.
 
 The package lm_eval is optional. If it is not installed, a suite with tasks raises an error that names the package.
 """

@@ -1,10 +1,10 @@
 """A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
 
-The engine's thread shares its interpreter only with the server of its connections. HTTP is handled in other processes.
-The owner sends the endpoint's spec, the model's directory and the secret as a line of JSON on stdin, so that no
-argument list contains the secret. The process writes lines of JSON to REPORT_FD: the phases of its start, the
-invitation for members on other nodes, and its port or an error. The process ends when stdin is closed, when its parent
-ends, and when its engine is broken.
+Apart from the engine's thread, the process runs only the server for connections to the engine, and a metrics page.
+Clients' HTTP requests are handled in other processes. The owner sends the endpoint's spec, the model's directory and
+the secret for connections as a line of JSON on stdin, so that no argument list contains the secret. The process
+writes lines of JSON to REPORT_FD: the phases of its start, the invitation for members on other nodes, and its port
+or an error. The process ends when stdin is closed, when its parent ends, and when its engine is broken.
 """
 
 from __future__ import annotations

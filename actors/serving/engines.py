@@ -126,8 +126,8 @@ class EngineChoice:
 
 
 def choose_engine(spec: ServeSpec) -> EngineChoice:
-    """Returns the engine for the spec's replicas, with the reason for this choice. The engine is the `kind` in the
-    spec, or for the kind `auto`, the engine that fits the device.
+    """Returns the engine for the spec's replicas, with the reason for this choice. The engine is the one that the spec
+    names as `kind`. For the kind `auto`, it is the engine that fits the device.
 
     Raises ConfigError for an unknown kind, and for options or adapters that do not fit the engine or the number of
     members.

@@ -65,7 +65,7 @@ class ServingMetrics:
         self._slo.add("true" if met else "false")
 
     def observe_phases(self, timing: Timing) -> None:
-        """Records the time that a request spent in each phase in its engine: queue, prefill, decode."""
+        """Records how long a request spent in each of the engine's phases: queue, prefill, decode."""
         inference_s = timing.prefill_s + timing.decode_s
         times_s = (timing.queue_s, timing.prefill_s, timing.decode_s, inference_s)
         for phase, seconds in zip(self._phases, times_s, strict=True):

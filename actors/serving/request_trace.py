@@ -48,7 +48,9 @@ class RequestTrace:
         return trace
 
     def ended(self, usage: TokenUsage, reasons: Sequence[str], replica: str, timings: Sequence[Timing]) -> None:
-        """Records the end of the generation: the number of tokens, and the engine's times for each finished prompt."""
+        """Records the end of the generation: the request's token counts, the finish reasons, the replica, and the
+        engine's times for each finished prompt.
+        """
         self._ended_s, self._timings = time.time(), timings
         self.attributes |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,

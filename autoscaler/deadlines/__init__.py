@@ -1,1 +1,1 @@
-"""The deadline policy. It decides which capacity type (spot or on demand) a job with a deadline may use now."""
+"""The deadline policy. It decides which capacity type (spot or on-demand) a job with a deadline may use now."""

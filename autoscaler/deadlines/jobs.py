@@ -1,8 +1,7 @@
 """Applies the deadline policy to the jobs of a live cluster and explains each decision.
 
-The policy sees a gang as if it were on one node. The gang has a node in a spot zone (a node type in a zone), an
-on-demand node, or no node. A gang on on-demand nodes stays there until its spot nodes are ready, so that a move never
-leaves the gang without nodes.
+The policy treats a gang as one node: a node in a spot zone (a node type in a zone), an on-demand node, or no node. A
+gang keeps its on-demand nodes until its spot nodes are ready, so that a move never leaves the gang without nodes.
 """
 
 from __future__ import annotations

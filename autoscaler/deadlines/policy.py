@@ -1,8 +1,9 @@
 """Decides which node a job with a deadline should hold now: a node in a spot zone, an on-demand node, or none.
 
-There are two rules. First, every choice must leave enough time to start on demand and to finish there. Second, the
-cheapest of these choices wins: the one whose expected cost until the job's end is lowest. The expected costs come from
-a value table of the learned spot market.
+There are two rules. First, a choice is allowed only if it leaves enough time to start the job on an on-demand node
+later and to finish it before the deadline. Second, the cheapest allowed choice wins: the one whose expected cost
+until the job's end is lowest. The expected costs come from a table that is computed from the learned spot market
+(`value_iteration.py`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ZoneView:
 
 
 def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Allocation:
-    """Returns the allocation to hold until the next tick. If the job holds a zone that is down, the job counts as
-    holding nothing.
+    """Returns the allocation that the job should hold until the next tick. If the job's spot zone is down, the job is
+    treated as holding no node.
     """
     held = None if isinstance(job.allocation, int) and not zones[job.allocation].is_up else job.allocation
     costs = _costs(job, held, zones, values)

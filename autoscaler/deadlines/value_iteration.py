@@ -24,7 +24,9 @@ STATES = 2 * BANDS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """A table of the expected costs. The unit of costs is the price of one step on demand."""
+    """A table of the expected costs to finish a job. The unit of all costs is the price of one on-demand node for one
+    step.
+    """
 
     cost: NDArray[np.float32]
     """Indexed by steps until the deadline, mode, market state and steps of remaining work."""

@@ -1,9 +1,9 @@
 """Consolidation: moves replicas and gangs to places where they cost less. The places are free capacity or cheaper
 nodes.
 
-A cheaper node is bought first. Its field `subject` says which node it replaces (`move node-7`). The old node is drained
-only once the new node is ready. Serve starts a replica on the new node before it stops the old replica. All nodes of a
-gang move together, in one stop of the gang. Work without a lease is never moved.
+A cheaper node is bought first. The `subject` of the cheaper node says which node it replaces (`move node-7`). The
+old node is drained only once the new node is ready. Serve starts a replica on the new node before it stops the old
+replica. All nodes of a gang move together, in one stop of the gang. Work without a lease is never moved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Consolidation candidates: tenants that would cost less on other nodes, and whether their move pays back.
 
 A move must pay back within `PAYBACK_S`. The move of a gang must also pay back within the time for which the gang has
-been stable. After an expensive move, a gang is therefore left alone for longer. A gang may move if it is preemptible.
-An elastic gang may also move if it keeps its minimum of members meanwhile.
+been stable. After an expensive move, a gang is therefore left alone for longer. A gang may move if it is
+preemptible. An elastic gang may also move if it keeps its minimum of members during the move.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class ConsolidationPlanner:
 
 
 def may_leave(old: Tenants, now_s: float) -> bool:
-    """Returns whether consolidation may move the tenants to other nodes. All usage of the node must be known. The
-    tenants must be only replicas or only members of gangs.
+    """Returns True if consolidation may move the tenants to other nodes. It may not if some usage of the node is
+    unknown, or if the tenants include both replicas and members of gangs.
     """
     if any(endpoint.worth is not None for endpoint in old.replicas):
         return False  # slo_policy.py places them

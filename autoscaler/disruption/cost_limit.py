@@ -1,15 +1,15 @@
-"""The limit on the fleet's cost per hour. While the fleet costs more, the least valuable nodes leave.
+"""The limit on the fleet's cost per hour. While the fleet costs more than the limit, the least valuable nodes leave.
 
 Nodes leave in this order:
 
 - Empty nodes.
 - Nodes with work that has no lease.
-- Nodes of gangs that may be preempted, the lowest priority class first. Within a class, elastic gangs shrink before any
-  gang stops.
+- Nodes of gangs that may be preempted, the lowest priority class first. Within a class, elastic gangs
+  shrink before any gang stops.
 
 Members of gangs get `NOTICE_S` to write a checkpoint. These stay: replicas, gangs that may not be preempted, gangs
-whose deadline is urgent, nodes without a price, and nodes that may host replicas of an endpoint without a fresh report.
-The queue and the planner decide everything else.
+whose deadline is urgent, and nodes without a price. If an endpoint has no fresh load report, the nodes that may host
+its replicas stay too. The queue and the planner decide everything else.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Returns the actions that make nodes and gangs leave. Returns none up to TOLERANCE times the limit. Also returns
-    none while Ray does not answer, because then it is unknown which work runs on which node.
+    """Returns the actions that make nodes and gangs leave. Returns no actions as long as the cost is at most TOLERANCE
+    times the limit. Also returns no actions while Ray does not answer, because then it is unknown which work runs on
+    which node.
     """
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:

@@ -40,8 +40,8 @@ class DisruptionCost:
 
 
 def disruption_cost(occupancy: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> DisruptionCost | None:
-    """Returns the cost if the nodes `olds` are taken from all gangs that have members on them. Returns None if one of
-    these gangs may not be disrupted.
+    """Returns the cost of taking the nodes `olds` from all gangs that have members on these nodes. Returns None if one
+    of these gangs may not be disrupted.
     """
     leaving = Counter(lease.id for old in olds for lease, _ in old.members)
     found, notes = DisruptionCost(), []

@@ -1,9 +1,9 @@
-"""Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot nodes, or back to on
-demand when the time runs out.
+"""Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot nodes, or back to
+on-demand nodes when the time runs out.
 
 New nodes are bought first. The gang keeps working on its old nodes until all new nodes are ready. There is no check
-that the migration pays back, because the deadline policy has already compared the costs. A gang stays on a node on
-which other work runs as well.
+that the migration pays back, because the deadline policy has already compared the costs. If other work runs on one
+of the gang's nodes, the gang stays on that node.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ IDLE_DRAIN_S = 30.0
 
 
 def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
-    """Yields actions that terminate nodes: nodes whose drain deadline has passed, drained nodes, and nodes that did not
-    join in time or whose type was removed before they joined. Also yields actions that tell Ray about drain notices.
+    """Yields actions that terminate nodes, and actions that tell Ray about drain notices. A node is terminated if its
+    drain deadline has passed, if it is drained, if it did not join in time, or if its type was removed before it
+    joined.
     """
     types = {t.name: t for t in snapshot.node_types}
     yield from expired_drains(snapshot)

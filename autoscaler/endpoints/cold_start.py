@@ -51,15 +51,15 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """The start-up time in seconds. If a node was bought for any of the kept starts, only such starts count, and
-        the time includes the purchase. None until enough of the starts that count were measured.
+        """The start-up time in seconds, estimated from recent starts. If a node was bought for some of these starts,
+        only those starts are used, and their time includes the purchase. None if fewer than ENOUGH starts can be used.
         """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
-        """Records the starts that a load report shows. `hosts` maps Ray's node ids to nodes."""
+        """Records the replica starts that a load report shows. `hosts` maps Ray's node ids to nodes."""
         before = self._last_report
         last_report = {} if before is None else before
         new = [replica for replica in load.replicas if replica.id not in last_report]

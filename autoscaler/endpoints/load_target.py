@@ -53,7 +53,7 @@ def _targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
 
 
 def signal_targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
-    """Yields the target of each signal in `scale_on` that has a value."""
+    """Yields the target for each signal in `scale_on` whose value is in the load report."""
     for signal in spec.scale_on:
         if (value := load.signals.get(signal.name)) is not None:
             yield _signal_target(signal, value, load.ready)
@@ -99,8 +99,9 @@ def replicas_for(work: float, traffic: Traffic) -> float:
     """Returns the number of replicas that are needed for `work`. One unit of `work` is what one replica on the slowest
     node type can do.
 
-    If more replicas are needed, they are assumed to run on the node type where a unit of work is cheapest. If fewer are
-    needed, the fastest are assumed to stop, because Serve chooses which replicas stop.
+    If more replicas are needed than exist, the new ones are assumed to run on the node type where a unit of work is
+    cheapest. If fewer are needed, the fastest replicas are assumed to stop: Serve chooses which replicas stop, so
+    the worst choice is assumed.
     """
     if not traffic.paces:
         return work

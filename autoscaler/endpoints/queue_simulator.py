@@ -1,14 +1,14 @@
 """Simulated fleets of 1, 2, 3... replicas. Each fleet serves the real arrivals and counts how many requests would have
-been late. The counts thus cover bursts of any shape and errors of forecasts.
+been late. The counts thus show the effect of bursts of any shape, and of arrivals that a forecast would have missed.
 
 Requests that can be in time start in the order of their arrival, on the replica that is free first. The slots of all
-replicas of a fleet form one pool. Late requests are left out of the simulation, because real replicas start them after
-all others (deadline_queue.py).
+replicas of a fleet form one pool. Late requests are left out of the simulation, because real replicas start them
+after all others (deadline_queue.py).
 
-The counts are kept separately for each usual request rate. The usual rate is read one cold start before the requests
-arrive. At that time a node for these requests would have to be launched, and no later rate would be known. Each single
-rate is observed for only a few hours. Counts at nearby rates therefore contribute to the result. They are scaled to the
-same number of replicas per request.
+The counts are kept separately for each usual request rate. For a batch of requests, this is the rate that was known
+one cold start before the requests arrived. A node for these requests would have to be launched at that time, when no
+later rate is known. Each single rate is observed for only a few hours. The result for a rate therefore also includes
+the counts at nearby rates, scaled to the same number of replicas per request.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class CounterfactualFleets:
         """The requests, and their replica-seconds of work. Both start with one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
-        """Simulates a batch in all fleets. `usual_rps` is the usual request rate one cold start before the batch."""
+        """Simulates a batch in all fleets. `usual_rps` is the usual request rate at an earlier time: one cold start
+        before the batch.
+        """
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
@@ -132,8 +134,9 @@ class CounterfactualFleets:
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the expected late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        Counts at nearby rates contribute. While there are few counts, a guess has weight too. The guess is that a
-        request is late if all replicas are busy, and that each replica is busy independently of the others.
+        The result includes counts at nearby rates. While there are few counts, a prior estimate has weight too. It
+        assumes that a request is late if all replicas are busy, and that each replica is busy independently of the
+        others.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -201,8 +204,8 @@ class DeadlineFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """Returns the largest convex decreasing curve that is nowhere above `late`. If a replica is of use only together
-    with the next ones, the curve divides the benefit of all of them equally among them.
+    """Returns the largest convex decreasing curve that is nowhere above `late`. If several consecutive replicas are
+    useful only together, the curve shares their total benefit equally among them.
     """
     corners: list[int] = []
     values = late.tolist()

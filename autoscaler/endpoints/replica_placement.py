@@ -1,15 +1,15 @@
 """Decides in which pools to buy replicas of one endpoint and which replicas to release, based on the replicas' value.
-The controller and the simulator use the same plan.
+The controller and the simulator both use this module.
 
 The inputs in `ReplicaValue` are three numbers of replicas:
 
 - `spot`: the replicas that are worth the spot price.
-- `standby`: those of the `spot` replicas that should run on demand. They are worth the on-demand price, because
-  on-demand replicas are never reclaimed.
+- `standby`: the number of these replicas that should be on-demand replicas. They are worth the on-demand
+  price, because on-demand replicas are never reclaimed.
 - `ondemand`: the replicas that are worth the on-demand price while spot is unavailable.
 
-There may be more on-demand replicas than these numbers allow. The surplus stays until the spot replicas that replace it
-are ready. This module has no clock, no memory and no I/O.
+The number of on-demand replicas may exceed these numbers for a while: surplus on-demand replicas stay until the spot
+replicas that replace them are ready. This module has no clock, no memory and no I/O.
 """
 
 from __future__ import annotations

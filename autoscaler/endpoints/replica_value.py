@@ -1,15 +1,14 @@
-"""The value of an endpoint's replicas, learned from its requests. The value gives the number of replicas worth the spot
-price, and the number worth the on-demand price. This module uses no clock and no I/O.
+"""The value of an endpoint's replicas, learned from the endpoint's requests: how many are worth the spot price, and how
+many are worth the on-demand price. This module uses no clock and no I/O.
 
 A replica is bought when the late requests that it avoids are worth more than its cost. It is released once the excess
-of its cost over its value adds up to the cost of a new start. This costs at most twice the optimum (ski rental).
-A few on-demand replicas on standby, which are never lost, can be worth more than many spot replicas lost together.
+of its cost over its value adds up to the cost of a new start. This rule costs at most twice the optimum (ski rental).
+Spot replicas can be lost together. So a few on-demand replicas on standby can be worth more than many spot replicas.
 
 The price of a late request is the dual variable of the SLO. It starts at a guess from the cost of a request. It rises
 while more requests are late than the target allows, and falls while fewer are. Its upper bound is the price at which
 the model, corrected by its past errors, predicts as many late requests as allowed. Without a bound, the loss of a zone
-on the first day would keep the price high for a week. An overspent error budget of the last week raises the price.
-"""
+on the first day would keep the price high for a week. An overspent error budget of the last week raises the price."""
 
 from __future__ import annotations
 
@@ -114,14 +113,15 @@ class SavedModel(Config):
 
 @dataclass(slots=True)
 class HysteresisCount:
-    """The number of replicas that are worth one given price. It changes with hysteresis."""
+    """The number of replicas that are worth their price, with hysteresis. A replica is added when its value exceeds its
+    price. It is removed only after its price has exceeded its value by a given number of dollars in total."""
 
     count: int = 0
     _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
     """The cost of each replica in excess of its value, in dollars, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
-        """Updates the count. `worth_usd_h` has the value of the first replica, of the second replica, and so on."""
+        """Updates the count. `worth_usd_h[i]` is the value of replica `i + 1` in dollars an hour."""
         if len(self._regret_usd) != len(worth_usd_h):
             self._regret_usd = np.zeros(len(worth_usd_h))
         node = np.arange(1, len(worth_usd_h) + 1)
@@ -158,7 +158,7 @@ class SloShadowPrice:
 
     @property
     def log_prices(self) -> Floats:
-        """The prices for which `predicted` has values, as logarithms relative to the initial price."""
+        """The candidate prices, as logarithms relative to the initial price; `predicted` has a rate for each."""
         low, high = self._bounds
         prices: Floats = np.linspace(low, high, PRICES)
         return prices
@@ -175,7 +175,7 @@ class SloShadowPrice:
         self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
-        """Adds `dt_s` seconds to the predictions. `late_per_h` has the predicted rate at each of `log_prices`."""
+        """Adds the predictions for `dt_s` seconds: the late requests per hour at each price of `log_prices`."""
         fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
         self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
         self.expected = self.expected * fade + now * dt_s / 3600.0
@@ -185,7 +185,7 @@ class SloShadowPrice:
         return self._initial_usd(request_s, ondemand_usd_h) * math.exp(self._log_price)
 
     def usd_by_price(self, request_s: float, ondemand_usd_h: float) -> Floats:
-        """Returns the prices for which `predicted` has values, in dollars."""
+        """Returns the candidate prices of a late request in dollars, in the order of `log_prices`."""
         return self._initial_usd(request_s, ondemand_usd_h) * np.exp(self.log_prices)
 
     def restore(self, past: SavedModel) -> None:
@@ -213,8 +213,7 @@ class SloShadowPrice:
     @property
     def _sufficient(self) -> float:
         """The logarithm of the price at which the allowed share is predicted to be late, weighted by the days observed;
-        infinite without a prediction. Predictions are corrected by the ratio of observed to expected late requests.
-        """
+        infinite without a prediction. Predictions are corrected by the ratio of observed to expected late requests."""
         if self.requests <= 0 or not self.predicted.any():
             return math.inf
         day = self._allowed * self.per_day
@@ -261,7 +260,7 @@ class ReplicaValueModel:
         )
 
     def learn(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
-        """Learns from one interval. `hazard` must have observed all losses of spot replicas until now."""
+        """Learns from one interval. `hazard` must already have observed all losses of spot replicas up to now."""
         self.usual_rate.observe(stats.requests, stats.dt_s, self._recovery_s)
         self._usual_at.append((stats.at_s, self.usual_rate.rps))
         while len(self._usual_at) > 1 and self._usual_at[1][0] <= stats.settled.from_s - self._recovery_s:
@@ -274,7 +273,7 @@ class ReplicaValueModel:
         self._count(stats, hazard)
 
     def value(self, hazard: ReclaimHazard) -> ReplicaValue:
-        count, work = self.spot.count + self.standby.count, math.ceil(self._work)
+        count, work = min(self.spot.count + self.standby.count, self.goal.max_replicas), math.ceil(self._work)
         return ReplicaValue(
             spot=count,
             standby=self.standby.count,
@@ -313,7 +312,7 @@ class ReplicaValueModel:
             self.price.restore(past)
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Returns whether the model's counts are valid for this goal. Prices and speeds may differ."""
+        """Returns whether the model was learned for this SLO and maximum. Prices and speeds may have changed."""
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:
@@ -387,9 +386,10 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of `spot` and `ondemand` replicas, averaged over losses. `late_per_h` has the
-    rate of 0, 1, 2... replicas without losses. `losses` has pairs: a share of the time, and the share of the spot
-    replicas that is missing then. At least one spot replica is missing then, if there are any."""
+    """Returns the late requests per hour of a fleet of `spot` spot replicas and `ondemand` on-demand replicas, averaged
+    over the times with and without losses. `late_per_h[n]` is the rate for `n` replicas without losses. Each loss is a
+    pair (share of the time, share of the spot replicas that are lost during that time). Each loss takes at least one
+    spot replica if the fleet has any."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

@@ -121,9 +121,9 @@ class RouterQueue:
         return count
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
-        """Returns how many late requests are now reported a second time. `late` is the number of requests that replicas
-        report as late. Some of these requests were already reported late while they waited in this queue. The replica
-        that receives such a request reports it again at once.
+        """Returns how many late requests are now reported a second time. A request may be reported late while it waits
+        in this queue. The replica that receives the request then reports it again at once. `late` is the number of
+        requests that replicas now report as late.
 
         `in_replicas` is the number of requests at replicas now.
         """

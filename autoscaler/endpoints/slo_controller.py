@@ -123,7 +123,9 @@ class SloController:
 
     @property
     def learned(self) -> SavedModels:
-        """All models to store. An endpoint that has not reported yet keeps the model of the earlier controller."""
+        """The learned models of all endpoints, as they should be stored. An endpoint that has not reported yet keeps
+        the model that the earlier controller stored.
+        """
         return {**self._known, **{key: monitor.model.saved for key, monitor in self._monitors.items()}}
 
     def with_replica_values(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:

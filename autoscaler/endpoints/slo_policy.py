@@ -51,7 +51,7 @@ def decide(
     view: EndpointView, value: ReplicaValue, snapshot: Snapshot, offerings: Offerings, hosts: EndpointHosts
 ) -> EndpointDecision:
     """Returns the decision for one endpoint. While load reports are stale or the model has learned too little, no
-    replica is released. For that reason no replacement is bought either.
+    replica is released. During that time, no spot replica is bought to replace an on-demand replica either.
     """
     spec = view.endpoint.spec.replicas
     is_held = may_not_shrink(view, value, snapshot.at_s)
@@ -158,18 +158,19 @@ def may_not_shrink(view: EndpointView, value: ReplicaValue, now_s: float) -> boo
 
 
 def kv_least(view: EndpointView) -> int:
-    """Returns the number of replicas that the use of KV caches requires. It complements the value model, which
-    considers time but not memory.
+    """Returns the number of replicas that keeps the KV cache use at its target. The KV cache needs this separate
+    minimum, because the value model considers time but not memory.
     """
     return 0 if view.load is None else math.ceil(kv_target(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
 def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
-    """Yields the endpoint's replicas and free capacity as FleetNodes. The id of a node has a mark: `#` for a replica
-    that stays, `~` for a replica that starts, and `+` for free capacity on a node that was bought for the endpoint.
+    """Yields the endpoint's replicas and free capacity as FleetNodes. A mark in the id of each FleetNode shows its
+    kind: `#` for an existing replica, `~` for a replica that is still starting, and `+` for free capacity on a node
+    that was bought for the endpoint.
 
-    If a node would be kept for other tenants anyway, a replica on this node costs nothing extra and counts as spot.
-    `spot_micro_usd_h` is the price of a replica on spot.
+    A replica on a node that is kept for other tenants anyway costs nothing extra, so it counts as spot. A replica
+    that costs no more than a spot replica (`spot_micro_usd_h`) also counts as spot.
     """
     name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, replica_throughputs(view)
     present = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
@@ -333,8 +334,8 @@ def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
 
 
 def drains(snapshot: Snapshot) -> Iterator[Drain]:
-    """Yields drains of the nodes that endpoints have released. The endpoints' targets no longer include the replicas on
-    these nodes.
+    """Yields a drain for each node that an endpoint has released. The endpoints' target replica counts no longer
+    include the replicas on these nodes.
     """
     released = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     nodes = {view.node.id: view.node for view in snapshot.nodes if view.node.id in released}

@@ -46,7 +46,7 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
     """Returns the number of replicas that the load needs, within the configured bounds.
 
     An endpoint with a hosted backend needs 0. For any other endpoint, the result is 0 only if three things hold: the
-    minimum is 0, there are no requests, and no first replica is starting.
+    minimum is 0, there are no requests, and the endpoint is not waiting for its first replica to start.
     """
     spec = endpoint.spec
     if spec.backend is not None:
@@ -94,7 +94,9 @@ def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """Returns the new target of an endpoint, from its bounds and its load. Returns None if it does not change."""
+    """Returns the new target of an endpoint, from its bounds and its load. Returns None if the target stays
+    the same.
+    """
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
@@ -130,8 +132,8 @@ def _planned(
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:
-    """Returns a text about the missing or stale report that keeps the target unchanged. Returns an empty string if
-    there is no such report.
+    """Returns a message if the target stays unchanged because a report is missing or stale. Returns an empty string
+    otherwise.
     """
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:

@@ -1,9 +1,10 @@
 """The traffic of each endpoint, measured from the counters of its replicas.
 
-Traffic consists of the request rates over the last half minute and the usual request rate, which serves as forecast.
-Replica speeds and start-up times that are not configured are learned.
+The traffic includes the request rate of the last half minute and a forecast of the request rate. Replica speeds and
+start-up times that are not configured are learned.
 
-A new controller starts with the stored speeds and start-up times. Its first rates are too low rather than too high.
+A new controller starts with the stored speeds and start-up times. The first rates that it measures are too low
+rather than too high.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class RequestRate:
 
 @dataclass(slots=True)
 class RateForecast:
-    """The usual request rate, used as a forecast. Several mean rates are computed, each with a memory of another
-    length. The mean whose forecasts had the least error so far is used. The forecast thus follows a smooth rate
+    """The usual request rate, used as a forecast. Several mean rates are computed, with memories of different lengths,
+    and each of them forecasts the rate. The forecast with the least error so far is used. It follows a smooth rate
     closely. It averages over bursts, because a burst is over before a new replica has started.
 
     The error of a forecast is its squared difference from the rate one cold start later, relative to the variance of
-    random arrivals. Forecasts with a second rate (a trend, or the shape of the day before) were no better.
+    random arrivals. Forecasts that use a second rate (a trend, or the shape of the day before) were no better.
     """
 
     rates: tuple[RequestRate, ...] = field(default_factory=lambda: tuple(map(RequestRate, MEMORIES_S)))
@@ -71,7 +72,9 @@ class RateForecast:
     _now_s: float = 0.0
 
     def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
-        """Counts the requests of an interval of `dt_s` seconds. A forecast is for the rate `ahead_s` seconds later."""
+        """Counts the requests of an interval of `dt_s` seconds. Compares the request rate of the interval with the
+        forecasts that were made `ahead_s` seconds earlier.
+        """
         if dt_s <= 0:
             return
         self._now_s += dt_s
@@ -90,7 +93,7 @@ class RateForecast:
 
     @property
     def best(self) -> RequestRate:
-        """The rate whose forecasts had the least error."""
+        """The estimator whose forecasts of the request rate had the least error."""
         errors = [round(error, 6) for error in self._errors]
         return self.rates[errors.index(min(errors))]
 
@@ -134,7 +137,7 @@ class TrafficMeter:
     request_s: float | None = None
 
     def set_spec(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
-        """Sets the endpoint's spec. Keeps those of the `node_types` that can hold a replica."""
+        """Sets the endpoint's spec, and selects those `node_types` that can hold a replica."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         open_types = (t for t in node_types if t.max_nodes and open_zones(shape, t))
         able = [t for t in open_types if copies_that_fit(spec.resources, t.resources)]

@@ -25,8 +25,8 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """The times since which each node has been idle without a break. A new controller starts to count at zero. This is
-    safe, because it only keeps idle nodes for longer.
+    """The time at which each idle node's present idle period began. A new controller starts to count at zero. This is
+    safe, because the only effect is that idle nodes are kept for longer.
     """
 
     since_s: Mapping[str, float] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class IdleClock:
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
     def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
-        """Returns the clock after readings of the nodes' meters. `uses` maps the id of a node to its readings, and
-        `types` maps the id of a node to its node type.
+        """Returns a clock that includes new readings of the nodes' meters. `uses` maps the id of a node to its
+        readings, and `types` maps the id of a node to its node type.
         """
         quiet = {}
         for node_id, node_type in types.items():

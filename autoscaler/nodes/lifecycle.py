@@ -6,7 +6,7 @@ The states are REQUESTED -> LAUNCHING -> READY -> DRAINING -> TERMINATING -> GON
 - REQUESTED: the launch is decided.
 - LAUNCHING: the provider lists the node.
 - READY: Ray lists the node as alive.
-- DRAINING: a notice came, an operator ordered it, or Ray accepted a drain.
+- DRAINING: a notice came, an operator ordered a drain, or Ray accepted a drain.
 - TERMINATING: the end is decided.
 - GONE: the machine has ended, or the provider refused the launch or no longer lists the machine.
 
@@ -42,8 +42,8 @@ def observe(
     notices: Iterable[Notice],
     now_s: float,
 ) -> tuple[Node, ...]:
-    """Returns all nodes, moved forward by what was observed. If `machines` or `ray_nodes` is None, this source did not
-    answer, and nothing is concluded from it.
+    """Returns all nodes in the states that follow from the observations. If `machines` or `ray_nodes` is None, the
+    provider or Ray did not answer, and nothing is concluded from the missing answer.
     """
     listed = None if machines is None else {machine.node_id: machine for machine in machines}
     in_ray = None if ray_nodes is None else by_node_id(ray_nodes)
@@ -112,8 +112,8 @@ def was_taken_back(node: Node) -> bool:
 
 
 def was_cancelled(node: Node) -> bool:
-    """Returns whether raytide itself ended the node before it could join. This does not count as a failure of the
-    node's pool.
+    """Returns whether raytide itself ended the node before the node could join. Such an end does not count as a failure
+    of the node's pool.
     """
     return node.reason.startswith(CANCELLED)
 
@@ -143,18 +143,18 @@ def terminating(node: Node, terminate: Terminate) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The calls to the provider that still have to be made. All of them are idempotent."""
+    """The provider calls that still have to be made. All of these calls are idempotent."""
 
     launch: tuple[Node, ...] = ()
     terminate: tuple[str, ...] = ()
 
 
 def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
-    """Returns the provider calls that make the machines agree with the records. Calls are missing after a crash or a
-    failed call.
+    """Returns the provider calls that are still needed to make the machines agree with the records. Such a call has
+    failed, or a crash has prevented it.
 
-    A running machine without a record is terminated. Records are always stored first, so that nothing can be using such
-    a machine.
+    A running machine without a record is terminated. Nothing can be using such a machine, because the record of a
+    node is always stored before its machine is bought.
     """
     records: Mapping[str, Node] = {node.id: node for node in nodes}
     listed = {machine.node_id: machine for machine in machines}
@@ -165,7 +165,9 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
 
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
-    """Returns Ray's nodes by raytide's node id. If a machine has had several raylets, returns the one that is alive."""
+    """Returns Ray's nodes, keyed by raytide's node id. If a machine has had several raylets, its entry is the raylet
+    that is alive.
+    """
     found: dict[str, RayNode] = {}
     for node in ray_nodes:
         if node.node_id:

@@ -71,7 +71,7 @@ def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
 
 
 def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
-    """Returns all values of a page that are not meters, such as power and energy."""
+    """Returns the values of a page that are not meters. Examples of these values are power and energy."""
 
     def total(name: str) -> float | None:
         values = [value for value, _ in samples.get(name, ())]
@@ -115,9 +115,8 @@ def clock_skew_s(date: str, sent_s: float, received_s: float) -> float | None:
 
 
 def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the reading that Ray's agent gave of a machine, completed by the exporter's reading. The time and the
-    values for GPUs, CPU energy and OOM kills come from the exporter. If the exporter has no GPU power, the agent's
-    value stays.
+    """Returns the reading of Ray's agent, with some values replaced by those of the exporter on the same machine: the
+    time, GPU power, GPU and CPU energy, and OOM kills. If the exporter has no GPU power, the agent's value stays.
     """
     return replace(
         reading,

@@ -1,10 +1,10 @@
 """Orders about nodes, as pure functions. An operator or an alert orders that a node is replaced, or kept out of use
 (quarantined).
 
-A quarantined node is drained like a node that the provider reclaims: gangs get a notice, Ray places nothing new on it,
-and its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted, the machine is
-terminated, because Ray does not take a drained node back. An order to replace the node does not lift the quarantine. If
-the machine ends earlier, the quarantine ends with it.
+A quarantined node is drained like a node that the provider reclaims: gangs get a notice, Ray places nothing new on
+it, and its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted, the
+machine is terminated, because Ray does not take a drained node back. An order to replace the node does not lift the
+quarantine. If the machine ends while the node is in quarantine, the quarantine ends too.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class MeterReader:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def watch(self, machines: Iterable[Machine], idle: Container[str] = (), others: Iterable[Machine] = ()) -> None:
-        """Sets the machines to read. If there are too many for one round, those in `idle` are read first. The meters of
-        `others` influence no decision, and are read less often.
+        """Sets the machines whose meters are read. If one round cannot read all of them, the machines in `idle` are
+        read first. The meters of `others` influence no decision, and are read less often.
         """
         self._machines, self._idle, self._others = tuple(machines), idle, tuple(others)
         if (self._machines or self._others) and not self._thread.is_alive() and not self._stopped.is_set():
@@ -90,7 +90,9 @@ class MeterReader:
         return self._use
 
     def measured(self) -> Mapping[str, NodeMeasurement]:
-        """Returns the last reading of each machine by node, with its power and energy. A reading may be old."""
+        """Returns the last reading of each node's machine, with the machine's power and energy, by node id. A reading
+        may be old.
+        """
         joules, readings = self.energy.joules(), self._readings
         return {
             node_id: NodeMeasurement(reading, self.energy.power_w(node_id, reading), joules.get(node_id, {}))
@@ -98,8 +100,8 @@ class MeterReader:
         }
 
     def agents(self) -> Mapping[str, str]:
-        """Returns the metrics addresses of Ray's agents, as last listed. They are keyed by Ray's name of the
-        machine.
+        """Returns the address at which Ray's agent on each machine serves metrics, as last listed. The keys are Ray's
+        names of the machines.
         """
         return self._agents
 
@@ -117,7 +119,9 @@ class MeterReader:
         self._stopped.set()
 
     def read_all(self) -> None:
-        """Reads one round of machines. A node that does not answer in time keeps its earlier readings."""
+        """Reads the meters of the machines whose turn it is in this round. A node that does not answer in time keeps
+        its earlier readings.
+        """
         machines, others = self._machines, self._others
         batch = self._next_batch(machines)
         if self._round % _AGENT_ROUNDS == 1:

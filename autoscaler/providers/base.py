@@ -1,5 +1,5 @@
-"""The interface of node providers. Calls are idempotent. A machine carries its node id, by which raytide finds its
-record.
+"""The interface of node providers. Calls are idempotent. Each machine carries its node id, and raytide finds the
+machine's record by this id.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Provider(Bill, Protocol):
         return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Calls `on_change`, from any thread, as soon as a machine ends or gets a notice."""
+        """Makes the provider call `on_change` each time a machine ends or the provider announces that it will reclaim a
+        machine. The call may come from any thread.
+        """
 
     def close(self) -> None:
         """Stops watching. Machines keep running."""

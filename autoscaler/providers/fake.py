@@ -1,5 +1,5 @@
-"""A simulated cloud on a virtual clock, with launch delays, empty pools, notices, reclaims and prices. It serves
-raytide's tests and those of users.
+"""A simulated cloud on a virtual clock, with launch delays, empty pools, notices, reclaims and prices. It is meant for
+raytide's own tests and for tests that users write.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FakeProvider(Provider):
         self._prices[(node_type, zone)] = price_micro_usd_h
 
     def give_notice(self, node_id: str, notice_s: float) -> None:
-        """Announces that the machine will be reclaimed after `notice_s`."""
+        """Announces that the machine will be reclaimed in `notice_s` seconds."""
         self._notices[node_id] = Notice(node_id, self._clock.now_s() + notice_s)
         self._tell()
 

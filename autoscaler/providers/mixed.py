@@ -30,8 +30,8 @@ class MixedBill:
 class MixedProvider:
     """Several providers behind the interface of one. A failure of one provider does not stop the others.
 
-    While a provider does not answer, its machines are those of its last answer or of its records. Only calls for its
-    own nodes fail. `node_types` maps each node type to the name of its provider.
+    If a provider does not answer, this class uses the machines of the provider's last answer, or else its records.
+    Only calls for that provider's nodes fail. `node_types` maps each node type to the name of its provider.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class MixedProvider:
         """Nodes whose launch failed with an error other than a refusal, so that they may have been bought."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buys the machine.
+        """Buys the node's machine.
 
-        If the provider does not answer, this method raises ProviderError as if the pool were empty, so that other pools
-        are tried. If that provider may have bought the node already, this method asks it again instead.
+        If the provider of this node type does not answer, raises ProviderError as if the pool were empty, so that
+        other pools are tried. However, if an earlier call may already have bought the machine, the request is sent
+        to the same provider again.
         """
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)
@@ -69,7 +70,9 @@ class MixedProvider:
         self._in_doubt.discard(node.id)
 
     def terminate(self, node_id: str) -> None:
-        """Asks the provider that lists the node to terminate it. If no provider lists the node, asks all of them."""
+        """Terminates the node at the provider that lists it. If no provider lists the node, sends the request to all
+        providers.
+        """
         listed = [
             source
             for source in self._sources.values()

@@ -1,10 +1,15 @@
 """Purchase records of a cloud's machines, in files. The bill includes ended machines, which a cloud no longer lists.
 
-`<folder>/<node-id>.json` is written once the cloud has the machine. If a crash prevents that, the machine is found by
-its tags. `<node-id>.seen.json` is written once the cloud has listed the machine, by providers that need to know it.
-`<node-id>.end.json` is written once: when the machine is ended, or by the first call in which the cloud no longer lists
-it. `<node-id>.prices.json` is written whenever the price of the running machine changes. No record is ever deleted.
-Therefore the folder is listed again only after a change, and the records of an ended machine are read once.
+- `<folder>/<node-id>.json` is written as soon as the cloud has the machine. If a crash prevents that,
+  the machine is found by its tags.
+- `<node-id>.seen.json` is written when the cloud has listed the machine for the first time. Only some
+  providers need this file.
+- `<node-id>.end.json` is written when the machine is ended, or by the first call in which the cloud no
+  longer lists the machine. It is never written a second time.
+- `<node-id>.prices.json` is written whenever the price of the running machine changes.
+
+No record is ever deleted. Therefore the folder is listed again only after a change, and the records of an ended
+machine are read once.
 """
 
 from __future__ import annotations
@@ -104,14 +109,16 @@ class Purchases:
         return PurchaseRecord(**{**record, **prices, "earlier": earlier})
 
     def see(self, node_id: str) -> None:
-        """Records that the cloud has listed the machine. If the cloud later does not list it, the machine has ended."""
+        """Records that the cloud has listed the machine. From then on, a machine that the cloud no longer lists counts
+        as ended.
+        """
         create_json(self._folder / f"{node_id}.seen.json", {"seen": True})
 
     def was_seen(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.seen.json").exists()
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
-        """Records the end of the machine. If an end is recorded already, it stays."""
+        """Records the end of the machine. An end that was recorded earlier is kept."""
         self._listed = None
         create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
 
@@ -124,8 +131,8 @@ class Purchases:
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
-        """Returns all recorded machines. A machine without a recorded end may have ended: only the controller's
-        provider checks that it still runs.
+        """Returns all recorded machines. A machine without a recorded end may be gone. Only the controller's provider
+        checks whether such a machine still runs.
         """
         live, over = self.open(), self.over()  # in this order: one that ends meanwhile is in both
         ended = {machine.node_id for machine in over}

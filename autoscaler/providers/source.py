@@ -32,8 +32,9 @@ T = TypeVar("T")
 class ProviderSource:
     """A provider that may fail to answer.
 
-    `make` connects to the provider. It is called again, after growing pauses, until it succeeds. `recorded` has the
-    provider's machines as they were last recorded. These records are used until the provider has answered this process.
+    `make` connects to the provider. It is called again, after growing pauses, until it succeeds. `recorded` supplies
+    the stored records of the provider's machines. These records are used until the provider first answers this
+    process.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ProviderSource:
 
     @property
     def is_buying(self) -> bool:
-        """True while a purchase is still in progress after its call has timed out."""
+        """True while a purchase whose call has timed out is still in progress."""
         return self._slow is not None and self._slow[1].is_alive() and self._monotonic_s() < self._buying_until_s
 
     def launch(self, node: Node, node_type: NodeType) -> None:
@@ -127,7 +128,9 @@ class ProviderSource:
         return self._last
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Starts watching the provider, as soon as it is connected."""
+        """Makes the provider call `on_change` after changes. If the provider is not connected yet, the calls begin when
+        it has connected.
+        """
         self._on_change = on_change
         if self._provider is not None:
             self._provider.watch(on_change)

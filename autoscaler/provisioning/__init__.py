@@ -1,3 +1,3 @@
 """Provisions new nodes for replicas and gang members that do not fit on existing nodes. Chooses the offerings to buy,
-what is reserved on them, and which alternatives to report as rejected.
+reserves resources on them, and reports the alternatives that were rejected.
 """

@@ -1,5 +1,5 @@
-"""The offerings that a launch did not choose: cheaper ones that were unavailable or too risky for replicas, and the
-next more expensive ones.
+"""The alternatives to the offering that was chosen for a launch: cheaper offerings that were unavailable, cheaper
+offerings that were too risky for replicas, and the next more expensive offerings.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
 
 def data_transfer(table: OfferingTable, offering: Offering, shape: Shape) -> tuple[str, str]:
     """Returns (hourly cost per member, description) of the data transfers that this offering needs. Two empty strings
-    mean that they are free.
+    mean that the transfers are free.
     """
     transfer = table.transfer
     paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""

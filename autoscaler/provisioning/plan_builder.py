@@ -20,8 +20,8 @@ from raytide.scheduling.state import Placements, SchedulingState
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The slots (places on nodes) that are assigned to one subject, such as a lease, and the text of the resulting
-    actions.
+    """The assignment of slots (places on nodes) to one subject, such as a lease. Its texts explain the actions that
+    result from the assignment.
     """
 
     subject: str
@@ -76,7 +76,9 @@ class PlanBuilder:
         self.assignments = []
 
     def buy(self, slot: Slot, subject: str, reason: str) -> None:
-        """Launches the node of this slot and keeps it in the plan, although nothing is placed on it."""
+        """Adds the launch of this slot's node to the plan. The node stays in the plan although nothing is placed on
+        it.
+        """
         self.actions.append(self._launch(slot, subject, reason))
         self.nominated.add(slot.node_id)
 

@@ -21,7 +21,8 @@ from raytide.scheduling.state import Placements
 
 
 def provision_replicas(builder: PlanBuilder) -> None:
-    """Launches the nodes that missing replicas need. States the reason for replicas that must wait.
+    """Launches nodes for replicas that do not run yet and fit on no existing node. If a replica must wait, the plan
+    says why.
 
     `SchedulingState` has already placed the replicas.
     """

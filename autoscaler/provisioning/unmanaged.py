@@ -1,10 +1,10 @@
 """Provisions nodes for work without a lease (tasks, actors and placement groups that raytide did not start), and then
 for standing requests.
 
-A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, even while no work waits for it.
-Resources that unmanaged work uses count towards the request, as in Ray. Resources that jobs and endpoints use do not
-count. One cap limits the nodes bought for both unmanaged work and standing requests. A node that a standing request
-needs is never drained as idle.
+A standing request asks for capacity through `ray.autoscaler.sdk.request_resources`. The capacity is kept even if no
+work is waiting for it. Resources that unmanaged work uses count towards the request, as in Ray. Resources that jobs
+and endpoints use do not count. One cap limits the nodes bought for both unmanaged work and standing requests. A node
+that a standing request needs is never drained as idle.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
 
 
 def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> None:
-    """Places standing requests for capacity. `placement` describes the unmanaged work, which was placed before."""
+    """Finds or buys capacity for standing requests. `placement` describes the unmanaged work, which was
+    placed first.
+    """
     standing = [
         d for d in builder.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())
     ]

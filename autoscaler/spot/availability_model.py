@@ -1,7 +1,9 @@
-"""A model of one spot market. It learns the rates at which a zone's up intervals and down intervals end, by their age.
+"""A model of one spot market. In each zone, intervals in which spot nodes are available (up) alternate with intervals
+in which they are not (down). The model learns the rates at which these intervals end.
 
-Intervals are heavy-tailed (a long one tends to last longer), so rates are kept by age band. The model follows a virtual
-holder: it takes the zone with the lowest hazard, keeps that zone until it is lost, and then takes another zone.
+Intervals are heavy-tailed (a long one tends to last longer), so each rate depends on the interval's age band. The
+model simulates a virtual holder of one spot node. The holder takes the zone with the lowest hazard, keeps that zone
+until it is lost, and then takes another zone.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ some last for days.
 
 
 def band(age_s: float) -> int:
-    """Returns the age band of an interval of this age."""
+    """Returns the index of the age band in which `age_s` lies."""
     return bisect_right(AGES_S, age_s, lo=1) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReclaimRates:
-    """The learned rates of one market, per second and by age band."""
+    """The rates at which zones of one market are lost and come up, as learned from observations. The rates are per
+    second and by age band.
+    """
 
     lost: Floats
     """The rate at which the held zone is lost while no other is up, by age band."""
@@ -81,8 +85,8 @@ class AvailabilityModel:
         self._learned: tuple[float, int, ReclaimRates] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
-        """Records which zones are up. Calls must be in order of time. If the state of a zone differs from that of the
-        call before, half of the time between the calls counts for the earlier state.
+        """Records which zones are up. Calls must be in order of time. If a zone has changed its state since the
+        previous call, the change is assumed to have happened halfway between the two calls.
         """
         now = np.asarray(up, dtype=bool)
         if np.isnan(self.at_s):
@@ -103,10 +107,10 @@ class AvailabilityModel:
         return np.asarray(self.at_s - self.since_s)
 
     def cached_rates(self, at_s: float) -> ReclaimRates:
-        """Returns the last computed rates while they are recent and few new events have come. Otherwise computes them
-        anew.
+        """Returns the rates that were computed last if they are recent and few events have been added since then.
+        Otherwise computes new rates.
 
-        The cache exists because new rates require a value table to be solved again.
+        The cache saves time, because callers must solve a value table again whenever the rates change.
         """
         if self._learned is not None:
             since_s, ends, market = self._learned

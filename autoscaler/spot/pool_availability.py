@@ -62,7 +62,7 @@ class PoolAvailability:
             self._update(model, pools, now_s)
 
     def forecast(self, pools: Sequence[str], now_s: float) -> SpotForecast:
-        """Returns the forecast for these pools as one market. Later observations keep their model up to date."""
+        """Returns the forecast for these pools as one market. Later observations update the model of this market."""
         key = tuple(pools)
         self._last_used_s[key] = now_s
         if key not in self._models:

@@ -1,8 +1,9 @@
 """The hazard of spot reclaims by zone and age, and the correlation of reclaims within a region.
 
-A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed). Therefore reclaims, and
-the hours in which zones held nodes, are counted in age bins over all zones. The rate of one zone is this common rate
-times a factor of the zone. Rates and factors have gamma priors. Zones of one region are often lost together.
+The longer a zone has held nodes, the longer it tends to keep them (recorded intervals are heavy-tailed). The common
+reclaim rate of all zones therefore depends on this age. The common rate of an age bin is the number of reclaims
+divided by the hours in which zones of that age held nodes. The rate of one zone is the common rate times a factor of
+that zone. Rates and factors have gamma priors. Zones of one region are often lost together.
 """
 
 from __future__ import annotations
@@ -75,20 +76,21 @@ class ReclaimHazard:
 
     @property
     def region_correlation(self) -> float:
-        """The probability that another zone of the region is lost when one is lost."""
+        """The probability that another zone of the region is lost when one zone is lost."""
         return min(1.0, self._correlated_losses / self._losses)
 
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Yields pairs (share of the time, zones lost in that time) for the zones in `held`. The function `losses`
-        explains the pairs.
+        """Yields pairs (share of the time, zones whose nodes are lost in that time) for the zones in `held`. In each
+        region, a pair with a single zone stands for the loss of that zone alone. If the region has several zones, its
+        last pair stands for the loss of all of them together.
         """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
-        """Returns the expected reclaims per hour of a zone at its present age. A zone that had no nodes lately has age
-        0.
+        """Returns the expected reclaims per hour of a zone. The rate depends on the zone's age: the time for which
+        nodes have been held there without a reclaim. A zone that had no nodes lately has age 0.
         """
         zone = self.zones.get(name)
         if zone is None:
@@ -118,8 +120,8 @@ def losses(
 ) -> Iterator[tuple[float, Sequence[str]]]:
     """Yields pairs (share of the time, zones whose nodes are lost in that time).
 
-    For each region, the first pairs have one zone each. The last pair has all zones of the region, if there are
-    several.
+    In each region, a pair with a single zone stands for the loss of that zone alone. If the region has several
+    zones, its last pair stands for the loss of all of them together.
     """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:

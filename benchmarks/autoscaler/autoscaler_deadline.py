@@ -1,10 +1,12 @@
-"""A training job with a deadline on recorded spot markets: raytide, greedy, Uniform Progress and the optimum.
+"""Compares deadline policies for a training job on recorded spot markets.
 
     ./dev bench autoscaler_deadline SPOT.json [--collection NAME] [--starts 12] [--slack 0.1,0.25,0.5]
 
-SPOT is a file of spot traces as `raytide simulate deadline` reads it. Every zone alone and the zones of every region as
-one pool, 48 h of work, 0.2 h for each start, from evenly spread moments. Costs are shares of the job's cost on demand,
-means over the starts; `closed` is (greedy - policy) / (greedy - optimal) of the sums.
+The policies are raytide, greedy, the variants of Uniform Progress, and the optimum. SPOT is a file of spot traces in
+the format of `raytide simulate deadline`. A pool is a single zone, or all zones of one region. The job has 48 h of
+work, each start or restart takes 0.2 h, and the runs begin at evenly spread moments of the trace. A printed cost is
+the mean over these runs, as a share of the job's cost with on-demand nodes. `closed` is (greedy - policy) / (greedy
+- optimal), computed from sums of costs.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def pools(traces: Sequence[SpotTrace]) -> dict[str, list[SpotTrace]]:
-    """Each zone alone, and the zones of a region together where there are several."""
+    """Returns one pool for each single zone, and one pool for each region that has several zones."""
     found = {f"{t.collection} {t.zone} {t.gpus_per_node}x{t.gpu} {t.kind}": [t] for t in traces}
     regions: dict[str, list[SpotTrace]] = defaultdict(list)
     for t in traces:

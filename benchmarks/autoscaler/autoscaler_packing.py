@@ -1,18 +1,22 @@
 """Compares the fleets that Ray's own autoscaler and raytide's planner would launch for the same work on an empty
-cluster: $/h, work left without a node, the bound that no fleet can beat, and the time of the decision.
+cluster: $/h, work left without a node, a lower bound of the cost, and the time of the decision.
 
-    python benchmarks/autoscaler/autoscaler_packing.py --prices prices.csv --pods pods.csv --sizes 50 200 800 --seeds 3
+    python benchmarks/autoscaler/autoscaler_packing.py --prices prices.csv --pods pods.csv
+                                                     --sizes 50 200 800 --seeds 3
 
-Ray's side is the scheduler of the installed Ray (`ray.autoscaler.v2.scheduler.ResourceDemandScheduler`) as its monitor
-calls it: node types with their maxima, tasks by shape, placement groups as gangs with the constraints that its GCS
-writes. It knows no prices: it takes the node that the work fills best. "Ray, 1" is the same with one node type for
-each number of GPUs, the cheapest, as somebody would choose who looks at prices. raytide gets all of it as work without
-a lease.
+For Ray, the benchmark calls the scheduler of the installed Ray
+(`ray.autoscaler.v2.scheduler.ResourceDemandScheduler`) as Ray's monitor does. The scheduler gets node types with
+their maxima, tasks by shape, and placement groups as gangs with the constraints that the GCS writes. It does not
+know prices, and chooses the node type that the work fills best. In the rows "Ray, 1", the scheduler gets only the
+cheapest node type for each number of GPUs, as a user who compares prices would configure them. raytide's planner
+gets the same tasks and groups as Ray's demand, that is, as work without leases.
 
-`--prices`: instance_type, gpu, gpus, vcpus, mem_gib and ondemand_usd_h, one row or more of each type: the cheapest
-counts. `--pods`: cpu_milli, memory_mib, num_gpu and gpu_milli; those that ask for a GPU are drawn from. A share of a
-GPU is rounded up to one of its equal parts for both, as Ray's raylet cannot split it over two GPUs. A part of the
-demands are placement groups of some equal bundles (STRICT_SPREAD: each on a node of its own; PACK: anywhere).
+`--prices` is a CSV file with the columns instance_type, gpu, gpus, vcpus, mem_gib and ondemand_usd_h. If a type has
+several rows, the cheapest counts. `--pods` is a CSV file with the columns cpu_milli, memory_mib, num_gpu and
+gpu_milli. Work is drawn from the pods that ask for a GPU. For Ray and for raytide, a share of a GPU is rounded up to
+1/n of a GPU, because Ray's raylet cannot split a share over two GPUs. Some of the demands are placement groups of
+several equal bundles. Half of these groups need a separate node for each bundle (STRICT_SPREAD). The bundles of the
+other groups may be on any nodes (PACK).
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The nodes that one side would launch."""
+    """The nodes that one of the two compared schedulers (Ray's or raytide's) would launch."""
 
     nodes: Counter[str]
     unmet: int
@@ -78,7 +82,7 @@ class Fleet:
 
 
 def menu(prices: Path) -> tuple[NodeType, ...]:
-    """Whole machines, each type at its cheapest price on demand."""
+    """Returns the node types that have at least one whole GPU, each with its cheapest on-demand price."""
     types: dict[str, NodeType] = {}
     with prices.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -105,7 +109,7 @@ def cheapest_by_gpus(types: Sequence[NodeType]) -> tuple[NodeType, ...]:
 
 
 def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
-    """Returns the demand of each pod with a GPU, without those that no node type could hold."""
+    """Returns the demand of each pod that asks for a GPU and fits on at least one node type."""
     found = []
     with pods.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -118,7 +122,7 @@ def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
 
 
 def draw(known: Sequence[dict[str, float]], size: int, chance: random.Random) -> Work:
-    """Returns a random draw of tasks and placement groups; tasks of one shape are one demand."""
+    """Returns a random draw of tasks and placement groups. Tasks of the same shape are joined into one demand."""
     tasks, groups = Counter[tuple[tuple[str, float], ...]](), list[Demand]()
     for number in range(size):
         need = chance.choice(known)
@@ -162,7 +166,9 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 
 
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
-    """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
+    """Returns the number of tasks and bundles that the plan placed on no node. Asserts that the others fit on their
+    nodes.
+    """
     draft, of = (
         PlanBuilder(seen, SchedulingState.from_snapshot(seen), NodeOccupancy.from_snapshot(seen), []),
         {t.name: t for t in types},
@@ -179,7 +185,9 @@ def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> 
 
 
 def bound_usd_h(types: Sequence[NodeType], work: Work) -> float:
-    """The relaxed problem: nodes may be bought in parts, and a task may sit on many that could hold it whole."""
+    """Returns a lower bound of the cost in dollars an hour. It solves a relaxed problem: a part of a node may be
+    bought, and a task may be split over several nodes, but only over nodes that could hold the whole task.
+    """
     demand = (*work.groups, *work.tasks)
     kinds = sorted({name for t in types for name in t.resources})
     pairs = [

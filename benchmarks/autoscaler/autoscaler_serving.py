@@ -1,11 +1,16 @@
-"""raytide's serving policy beside Ray Serve on demand, spot alone and SpotHedge, on recorded requests and spot nodes.
+"""Compares raytide's serving policy with other policies on recorded requests and spot capacity.
 
-    ./dev bench autoscaler_serving --requests R.csv --envelope E.csv --spot S.json --collection A --results F.jsonl
+    ./dev bench autoscaler_serving --requests R.csv --envelope E.csv --spot S.json
+                                   --collection A --results F.jsonl
 
-For each collection and depth: every policy's cost and share of requests in time (mean over the seeds, least and most),
-raytide's curve over its targets, the omniscient lower bound, and for each SpotHedge the cheapest point of the curve
-that serves no fewer in time than it does, less 0.05 points. Ends with the count of these comparisons that save 15 %.
-Runs are kept in --results and not repeated, so hours of them may be interrupted; --figure draws the curves.
+The other policies are Ray Serve with on-demand nodes, spot nodes alone, a static fleet, and SpotHedge. For each
+collection and depth, prints each policy's cost and share of requests in time (mean, least and most over the seeds).
+Also prints raytide's results for each SLO target, and the omniscient lower bound.
+
+Each variant of SpotHedge is compared with one of raytide's results: the cheapest whose share of requests in time is
+at most 0.05 percentage points lower than the variant's. The comparison holds if raytide saves at least 15 %. The
+number of comparisons that hold is printed at the end. Runs are kept in --results and are not repeated, so the
+benchmark can be interrupted and continued. --figure draws the results.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ class Run:
 
 
 class Runs:
-    """The runs of one collection, depth and seed, kept in a file."""
+    """The runs of one setup (collection, depth and seed), kept in a file. Each run has its own policy or SLO target."""
 
     def __init__(self, setup: ServingSetup, file: Path | None) -> None:
         self.setup, self._file = setup, file
@@ -93,7 +98,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """One policy over all seeds."""
+    """The runs of one policy over all seeds, and their mean results."""
 
     name: str
     runs: tuple[Run, ...]
@@ -125,7 +130,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All of one collection and depth."""
+    """The results of all policies for one collection and depth."""
 
     title: str
     bound_usd: float
@@ -170,7 +175,7 @@ class Comparison:
 
 
 def picture(collections: Sequence[Comparison]) -> Picture:
-    """One panel below the other."""
+    """Returns a picture with one panel for each comparison, one below the other."""
 
     def draw(figure: Figure) -> None:
         for axes, each in zip(figure.subplots(len(collections), squeeze=False)[:, 0], collections, strict=True):

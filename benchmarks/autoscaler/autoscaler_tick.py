@@ -1,8 +1,9 @@
 """Measures the time of one decision on a large cluster: 10,000 nodes, 200 pools, 30,000 pending tasks in 120 shapes.
 
-Besides: 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, a queue of 300 jobs. Every tick decides on
-another random state. Prints quantiles of the whole tick without I/O (records moved forward by what was seen, snapshot,
-queue, plan, plan written into the records) and of its parts, and the process's peak memory.
+The cluster also has 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, and a queue of 300 jobs. The
+state of the cluster is drawn at random for each tick. Prints quantiles of the CPU time of a whole tick without I/O,
+quantiles of the CPU time of the decision alone, and the process's peak memory. A tick moves the records forward by
+what was observed, takes the snapshot, orders the queue, plans, and writes the plan into the records.
 
     python benchmarks/autoscaler/autoscaler_tick.py --ticks 100
 """
@@ -76,7 +77,9 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
 
 
 def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[ClusterRecords, ClusterObservation]:
-    """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest of half of the nodes."""
+    """Returns a busy cluster. Gangs and replicas hold whole GPUs. On half of the nodes, tasks hold a random share of
+    the remaining resources.
+    """
     book, by_name = ClusterRecords(next_node=size.nodes + 1), {t.name: t for t in types}
     for number in range(1, size.nodes + 1):
         node_type, zone = chance.choice(types), chance.choice(ZONES)

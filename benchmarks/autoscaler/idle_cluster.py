@@ -1,9 +1,9 @@
-"""Measures what a cluster costs that does nothing: the CPU time of each of its processes, raytide's and Ray's.
+"""Measures the CPU time that an idle cluster uses, for each of its processes, raytide's and Ray's.
 
     python benchmarks/autoscaler/idle_cluster.py [--nodes 0] [--warm-s 30] [--seconds 60]
 
-Starts an embedded cluster of its own, with `--nodes` CPU nodes that stay, and ends it. Printed are percent of one core.
-CPU time hardly depends on what else runs on the machine, but a busy machine makes it larger.
+Starts an embedded cluster of its own with `--nodes` permanent CPU nodes, and ends it afterwards. The results are in
+percent of one core. They are slightly larger if the machine is busy with other work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cpu_times(cluster_id: str) -> dict[int, tuple[str, float]]:
 
 
 def config(folder: Path, nodes: int) -> Path:
-    """Returns the embedded default's file with nodes that stay."""
+    """Writes the embedded default configuration with `nodes` permanent nodes, and returns the file's path."""
     from raytide.control.bootstrap.local import DEFAULT_CONFIG
 
     file = yaml.safe_load(DEFAULT_CONFIG.read_text())

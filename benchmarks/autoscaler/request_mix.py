@@ -1,5 +1,7 @@
-"""A stand-in for recorded conversations, for autoscaler_serving.py --requests: as many requests, and tokens of the same
-means, as the Azure conversation trace of 2023 is published to have. Their rate wanders by a fifth within minutes.
+"""Makes a stand-in for recorded conversations, for autoscaler_serving.py --requests.
+
+The number of requests and the mean numbers of tokens are those published for the Azure conversation trace of 2023.
+The request rate varies by about a fifth from minute to minute.
 
     benchmarks/autoscaler/request_mix.py mix.csv
 """

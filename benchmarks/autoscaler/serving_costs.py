@@ -1,10 +1,13 @@
-"""Splits the cost of raytide's serving policy into what an omniscient buyer of whole nodes pays and what comes on top.
+"""Splits the cost of raytide's serving policy into the least possible cost and the causes of the rest.
 
-    benchmarks/autoscaler/serving_costs.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
+    benchmarks/autoscaler/serving_costs.py --recording code.csv --recording chat.jsonl
+                                           --spot S.json --case 0
 
-On one case of serving_targets.py. All figures are multiples of the lower bound, which buys fractions of nodes. The
-omniscient buyer (serving_floor.py) attains as much as the policy did. With --plenty the same load is also served where
-spot is never scarce and never reclaimed: there only the future load is unknown. That is compared with its own bound.
+The least possible cost is that of an omniscient buyer of whole nodes (serving_floor.py), who attains the
+same share of requests in time as the policy. The benchmark runs one case of serving_targets.py. All
+figures are multiples of a lower bound, which is the cost if fractions of nodes could be bought. With
+--plenty, the same load is also served with spot nodes that are never scarce and never reclaimed, so that
+only the future load is unknown. The figures of that run are multiples of a lower bound of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from raytide.simulate.serving.spot_zones import SpotZones
 
 
 def split(stage: Scenario, result: Result, floor: WholeNodeFloor) -> dict[str, float]:
-    """Returns dollars by cause. They add up to the cost, except for what is billed between two ticks."""
+    """Returns the dollars for each cause. Their sum differs from the total cost only because nodes may start or end
+    between two ticks.
+    """
     sizes = np.array(floor.sizes(result.slo_attainment))
     spot_usd = stage.usd_h[CapacityType.SPOT] * TICK_S / 3600.0
     ondemand_usd = stage.usd_h[CapacityType.ON_DEMAND] * TICK_S / 3600.0

@@ -1,12 +1,15 @@
-"""The cost of serving for an omniscient buyer of whole nodes: requests queue by deadline, as in raytide's replicas, and
-a share of them may be late.
+"""Computes the cost of serving for an omniscient buyer of whole nodes. Requests queue by deadline, as in raytide's
+replicas, and a given share of them may be late.
 
-The lower bound of `raytide simulate serving` buys fractions of nodes for the mean work of five minutes. Here each
-minute has a whole number of nodes, and as many late requests as a constant fleet of that size has in that minute. The
-least cost with at most the allowed late requests is bounded by Lagrange's relaxation (weak duality), whose inner part
-is a dynamic programme over minutes and sizes. Nodes are on spot as far as any zone has free ones in that minute, starts
-are billed at the price of spot, and nothing is lost with a node: no policy pays less, up to what a queue carries from
-one minute into the next.
+The lower bound of `raytide simulate serving` buys fractions of nodes for the mean work of five minutes. Here the
+fleet has a whole number of nodes in each minute. A minute has as many late requests as it would have if the fleet
+had this size all the time. Lagrange's relaxation (weak duality) gives a lower bound of the cost at which at most the
+allowed number of requests are late. The inner problem of the relaxation is a dynamic programme over minutes and
+fleet sizes.
+
+In each minute, the fleet uses spot nodes up to the zones' largest capacity in that minute, and on-demand nodes for
+the rest. Starts are billed at the spot price, and a reclaim loses no requests. Therefore no policy pays less, except
+for the effect of queues that last from one minute into the next.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ MOST_USD, STEPS = 100.0, 40
 
 
 class WholeNodeFloor:
-    """The floors of one scenario, for any target."""
+    """The lowest cost of serving one scenario, for any share of the requests that must be answered in time."""
 
     def __init__(self, stage: Scenario) -> None:
         setup = stage.setup
@@ -46,7 +49,9 @@ class WholeNodeFloor:
         return self._relaxed_usd(self._late_usd(target), (1.0 - target) * self._count)
 
     def sizes(self, target: float) -> list[int]:
-        """Returns the size of that fleet by minute."""
+        """Returns, for each minute, the size of the cheapest fleet that serves the share `target` of the requests in
+        time.
+        """
         cost = self._usd + self._late_usd(target) * self._late
         best, before = self._rise_usd[:, 0] + cost[0], []
         for step in cost[1:]:

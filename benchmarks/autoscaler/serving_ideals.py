@@ -1,10 +1,13 @@
-"""Splits the cost of raytide's serving policy by what it cannot know or avoid: each row makes one thing ideal.
+"""Splits the cost of raytide's serving policy by the things that the policy cannot know or avoid.
 
-    benchmarks/autoscaler/serving_ideals.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
+    benchmarks/autoscaler/serving_ideals.py --recording code.csv --recording chat.jsonl
+                                            --spot S.json --case 0
 
-On one case of serving_targets.py, in multiples of the lower bound, which buys fractions of nodes. From the second row
-on the price of a late request is constant, and such that just the asked share is in time (interpolated between runs at
-two or three prices). The first hour is in the cost but not in the share: it holds the first start.
+The first row is the real policy. Each later row makes one of these things ideal. The benchmark runs one case of
+serving_targets.py. All costs are multiples of a lower bound, which buys fractions of nodes. In the later rows, the
+price of a late request is constant. The price is set so that exactly the requested share of requests is in time: the
+cost is interpolated between runs at two or three prices. The first hour contains the first start. This hour counts
+for the cost, but not for the share of requests in time.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class ConstantPrice(SloShadowPrice):
 
 @dataclass(slots=True)
 class KnownRate(RateForecast):
-    """The mean rate over twice the time ahead: its middle is when a replica that is bought now begins to serve."""
+    """A forecast that knows future arrivals. It returns the mean rate of a window that begins now and lasts twice
+    `ahead_s`. A replica that is bought now begins to serve in the middle of this window.
+    """
 
     arrival_s: Floats = field(default_factory=lambda: np.zeros(0))
     ahead_s: float = 0.0
@@ -80,7 +85,7 @@ class NoLosses(ReclaimHazard):
 
 
 class MovedFleet(SimulatedFleet):
-    """Nodes that would be reclaimed go on at the price of on demand."""
+    """A fleet in which a node that would be reclaimed continues to run, at the on-demand price."""
 
     moved: list[tuple[SimulatedReplica, float]]
 
@@ -101,7 +106,9 @@ class MovedFleet(SimulatedFleet):
 
 
 def run(stage: Scenario, ideals: Sequence[str], log_price: float | None) -> tuple[float, float]:
-    """Returns the cost, and the late share after the first hour. `log_price`: None for the policy's own price."""
+    """Returns the cost in dollars, and the share of late requests after the first hour. If `log_price` is None, the
+    policy uses its own price of a late request.
+    """
     setup = stage.setup_of("raytide")
     if "start" in ideals:
         setup = setup.model_copy(update={"cold_start_s": 1.0})
@@ -122,8 +129,10 @@ def run(stage: Scenario, ideals: Sequence[str], log_price: float | None) -> tupl
 
 
 def usd_at_target(stage: Scenario, ideals: Sequence[str]) -> float:
-    """Returns the cost at which just the asked share is in time: linear in the logarithm of the late share, which falls
-    by about as much as the logarithm of the price rises."""
+    """Returns the cost at which exactly the target share of requests is in time. The cost is interpolated between two
+    runs, linearly in the logarithm of the late share. The search for these two runs assumes that this logarithm falls
+    by as much as the logarithm of the price rises.
+    """
     allowed = 1.0 - stage.setup.slo_target
     log_price, points = FIRST_LOG_PRICE, list[tuple[float, float]]()
     while len(points) < 3:

@@ -1,11 +1,13 @@
-"""Makes a request recording for `raytide simulate serving` from another one, on which high SLOs can be had.
+"""Changes a request recording so that high SLOs can be reached on it.
 
-    benchmarks/autoscaler/serving_load.py recording.csv load.csv --keep 0.5 --copies 4 --prompts 0.3 --bursts-per-day 8
+    benchmarks/autoscaler/serving_load.py recording.csv load.csv --keep 0.5 --copies 4
+                                          --prompts 0.3 --bursts-per-day 8
 
-Users of the same kind are copies of the recording, each turned to a start of its own and thinned, so their sum is
-smoother than one of them. Token counts are scaled as for other models and GPUs. Bursts multiply the rate for minutes.
-Recordings are CSV files with t_s, prompt_tokens and output_tokens, or JSON lines with timestamp (ms), input_length and
-output_length.
+The result is a recording for `raytide simulate serving`. It is the sum of several copies of the original, which
+stand for more users of the same kind. Each copy begins at a random place of the original and keeps a random part of
+its requests. The sum is therefore smoother than the original. Token counts are multiplied by factors, to imitate
+other models and GPUs. Bursts multiply the request rate for some minutes. Recordings are CSV files with t_s,
+prompt_tokens and output_tokens, or JSON lines with timestamp (ms), input_length and output_length.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ COLUMNS = ("t_s", "prompt_tokens", "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The changes to a recording."""
+    """The changes that turn a recording of requests into the load of a benchmark."""
 
     keep: float = 1.0
     """The share of each copy's requests that is kept."""
@@ -45,7 +47,9 @@ class Load:
     hours: float = 24.0
 
     def requests(self, recorded: Floats, rng: np.random.Generator) -> Floats:
-        """Returns rows of (time, prompt, output). `recorded`: the same of the recording, in order of time."""
+        """Returns the changed recording as rows of (time, prompt tokens, output tokens). `recorded` has the rows of the
+        original in the same form, in order of time.
+        """
         whole_s = self.hours * 3600.0
         parts = [self._copy(recorded, whole_s, rng) for _ in range(self.copies)]
         rows = np.concatenate(parts)
@@ -78,7 +82,9 @@ class Load:
 
 
 def read(path: Path) -> Floats:
-    """Returns rows of (time, prompt, output) in order of time, from time 0."""
+    """Returns the rows (time, prompt tokens, output tokens) of a recording, in order of time. Times are relative to the
+    first request.
+    """
     if path.suffix == ".jsonl":
         entries = [json.loads(line) for line in path.read_text().splitlines() if line]
         rows = np.array([(e["timestamp"] / 1000.0, e["input_length"], e["output_length"]) for e in entries])

@@ -1,13 +1,22 @@
-"""Asked against attained SLO of raytide's serving policy, on loads where on-demand serving reaches high SLOs.
+"""Compares two SLOs of raytide's serving policy: the SLO that the policy was asked for, and the SLO that it attained.
 
-    benchmarks/autoscaler/serving_targets.py --recording code.csv --recording chat.jsonl --envelope E.csv --spot S.json
+    benchmarks/autoscaler/serving_targets.py --recording code.csv --recording chat.jsonl
+                                             --envelope E.csv --spot S.json
 
-Loads are made from the recordings (serving_load.py) and served on recorded spot capacity. Each case has a load,
-collection, depth and seed of its own. Constants were chosen on the cases `tune`; the cases `look` were only run
-afterwards (--part). For each target: the attained share, its worst hour, the cost over the omniscient bound and over
-that of an omniscient buyer of whole nodes (serving_floor.py), and over that of the cheapest SpotHedge with the same
-attainment (linear between its depths; - where none has it), as published and with raytide's order of waiting requests.
-Runs are kept in --results and not repeated.
+On the loads of this benchmark, on-demand nodes alone reach high SLOs. Loads are made from the recordings
+(serving_load.py) and served on recorded spot capacity. Each case has its own load, collection, depth and seed. The
+constants of the policy were chosen on the cases `tune`. The cases `look` were run only after this choice (--part).
+
+For each target, prints the attained share of requests in time and the share in the worst hour. Also prints the
+policy's cost divided by several other costs:
+
+- the omniscient lower bound.
+- the cost of an omniscient buyer of whole nodes (serving_floor.py).
+- the cost of the cheapest SpotHedge with the same attained share, once as published and once with
+  raytide's order of waiting requests. Costs are interpolated linearly between the variants of SpotHedge.
+  `-` means that no variant attains this share.
+
+Runs are kept in --results and are not repeated.
 """
 
 from __future__ import annotations
@@ -86,7 +95,7 @@ class Run:
 
 
 class Runs:
-    """The runs of one case, kept in a file and not repeated."""
+    """The runs of one case. Their results are kept in a file, and a run whose result is in the file is not repeated."""
 
     def __init__(self, number: int, load: Callable[[], Scenario], days: float, file: Path | None) -> None:
         self._number, self._load, self._days, self._file = number, load, days, file
@@ -108,7 +117,7 @@ class Runs:
         return self._kept("bound", lambda: Run(self._stage.lower_bound_usd())).cost_usd
 
     def floor_usd(self, attained: float) -> float:
-        """Returns the cost of an omniscient buyer of whole nodes that attains as much."""
+        """Returns the cost of an omniscient buyer of whole nodes who attains the given share of requests in time."""
         return self._kept(f"floor {attained:.6f}", lambda: Run(self._floor.usd(attained))).cost_usd
 
     def of(self, policy: str, **changed: object) -> Run:
@@ -145,7 +154,9 @@ def scenario(
 
 
 def cost_of_hedges(hedges: list[Run], slo: float) -> float | None:
-    """Returns the least cost of SpotHedge at an attainment, linear between any two depths; None if none reaches it."""
+    """Returns the least cost at which SpotHedge attains the share `slo`, interpolated linearly between any two
+    variants. Returns None if no variant attains it.
+    """
     costs = [hedge.cost_usd for hedge in hedges if hedge.attained >= slo]
     for low, high in combinations(sorted(hedges, key=lambda hedge: hedge.attained), 2):
         if low.attained < slo <= high.attained:
@@ -189,7 +200,9 @@ def others(runs: Runs, **changed: object) -> tuple[Run, list[Run]]:
 
 
 def described(ondemand: Run, hedges: list[Run], bound_usd: float) -> str:
-    """Returns attained shares at costs over the bound."""
+    """Returns a text about the run of Ray Serve with on-demand nodes and about each run of SpotHedge. For each run, the
+    text has the attained share, and the cost as a multiple of the lower bound.
+    """
     known = ", ".join(f"{100 * hedge.attained:.2f} at {hedge.cost_usd / bound_usd:.2f}" for hedge in hedges)
     return f"on demand {100 * ondemand.attained:.2f} % at {ondemand.cost_usd / bound_usd:.2f}; SpotHedge {known}"
 

@@ -1,9 +1,11 @@
-"""Times a backup of a cluster beside restic alone on the same files: first all of them, then one more checkpoint.
+"""Times the backup of a cluster, and for comparison restic alone on the same files. First all files are backed up, then
+one more checkpoint.
 
-restic passes over changed ctimes, as raytide lets it, because raytide's links to the files change them.
-Both get an empty repository and an empty cache for each repetition, in turn, so that the load of others meets both. One
-repository is a copy of the other: restic chooses the cost of a new key by the speed of the machine at that moment, so
-two repositories of their own would take different times to open.
+Both sides ignore changed ctimes, because raytide makes links to the files, which changes their ctimes. For each
+repetition, both sides get an empty repository and an empty cache. The two sides take turns at going first, so that
+other work on the machine affects both equally. One repository is a copy of the other: restic chooses the cost of a
+new key by the present speed of the machine, so two separately created repositories would take different times to
+open.
 
     python benchmarks/backup/against_restic.py --gigabytes 2 --repetitions 3
 """
@@ -44,7 +46,7 @@ FILES = 8
 
 
 def write_checkpoint(out: Path, step: int, size: int, seed: int) -> Path:
-    """Writes a checkpoint of random bytes, which neither compress nor repeat, as those of weights do."""
+    """Writes a checkpoint of random bytes. Random bytes, like real weights, cannot be compressed and do not repeat."""
     store, name = LocalStore(out / "checkpoints"), manifest.folder_name(step, "0123abcd")
     chance, files = random.Random(seed + step), {}
     for number in range(FILES):
@@ -61,7 +63,7 @@ def write_checkpoint(out: Path, step: int, size: int, seed: int) -> Path:
 
 
 def make_cluster(folder: Path, runs: int, size: int, seed: int) -> Store:
-    """Makes a run folder, its records, and several trainings with a checkpoint each."""
+    """Makes a cluster: a run folder, its records, and several training runs with one checkpoint each."""
     os.environ["RAYTIDE_HOME"] = str(folder / "home")
     run_dir = run_dir_of(NAME)
     run_dir.mkdir(parents=True)
@@ -87,7 +89,9 @@ def restic(folder: Path, *command: str) -> None:
 
 
 def timed(name: str, what: Callable[[], object]) -> dict[str, float]:
-    """Returns the seconds that a call takes, and the seconds of processors that it and its processes use."""
+    """Returns the elapsed seconds of a call, and the CPU seconds of this process and its child processes during the
+    call.
+    """
     began_s, began_cpu_s = time.perf_counter(), cpu_s()
     what()
     return {name: time.perf_counter() - began_s, f"{name}, CPU": cpu_s() - began_cpu_s}
@@ -99,7 +103,9 @@ def cpu_s() -> float:
 
 
 def measure(folder: Path, number: int, added: int) -> dict[str, float]:
-    """Returns the seconds of both for the first backup and for the one after a further checkpoint."""
+    """Returns the seconds that raytide and restic take for the first backup, and for a second backup after one more
+    checkpoint was written.
+    """
     place, out = place_of(NAME), folder / "data" / "run-0"
     paths = [str(place.run_dir), str(folder / "data")]
     for left in (folder / "ours", folder / "alone", folder / "alone-cache", place.hot.cache_dir):

@@ -1,10 +1,11 @@
-"""Measures the time from `import` to the first token, by phase: fresh processes, a 28M Llama shape of random weights.
+"""Measures the time from `import` to the first token in fresh processes, by phase. The model is a Llama with 28M random
+weights.
 
     python benchmarks/engine/cold_start.py [--runs 5] [--cores 0,1] [--dtype bfloat16]
 
-Prints the median, the least and the most of each phase in milliseconds. "first ever" has an empty kernel cache, so that
-the C operators are built; the others find them there. The yardstick is transformers in the same run: import,
-from_pretrained, one token.
+Prints the median, the least and the greatest time of each phase in milliseconds. The column "first ever" is a run
+with an empty kernel cache. This run has to build the C operators. The other runs find the operators in the cache.
+For comparison, transformers is measured in the same run: import, from_pretrained, one token.
 """
 
 from __future__ import annotations

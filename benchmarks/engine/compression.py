@@ -1,13 +1,17 @@
-"""Bytes, decoding speed and quality of compressed models beside their parent, in one run.
+"""Compares the bytes, decoding speed and quality of compressed models with those of their parent, in one run.
 
-By default the parent is trained here, for `--steps` steps, on the Python standard library without the held-out files;
-`--model` takes any Hugging Face directory instead. Each row is a recipe of `raytide compress`; quality is measured on
-two corpora that no recipe has read: modules that were held out, and the licences of the installed packages. The
-speed is the best of three rounds whose order alternates, parent beside model, so one row's two figures compare and
-those of different rows hardly do. Rows that need llm-compressor run where RAYTIDE_LLM_COMPRESSOR names its Python;
-rows that prune regain by distillation for `--distil-steps` steps and are shown before and after.
+By default the benchmark trains the parent itself, for `--steps` steps, on the Python standard library without the
+held-out files. With `--model`, the parent is any Hugging Face directory instead. Each row is a recipe of `raytide
+compress`. Quality is measured on two corpora that no recipe has read: the held-out modules, and the licences of the
+installed packages.
 
-    python benchmarks/engine/compression.py [--steps 600] [--distil-steps 300] [--model DIR] [--tokens 8192]
+The speed is the best of three rounds, in which the model and its parent take turns. Compare only the two speeds
+within one row: speeds of different rows are hardly comparable. Rows that need llm-compressor are run only if
+RAYTIDE_LLM_COMPRESSOR is the path of its Python interpreter. Rows that prune are shown twice: before and after a
+distillation of `--distil-steps` steps, which regains quality.
+
+    python benchmarks/engine/compression.py [--steps 600] [--distil-steps 300] [--model DIR]
+                                            [--tokens 8192]
 """
 
 import argparse
@@ -36,7 +40,9 @@ SEQ_LEN = 256
 
 
 def write_texts(folder: Path) -> dict[str, str]:
-    """Writes the corpora; returns their paths. The training text leaves out what evaluates and calibrates."""
+    """Writes the corpora and returns their paths. The training text does not contain the files for evaluation and
+    calibration.
+    """
     learn = folder / "learn"
     learn.mkdir()
     left_out = {*HELD_OUT, *CALIBRATION}

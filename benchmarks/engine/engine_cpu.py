@@ -1,15 +1,20 @@
-"""Measures generation on CPU cores, beside vLLM and transformers and against what the machine can do.
+"""Measures generation on CPU cores. Compares the native engine with vLLM, with transformers, and with the limit of the
+machine.
 
-Each side is a process of its own, pinned to the same cores; they take turns. Prompts of 16 to 256 random tokens (seed
-0), 64 new tokens each, greedy, no prefix cache. Concurrency 1: four requests, one after another; 8: two batches; 64:
-one. tokens/s counts new tokens over the whole time, prefill included; the best of the repeats (transformers, which is
-many times slower, takes one turn).
+Each side of the comparison is a process of its own. All processes are pinned to the same cores and take turns.
+Prompts have 16 to 256 random tokens (seed 0). For each prompt, 64 new tokens are generated, greedily and without a
+prefix cache. At concurrency 1, four requests run one after another. At concurrency 8 there are two batches, and at
+concurrency 64 there is one batch. tokens/s is the number of new tokens divided by the whole time, prefill included.
+The best of the repeats counts. transformers is many times slower, so it is measured only once.
 
-The floor is the time to multiply the prompts' tokens with the weights, and in each step to read all weights and the
-context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
-of a decoding step that the native engine spends outside of the model and the sampler. The sides `int8` and `int4` are
-the native engine with the same model rounded (a scale for each output; for each 32 inputs), int8 inputs and head;
-`int8_kv` is `int8` with a KV cache of int8.
+The floor is the least time that the machine needs, at the rates measured in the same run. It has two parts: the time
+to multiply the prompts' tokens with the weights, and the time of all decoding steps. The time of a decoding step is
+the larger of two times: the time to read all weights and the context's KV from memory, and the time to multiply.
+"own" is the share of a decoding step that the native engine spends outside of the model and the sampler.
+
+The sides `int8` and `int4` are the native engine with a rounded model, int8 inputs and an int8 head. int8 weights
+have one scale for each output. int4 weights have one scale for every 32 inputs of an output. `int8_kv` is `int8`
+with a KV cache of int8.
 
     python benchmarks/engine/engine_cpu.py --vllm-python .venv-vllm/bin/python
     python benchmarks/engine/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
@@ -61,7 +66,7 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        """The numbers in the KV of one token."""
+        """The number of values in the KV of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -75,7 +80,7 @@ Answer = dict[str, float]
 
 
 class Side:
-    """A process that generates; see `engine_sides.py`."""
+    """A process that runs one engine (`engine_sides.py`)."""
 
     def __init__(self, name: str, python: str, model_dir: Path, dtype: str, cores: list[int]) -> None:
         env = os.environ | {
@@ -115,7 +120,9 @@ class Side:
 
 
 def vllm_environment(python: str, cores: list[int]) -> dict[str, str]:
-    """Returns the settings that vLLM's documentation advises for CPUs, in one process: faster at these sizes."""
+    """Returns the environment variables that vLLM's documentation recommends for CPUs. vLLM runs in one process, which
+    is faster for models of these sizes.
+    """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -173,7 +180,7 @@ def main() -> None:
 def measure(
     sides: dict[str, Side], shape: Shape, dtype: str, concurrency: int, repeats: int, clock: str, threads: int
 ) -> str:
-    """One line of the table: what each side made of the same batches, taking turns."""
+    """Returns one line of the table, with the results of all sides for the same batches. The sides take turns."""
     rng, calls = random.Random(0), CALLS.get(concurrency, 1)
     batches = [
         [[rng.randrange(1, shape.vocab) for _ in range(rng.randint(16, 256))] for _ in range(concurrency)]
@@ -234,7 +241,7 @@ def floor_s(shape: Shape, width: int, batch: Prompts, bytes_s: float, flops_s: f
 
 
 def rounded(folder: Path, side: str) -> Path:
-    """Returns the directory of a side's model."""
+    """Returns the directory of the model that a side uses. Writes a rounded model first if the side needs one."""
     if side not in QUANTIZED:
         return folder / "plain"
     from raytide.pipelines.compress.chain import compress

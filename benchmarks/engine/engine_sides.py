@@ -1,10 +1,10 @@
-"""One engine in a process of its own, pinned and told on stdin what to generate; `engine_cpu.py` starts these.
+"""Runs one engine in a process of its own, pinned to some cores. `engine_cpu.py` starts these processes.
 
     python engine_sides.py SIDE MODEL_DIR DTYPE CORES
 
-Each line on stdin is a JSON list of prompts, which run together; each line on stdout says how long that took, by the
-clock and in CPU time, when first tokens came on average, and the share of the native engine's own Python. Runs under
-any interpreter that has the engine.
+Each line on stdin is a JSON list of prompts, which run together. The answer is one line on stdout with the elapsed
+time, the CPU time, the mean time to the first token, and for the native engine the share of time in its own Python
+code. The script runs under any interpreter that has the engine.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def vllm(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
 
 
 def transformers(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
-    """The usual static batch, padded on the left."""
+    """Returns a function that generates with transformers, as one static batch that is padded on the left."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
@@ -150,8 +150,9 @@ def transformers(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
 
 
 def floor(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
-    """Measures the machine: bytes a second read from memory and multiplications a second, the best of several ways
-    to use it. The prompts do not matter.
+    """Measures the speed of the machine: the bytes read from memory per second, and the floating-point operations per
+    second. Each figure is the best result of several measurements that use the machine in different ways. The prompts
+    are ignored.
     """
     sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     import torch

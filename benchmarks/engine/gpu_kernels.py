@@ -1,11 +1,12 @@
-"""Measures the GPU kernels beside torch's operators, in one run on one GPU.
+"""Compares the GPU kernels with torch's operators, in one run on one GPU.
 
     python benchmarks/engine/gpu_kernels.py [--json FILE]
 
-Prints for each operator the median time of 20 runs with the least and the most, the share of the memory's speed (a copy
-of 1 GiB, measured in the same run) that its least bytes are read and written at, and the time of torch's operator
-for the same task. The weights are those of one layer of an 8B model. Before each run 256 MiB are written, because
-caches would otherwise hold the operands.
+For each operator, prints the median, least and most time of 20 runs, the time of torch's operator for the same task,
+and the share of the memory's bandwidth that the operator reaches. The share is computed from the smallest number of
+bytes that the operator must read and write. The bandwidth is that of a copy of 1 GiB in the same run. The weights
+have the sizes of one layer of an 8B model. Before each run, 256 MiB are written, because the caches would otherwise
+hold the operands.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Case = tuple[str, int, Callable[[], object], Callable[[], object]]
 
 
 def times_ms(work: Callable[[], object]) -> list[float]:
-    """Returns the times of RUNS runs, each after the caches were overwritten, sorted."""
+    """Returns the times of RUNS runs, sorted. Before each run, the caches are overwritten."""
     flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     work()
     times = []

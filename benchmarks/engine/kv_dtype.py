@@ -1,10 +1,13 @@
-"""Measures what a KV cache of int8 costs: quality on held-out text, and the time of decoding with long contexts.
+"""Measures the effect of an int8 KV cache: on quality for held-out text, and on decoding time with long contexts.
 
-Quality is that of the model with `kv_dtype="int8"` beside itself without, in windows of `--window` tokens of two texts:
-modules of Python's library and licences of the installed packages. KL is per token, from the model without; same
-top-1 is the share of tokens whose likeliest next token is equal; ppl is the change of perplexity. Speed is the mean
-step of `--sequences` sequences that decode 32 tokens after prompts of `--context` tokens, without their time; the
-two engines take turns, and the best of the rounds counts.
+For quality, the model with `kv_dtype="int8"` is compared with the same model without it. Both read windows of
+`--window` tokens of two texts: modules of Python's library, and licences of the installed packages. `ppl` is the
+change of the perplexity. `KL` is the divergence per token from the model without int8. `same top-1` is the share of
+tokens for which both models find the same next token most likely.
+
+The speed is the mean time of a step in which `--sequences` sequences decode. Each sequence decodes 32 tokens after a
+prompt of `--context` tokens, whose own time is not counted. The two engines take turns, and the best round of each
+counts.
 
     python benchmarks/engine/kv_dtype.py [--model smollm2] [--tokens 4096] [--context 1024]
 """

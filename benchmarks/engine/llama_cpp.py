@@ -1,13 +1,17 @@
-"""The native engine beside llama.cpp: the same GGUF files, prompts, new tokens and cores, one after the other.
+"""Compares the native engine with llama.cpp on the same GGUF files, prompts, numbers of new tokens and cores.
 
-    python benchmarks/engine/llama_cpp.py                  # a random model of 28M weights in three formats
+    python benchmarks/engine/llama_cpp.py                  # random, 28M weights, three formats
     python benchmarks/engine/llama_cpp.py --model smollm2  # or a path of a GGUF file
 
-llama.cpp is the prebuilt `node-llama-cpp`, which npm installs into `--folder` at the first run (node 20 or later). The
-random model's matrices are in one format; those whose inputs its blocks do not divide are Q8_0, and Q4_K's blocks are
-random, since the `gguf` package does not write them: that file is for speed alone. Both sides get whole calls of greedy
-tokens; llama.cpp's are dispatched by JavaScript, the engine's by Python. Turns alternate; the best of each counts, and
-the spread is how far the worst was below it.
+llama.cpp is the prebuilt `node-llama-cpp`, which npm installs into `--folder` at the first run (node 20 or later).
+
+All matrices of the random model are in one format, with an exception for Q4_K: a matrix is in Q8_0 if the number of
+its inputs is not divisible by Q4_K's block size. The blocks of Q4_K are random bytes, because the `gguf` package
+cannot write this format. The model is therefore only for measuring speed.
+
+Both sides get whole batches and decode greedily. JavaScript dispatches llama.cpp's batches, and Python those of the
+native engine. The sides take turns, and the best turn of each counts. The spread is the difference between the best
+and the worst turn, as a share of the best.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ Prompts = list[list[int]]
 
 
 class Side:
-    """One engine in a process of its own. It answers lines of JSON."""
+    """One engine in a process of its own. It answers each line of JSON on stdin with a line of JSON on stdout."""
 
     def __init__(self, command: list[str], cores: list[int]) -> None:
         self._process = subprocess.Popen(
@@ -69,7 +73,7 @@ class Side:
 
 
 def native(model: str, new_tokens: int) -> None:
-    """Answers on stdout, as llama_cpp.mjs does."""
+    """Runs the native engine: reads prompts from stdin and writes results to stdout, in the format of llama_cpp.mjs."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     import torch
 

@@ -1,12 +1,15 @@
-"""Measures the share of a recorded day that the prefix cache finds, against a cache without end, and the gain of a hit.
+"""Measures the hit rate of the prefix cache on a recorded day, and the time to the first token without and with a hit.
 
     python benchmarks/engine/prefix_cache.py TRACE.jsonl [--requests 4000]
 
-TRACE is in Mooncake's format: timestamp (ms), input_length, output_length and hash_ids, one id for each 512 tokens of a
-prompt, equal ids for equal prefixes. All lengths are divided by 32, so that an id becomes a block of 16 tokens. The
-production scheduler and block pool replay it on a virtual clock, one step in 250 ms, without a model; the yardstick
-counts every block that any earlier prompt had. Then a small native model answers prompts of 1,024 random tokens, cold
-and again: time to first token, median and spread.
+TRACE is in Mooncake's format: timestamp (ms), input_length, output_length and hash_ids. There is one id for each 512
+tokens of a prompt, and equal ids mean equal prefixes. All lengths are divided by 32, so that an id becomes a block
+of 16 tokens. The production scheduler and block pool replay the trace on a virtual clock, with one step every 250 ms
+and without a model. The hit rate is compared with that of an unlimited cache, which keeps every block of all earlier
+prompts.
+
+Then a small native model answers prompts of 1,024 random tokens, first without and then with cached prompts. Prints
+the median and the spread of the time to the first token.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def read(trace: Path, most: int) -> Iterator[Recorded]:
 
 
 def endless(requests: list[Recorded]) -> tuple[float, int]:
-    """The share of all prompt tokens in blocks that an earlier prompt had; and how many blocks there are."""
+    """Returns the share of all prompt tokens that an unlimited cache would find, and the number of distinct blocks."""
     known: set[tuple[int, ...]] = set()
     hits = 0
     for request in requests:
@@ -86,7 +89,7 @@ def endless(requests: list[Recorded]) -> tuple[float, int]:
 
 
 def replay(requests: list[Recorded], num_blocks: int, num_host_blocks: int) -> tuple[float, int]:
-    """The hit rate, and how many sequences were evicted."""
+    """Returns the hit rate, and the number of evictions of running sequences."""
     pool = BlockPool(num_blocks, BLOCK, num_host_blocks)
     scheduler = Scheduler(pool, max_running=64, max_batch_tokens=2048, swap_cost=SwapCost(1.0))
     now_s, at = 0.0, 0
@@ -117,7 +120,7 @@ def sequence(name: str, prompt: list[int], output_len: int, arrival_s: float = 0
 
 
 def step_cost() -> None:
-    """Returns the scheduler's own share of a step in which 64 sequences decode."""
+    """Prints the time that the scheduler itself takes in a step in which 64 sequences decode."""
     scheduler = Scheduler(BlockPool(64 * 128 + 64, BLOCK), max_running=64, max_batch_tokens=2048)
     for at in range(64):
         scheduler.add(sequence(f"{at}", [at] * 1024, 900))
@@ -161,7 +164,7 @@ def first_token(count: int) -> None:
 
 
 def save_model(model_dir: Path) -> None:
-    """A Llama shape of 5M parameters with random weights, and a tokenizer that nobody uses."""
+    """Writes a Llama model of 5M parameters with random weights, and a tokenizer that is never used."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM

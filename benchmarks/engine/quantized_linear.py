@@ -1,10 +1,12 @@
-"""Measures the linears of a decoding step, all layers and the head: 8 and 4 bits beside bfloat16 and float32.
+"""Measures the linear layers of a decoding step, head included: with 8 and 4 bits, and with bfloat16 and float32.
 
-Weights are random, their scales those of float16, as in GGUF's Q8_0 and Q4_0; every layer has its own, so that caches
-see what they see in a model. "native" is what the engine chooses for the dtype on this machine, oneDNN where that is
-faster. Forms take turns, and the best of the rounds counts, in milliseconds of a step of `rows` tokens; the ratio is
-bfloat16's time over the form's. CPU time of all threads is divided by their number, since it stands other work beside
-it better than wall time does.
+Weights are random. Their scales are rounded to float16, as in GGUF's Q8_0 and Q4_0. Every layer has weights of its
+own, so that the caches are used as in a real model. "native" means the implementation that the engine chooses for
+the dtype on this machine, which is oneDNN where that is faster.
+
+The forms take turns, and the best round of each counts. Prints the milliseconds of a step of `rows` tokens, and the
+ratio of bfloat16's time to the form's time. By default, time is the CPU time of all threads divided by the number of
+threads, because other work on the machine disturbs CPU time less than wall time.
 
     python benchmarks/engine/quantized_linear.py --shape 28M 350M --threads 1
     python benchmarks/engine/quantized_linear.py --march x86-64-v3 --rows 1 64
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def model(shape: Shape, form: str, group: int, is_here: bool) -> list[tuple[int, Linear]]:
-    """Returns the linears of a step in order, each with its number of inputs."""
+    """Returns the linear layers of a step in order, each as a pair (number of inputs, layer)."""
     attention, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = [
         (attention + 2 * kv, shape.hidden),

@@ -1,9 +1,11 @@
-"""Measures what the sampling options of one request add to a step of many rows over a large vocabulary.
+"""Measures the time that sampling options add to a step of many rows over a large vocabulary.
 
     python benchmarks/engine/sampling_options.py [--rows 128] [--vocab 100000] [--rounds 9]
 
-Each option's sampler chooses tokens for the same random logits, by turns in one process on one thread; CPU time of the
-sampler alone, median and spread. The yardstick is as many rows with a temperature of 1 and no other option. Seed 1.
+Each option is measured with a sampler of its own, and all rows of this sampler use the option. The samplers take
+turns in one process on one thread, and choose tokens for the same random logits. Prints the median and the spread of
+the CPU time that each sampler takes. The baseline has the same number of rows, with a temperature of 1 and no other
+option. The random seed is 1.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def measure(logits_RV: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Returns the milliseconds of each option's rounds, without a first one that warms up."""
+    """Returns the milliseconds of each round, by option. A first round, which warms up, is left out."""
     samplers = {name: (Sampler(), sequences(len(logits_RV), fields)) for name, fields in OPTIONS.items()}
     times: dict[str, list[float]] = {name: [] for name in OPTIONS}
     scratch_RV = torch.empty_like(logits_RV)

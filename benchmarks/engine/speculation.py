@@ -1,12 +1,17 @@
-"""Measures generation with and without speculation, by turns in one process, on text that people wrote.
+"""Measures text generation with and without speculation. The texts to generate were written by people. Both sides take
+turns in one process.
 
-An edit has a file of the standard library in its prompt and a tenth of its lines replaced in its answer; a completion
-has the first lines of a file in its prompt and the following ones in its answer; a chat answers a question with a page
-of prose, the docstrings of a module. No two requests have the same file.
+There are three kinds of requests, and each request uses a different file of the standard library:
 
-The model computes everything, and has random weights; the text is forced: each step's logits are raised at the token
-that the text has there, drafts or not. So acceptance is that of a model that writes exactly this text, and all costs
-are those of the shape. With `--model` a directory's model writes its own answers instead, which are then compared.
+- edit: the prompt has a part of a file. The answer is the same part with a tenth of its lines replaced.
+- completion: the prompt has the first lines of a file. The answer is the lines that follow.
+- chat: the prompt is a question. The answer is a page of prose, the docstrings of a module.
+
+The model has random weights and computes everything, but the benchmark forces it to write the answer: in each step,
+the logits of the answer's next tokens are raised, both with and without drafts. The share of accepted drafts is
+therefore that of a model that writes exactly this text, and all costs are those of the model's shape. With
+`--model`, the model in a directory writes its own answers instead, and the answers with and without speculation are
+compared.
 
     python benchmarks/engine/speculation.py --shape 28M --dtype bfloat16 --turns 5
     python benchmarks/engine/speculation.py --model path/to/model --concurrency 1
@@ -44,14 +49,16 @@ FORCED = 1e4
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, and the text of the answer where that is forced."""
+    """A prompt and its answer. The engine is forced to write this answer. With the option `--model`, the engine writes
+    the model's own answer instead.
+    """
 
     prompt: str
     answer: str
 
 
 def library() -> list[Path]:
-    """The standard library's files of middling size, without its tests."""
+    """Returns the Python files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [*root.glob("*.py"), *root.glob("[a-z]*/*.py")]
     return sorted(
@@ -60,7 +67,7 @@ def library() -> list[Path]:
 
 
 def tasks(workload: str, rng: random.Random) -> Iterator[Task]:
-    """Yields tasks of different files."""
+    """Yields the tasks of a workload, each from a different file."""
     files = library()
     rng.shuffle(files)
     spare = [line for file in files[:40] for line in file.read_text("utf-8", "ignore").splitlines(True) if line.strip()]
@@ -103,7 +110,9 @@ def save_tokenizer(model_dir: Path, vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Answers by request. The seconds by each clock, and the steps, are those since every request had a token."""
+    """The answers by request. `seconds` (by clock) and `steps` are counted from the moment at which every request has a
+    token.
+    """
 
     seconds: dict[str, float]
     answers: dict[str, list[int]]
@@ -111,7 +120,7 @@ class Written:
 
 
 class Side:
-    """An engine, and the texts that it is made to write."""
+    """An engine, and the texts that it is forced to write."""
 
     def __init__(self, model_dir: Path, dtype: str, *, speculation: str, forced: bool) -> None:
         from raytide.actors.engine import EngineConfig
@@ -210,7 +219,9 @@ def main() -> None:
 
 
 def measure(model_dir: Path, dtype: str, workload: str, concurrency: int, options: argparse.Namespace) -> str:
-    """Returns the cells of a line. Both sides write the same answers, one after the other, the first by turns."""
+    """Returns the cells of a table row. Both sides answer the same tasks, one side after the other. The two sides take
+    turns at going first.
+    """
     sides = {
         name: Side(model_dir, dtype, speculation=name, forced=options.model is None)
         for name in ("off", options.speculation)

@@ -1,7 +1,9 @@
-"""Compares one process of several threads with as many processes of one thread that share the model, by turns.
+"""Compares one process that has several threads with several single-threaded processes that share the model. The number
+of processes is equal to the number of threads.
 
-Prompts of random tokens, greedy answers of a fixed length. Prints tokens/s of both (median, least and most of all
-turns), their ratio, and the memory of each process that is its own.
+The two variants take turns. Prompts are random tokens, and answers are greedy and of a fixed length. Prints the
+tokens/s of both variants (median, least and most of all turns), their ratio, and the memory that each process does
+not share with others.
 
     python benchmarks/engine/tensor_parallel.py --shape 28M --size 2 --turns 5
 """

@@ -1,11 +1,13 @@
-"""Compares `raytide bench` with `vllm bench serve` on one endpoint: throughput and median first token of the same load.
+"""Compares the figures of `raytide bench` and `vllm bench serve` for the same load on the same endpoint.
 
-    python benchmarks/gateway/bench_agreement.py [--rounds 5] [--requests 64] [--concurrency 8] [--real] [--vllm PATH]
+    python benchmarks/gateway/bench_agreement.py [--rounds 5] [--requests 64] [--concurrency 8]
+                                                 [--real] [--vllm PATH]
 
-One engine process and one gateway process, as `raytide up` starts them. The engine is a fake one that yields `--rate`
-tokens a second for each request, or with --real the native one with random weights (28M, prompts cached by none). Both
-tools send the prompts of one file, as many at once, and ask for the same lengths; they take turns, and begin by turns.
-Printed are the medians over the rounds, their spread, and raytide's figure by vLLM's.
+The endpoint is one engine process and one gateway process, as `raytide up` starts them. The engine is a fake one
+that yields `--rate` tokens a second for each request. With --real, it is the native engine with 28M random weights
+and without a prefix cache. Both tools send the prompts of one file, with the same concurrency, and ask for answers
+of the same length. They take turns, and the tool that begins changes every round. Prints throughput and latency as
+medians over the rounds with their spread, and raytide's figure divided by vLLM's.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ FIGURES = ("tokens/s", "requests/s", "first token ms", "token ms")
 
 
 def vllm_figures(vllm: str, url: str, model_dir: Path, prompts: Path, args: argparse.Namespace) -> Figures:
-    """Runs vLLM's own command. Its package for CPUs lacks the metadata that it asks for under its usual name."""
+    """Runs `vllm bench serve` and returns its figures. The command needs the metadata of the package `vllm`, which
+    vLLM's package for CPUs lacks. Therefore this function writes the metadata.
+    """
     folder = prompts.parent
     metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)

@@ -1,19 +1,27 @@
-"""Measures what can stand between clients and engines: raytide's gateway beside proxies that pass HTTP through.
+"""Compares what can stand between clients and engines: raytide's gateway, and proxies that only pass HTTP through.
 
-    python benchmarks/gateway/data_planes.py [--sides ...] [--sglang-router VENV] [--haproxy PATH] [--rounds 9]
+    python benchmarks/gateway/data_planes.py [--sides ...] [--sglang-router VENV] [--haproxy PATH]
+                                             [--rounds 9]
 
-All sides have the same fake engine, which yields `--rate` tokens a second for each stream, and the same generator of
-load. `bare` is the engine's own HTTP server. `gateway` is an engine process and two gateway processes, as `raytide up`
-starts them; `keys` is the same with API keys and a usage row for each request. `haproxy`, `sglang` (sglang-router, from
-an environment of its own) and `thin` (thin_plane.py) stand before the bare server. `serve` is Ray Serve's HAProxy mode:
-an HAProxy that Serve configures, before a replica that listens on a port of its own; some of its ports are open on all
-interfaces. The other sides run on, idle, while one is measured. A side that cannot run says why.
+All sides have the same load generator and the same fake engine, which yields `--rate` tokens a second for each
+stream:
 
-The sides take turns in each round. Printed are medians over rounds, with quartiles: what each side adds to the median
-time to the first token of `bare`; the tokens a second of many fast streams, and the CPU seconds of 1,000 of those
-tokens, of the plane alone and with the engine's server. Then each side gets two replicas, and the busier one's process
-is killed while streams run. Printed are the streams that ended whole, those that did not, the longest pause of one that
-ended whole, and how many of as many new requests, sent at the time of the death, were answered.
+- `bare`: the engine's own HTTP server.
+- `gateway`: an engine process and two gateway processes, as `raytide up` starts them.
+- `keys`: the same, with API keys and a usage row for each request.
+- `haproxy`, `sglang`, `thin`: a proxy in front of the bare server. They are HAProxy, sglang-router (from
+  an environment of its own) and thin_plane.py.
+- `serve`: Ray Serve's HAProxy mode. Serve configures an HAProxy in front of a replica. The replica
+  listens on a port of its own. In this mode, some ports are open on all interfaces.
+
+While one side is measured, the other sides keep running idle. If a side cannot run, the reason is printed.
+
+The sides take turns in each round. Prints medians over the rounds, with quartiles, of three measurements: how much
+longer the time to the first token is than on the side `bare`; the tokens a second of many fast streams; and the CPU
+time for 1,000 of these tokens, without and with the engine's server. Then each side gets two replicas, and the
+process of the busier one is killed while streams run. At the same moment, as many new requests are sent as there are
+streams. Prints the number of streams that ended whole, the number of broken ones, the longest pause of a stream that
+ended whole, and the number of new requests that were answered.
 """
 
 from __future__ import annotations
@@ -92,20 +100,22 @@ here it has nothing else to do than to feed the HAProxy. Ray's own daemons do no
 
 
 class CannotRunError(Exception):
-    """A side lacks something; the text says what."""
+    """Raised when a side cannot run because something is missing. The text says what is missing."""
 
 
 @dataclass(frozen=True)
 class Plane(Side):
-    """A running side. The functions return the ids of processes: of those between clients and engines, and of the
-    engines.
+    """A running side. `between` returns the ids of the processes between clients and engines. `engines` returns the ids
+    of the engines' processes.
     """
 
     between: Callable[[], list[int]] = list
     engines: Callable[[], list[int]] = list
 
     def cpu_s(self) -> tuple[float, float]:
-        """Returns the CPU seconds so far: between clients and engines, and with the engines."""
+        """Returns the CPU seconds that two groups of processes have used so far: the processes between clients and
+        engines, and these processes together with the engines.
+        """
         between = sum(map(_cpu_s, self.between()))
         return between, between + sum(map(_cpu_s, self.engines()))
 
@@ -138,8 +148,8 @@ def servers(rate: float, count: int, stack: ExitStack) -> list[Server]:
 def start(
     name: str, args: argparse.Namespace, rate: float, behind: Sequence[Server], replicas: int, stack: ExitStack
 ) -> Plane:
-    """Starts a side, before the servers `behind` or with replicas of its own. Raises CannotRunError, whose text says
-    what it lacks.
+    """Starts one of the compared sides. The side runs in front of the servers `behind`, or with `replicas` replicas of
+    its own. If the side cannot run, raises CannotRunError. The error's text says what is missing.
     """
     engines = [server.pid for server in behind]
     if name == "bare":
@@ -241,7 +251,7 @@ def _replicas_up(stats_port: int) -> int:
 
 
 def fast_streams(sides: Sequence[Plane], args: argparse.Namespace) -> None:
-    """Prints the tokens a second of many fast streams, and the CPU time that they take."""
+    """Prints the tokens a second of many fast streams, and the CPU time for 1,000 tokens."""
     print(f"\n{'side':>8} {'tokens/s':>9} {'quartiles':>16} {'CPU ms/1,000':>12} {'quartiles':>16} {'with engine':>12}")
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     costs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
@@ -263,7 +273,7 @@ def fast_streams(sides: Sequence[Plane], args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Loss:
-    """The ends of the streams of one side, one of whose engines was killed."""
+    """The outcome of the streams of one side after one of its engines was killed."""
 
     whole: int
     broken: int
@@ -273,7 +283,9 @@ class Loss:
 
 
 async def lose(side: Plane, args: argparse.Namespace) -> Loss:
-    """Kills the busier engine's process once all streams have a token, and sends as many new requests at once."""
+    """Kills the busier engine's process once all streams have a token. At the same moment, sends as many new requests
+    as there are streams.
+    """
     before = {pid: _cpu_s(pid) for pid in side.engines()}
     begun = asyncio.Semaphore(0)
     running = [asyncio.ensure_future(_told(side, args.loss_tokens, begun.release)) for _ in range(args.loss_streams)]
@@ -322,7 +334,7 @@ def losses(names: Sequence[str], args: argparse.Namespace) -> None:
 
 @contextmanager
 def all_sides(names: Sequence[str], args: argparse.Namespace, rate: float) -> Iterator[list[Plane]]:
-    """Starts the sides with one replica, and says why a side cannot run."""
+    """Starts the sides with one replica each. Prints the reason for each side that cannot run."""
     with ExitStack() as stack:
         behind, sides = servers(rate, 1, stack), []
         for name in names:

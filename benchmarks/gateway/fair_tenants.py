@@ -1,14 +1,19 @@
-"""Measures what a heavy team costs a light one that shares an engine with it: the light team's times, alone and beside.
+"""Measures how much a heavy team slows down a light team that shares an engine with it.
 
-    python benchmarks/gateway/fair_tenants.py [--streams 64] [--requests 100] [--rounds 3] [--real [--slowdown 1.15]]
+    python benchmarks/gateway/fair_tenants.py [--streams 64] [--requests 100] [--rounds 3]
+                                              [--real [--slowdown 1.15]]
 
-Two gateway processes and one engine process, as `raytide up` starts them; callers have API keys of two teams, which a
-small control API of this script serves. The heavy team keeps `--streams` requests of `--heavy-tokens` tokens open, half
-through each gateway; the light one asks for `--light-tokens` tokens, one request after another. The engine is a fake
-one with 16 places that yields `--rate` tokens a second for each, or with --real the native one with random weights,
-whose steps `--slowdown` shares among teams ("off": not at all).
-Rounds alternate: alone, beside. Printed are the light team's first token and whole time, mean and 99th percentile, the
-ratio of the percentiles, and the tokens a second of all, beside the heavy team's alone.
+There are two gateway processes and one engine process, as `raytide up` starts them. The requests carry API keys of
+two teams. A small control API in this script tells the gateways these keys. The heavy team keeps `--streams`
+requests of `--heavy-tokens` tokens open, half of them through each gateway. The light team asks for `--light-tokens`
+tokens, one request after another. The engine is a fake one with 16 places that yields `--rate` tokens a second for
+each place. With --real, the engine is the native one with random weights, and its option `team_slowdown` is set to
+`--slowdown`. The value "off" switches off the sharing of steps among teams.
+
+In each round, the light team is measured first alone and then beside the heavy team. For the light team, prints the
+mean and the 99th percentile of two times: the time to the first token, and the whole time. For each of the two
+times, also prints the ratio of the 99th percentiles (beside / alone). The last figures are the tokens a second of
+both teams together, and of the heavy team alone.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 
 
 async def stream(http: httpx.AsyncClient, port: int, team: str, tokens: int, number: int) -> tuple[float, float, int]:
-    """Returns the seconds to the first token and to the last, and the tokens."""
+    """Returns the seconds to the first token, the seconds to the last token, and the number of tokens."""
     prompt = [1 + (number >> shift) % 64 for shift in range(16)]
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
     body |= {"seed": number, "stream_options": {"include_usage": True}}
@@ -110,7 +115,7 @@ async def flood(http: httpx.AsyncClient, ports: Sequence[int], streams: int, tok
 
 
 async def generated(http: httpx.AsyncClient, page: str) -> float:
-    """Returns the tokens that the engine has generated so far, also those of streams that still go on."""
+    """Returns the number of tokens that the engine has generated so far, including those of unfinished streams."""
     text = (await http.get(f"http://{page}/metrics")).raise_for_status().text
     rows = (line.split() for line in text.splitlines() if line.startswith("raytide_generated_tokens_total"))
     return sum(float(row[-1]) for row in rows)

@@ -1,13 +1,17 @@
-"""Measures what metrics and traces cost a real engine: tokens a second with both, and with neither.
+"""Measures what metrics and traces cost a real engine: tokens a second with both switched on, and with both switched
+off.
 
     python benchmarks/gateway/observed.py [--streams 1 8 32] [--pairs 60] [--threads 1] [--scrape-s 5]
 
-The native engine with 28M random weights behind two gateway processes, as `raytide up` starts them. `on` records all
-metrics, has the three pages scraped every `--scrape-s` seconds (raytide's default is 15), and sends 1 % of the requests
-as traces to a collector on this machine; `off` records, serves and sends nothing. Both are the same processes, which
-are switched between rounds: two instances of one server differ by several per cent. The first of each pair of rounds
-changes by turns; printed are the medians of tokens a second and of the ratios of the pairs, with
-the interval that holds the median of pairs with 95 % confidence (order statistics of the binomial distribution).
+The native engine with 28M random weights runs behind two gateway processes, as `raytide up` starts them. There are
+two modes. In mode `on`, all metrics are recorded, the three metrics pages are scraped every `--scrape-s` seconds
+(raytide's default is 15), and 1 % of the requests are sent as traces to a collector on this machine. In mode `off`,
+nothing is recorded, scraped or sent. The same processes are switched between the modes from round to round, because
+two instances of one server differ by several per cent.
+
+Rounds form pairs, and the mode that begins changes from pair to pair. Prints the median of the tokens a second in
+each mode, the median of the pairs' ratios, and the 95 % confidence interval of this median (order statistics of the
+binomial distribution).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ TICK_S = 0.05
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes traces and forgets them."""
+    """Accepts traces and discards them."""
 
     received = 0
 
@@ -62,7 +66,7 @@ def collector() -> Iterator[str]:
 
 
 class Switch:
-    """The byte by which the gateways know whether they record."""
+    """A byte in a file. It tells the gateways whether to record."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(b"\0")
@@ -79,7 +83,9 @@ class Switch:
 
 @contextmanager
 def scraped(pages: Path, every_s: float, switch: Switch) -> Iterator[list[int]]:
-    """Reads all pages again and again, by the time for which the switch is on; the list gets the size of each."""
+    """Starts a thread that reads all metrics pages each time the switch has been on for another `every_s` seconds.
+    Yields a list to which the thread appends the size of each page read. The thread ends with the context.
+    """
     stopped, sizes = threading.Event(), list[int]()
 
     def run() -> None:
@@ -100,7 +106,7 @@ def scraped(pages: Path, every_s: float, switch: Switch) -> Iterator[list[int]]:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the median."""
+    """Returns the 95 % confidence interval of the median."""
     ordered, count = sorted(ratios), len(ratios)
     below = int(binom.ppf(0.025, count, 0.5))
     return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]

@@ -1,13 +1,18 @@
-"""Measures the gateway against an engine's own server: time to first token and tokens a second, beside other proxies.
+"""Compares the gateway and other proxies with an engine's own server: time to first token and tokens a second.
 
     python benchmarks/gateway/overhead.py [--streams 1 32 256] [--rounds 5] [--serve] [--litellm PATH]
 
-Every side has the same engine behind it, a fake one that yields `--rate` tokens a second for each stream. `bare` is the
-engine's own HTTP server in one process; `gateway` an engine process and two gateway processes, as `raytide up` starts
-them; `serve` (with --serve) a deployment behind Ray Serve's proxy; `litellm` LiteLLM's proxy in front of the bare
-server. One generator process opens the streams at once, the sides take turns, and each round's figures are differences
-to `bare` in the same round: median and 99th percentile of the time to first token. `tokens/s` is the throughput of 256
-streams whose engine yields 100 tokens a second for each, and beside it the events in which they came.
+All sides have the same fake engine behind them, which yields `--rate` tokens a second for each stream:
+
+- `bare`: the engine's own HTTP server in one process.
+- `gateway`: an engine process and two gateway processes, as `raytide up` starts them.
+- `serve` (with --serve): a deployment behind Ray Serve's proxy.
+- `litellm` (with --litellm): LiteLLM's proxy in front of the bare server.
+
+One generator process opens all streams at once, and the sides take turns. Prints the median and the 99th percentile
+of the time to first token, and the difference between a side's median and that of `bare` in the same round. For
+`tokens/s`, the engine yields 100 tokens a second for each of 256 streams. `tokens/s` is the throughput of all these
+streams together. Also prints the number of events a second that carried these tokens.
 """
 
 from __future__ import annotations
@@ -211,8 +216,8 @@ class StreamedAnswer:
 async def ask(
     port: int, tokens: int, key: str = "sk-none", on_first: Callable[[], object] = lambda: None
 ) -> StreamedAnswer:
-    """Reads one stream to its end, whatever that is, and calls `on_first` once at its first token. Raises OSError if
-    the server takes no connection or resets it.
+    """Sends one request and reads the streamed answer until the stream ends. A stream that ends early is no error.
+    Calls `on_first` once, at the first token. Raises OSError if the server refuses or resets the connection.
     """
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": True}
     data = json.dumps(body).encode()
@@ -238,14 +243,16 @@ async def ask(
 
 
 async def stream(port: int, tokens: int, key: str = "sk-none") -> tuple[float, int]:
-    """Returns the time to the first token of one stream, in seconds, and the number of its events with text."""
+    """Opens one stream. Returns the time to its first token in seconds, and the number of events with text."""
     answer = await ask(port, tokens, key)
     assert answer.is_whole and len(answer.text) == tokens, answer  # the fake engine's tokens are characters
     return answer.first_s, answer.events
 
 
 async def round_of(port: int, streams: int, tokens: int, key: str = "sk-none") -> tuple[list[float], float, float]:
-    """Returns the times to first token of streams that start together, and their tokens and events a second."""
+    """Starts several streams at once. Returns a list with the time to first token of each stream, and the tokens per
+    second and the events per second of all streams together.
+    """
     began_s = time.perf_counter()
     done = await asyncio.gather(*(stream(port, tokens, key) for _ in range(streams)))
     seconds = time.perf_counter() - began_s
@@ -253,7 +260,9 @@ async def round_of(port: int, streams: int, tokens: int, key: str = "sk-none") -
 
 
 def free_port() -> int:
-    """Returns a port below those that Linux gives to connections, one of which could take it before its server does."""
+    """Returns a free port below the range from which Linux takes ports for outgoing connections. A connection could
+    take a port in that range before the server does.
+    """
     for _ in range(1000):
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):
@@ -263,8 +272,8 @@ def free_port() -> int:
 
 
 def gateways(spec: str, ports: Sequence[int], control: str = "", replicas: int = 1) -> list[str]:
-    """Returns the command of the engine processes and of a gateway process for each port, which may be the same one.
-    Callers need the API keys of the control API at `control`, if there is one.
+    """Returns a command. It starts the engine processes, and for each entry of `ports` one gateway process. Several
+    gateways may share a port. If `control` is given, callers need API keys of the control API at this address.
     """
     return [sys.executable, "-c", GATEWAY, WORKER, spec, control, str(replicas), *map(str, ports)]
 
@@ -295,8 +304,8 @@ def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Si
 
 
 def first_tokens(sides: Sequence[Side], streams: int, rounds: int, tokens: int) -> None:
-    """Prints what each side adds to the time to first token of the one that is called `bare`: medians and quartiles
-    over rounds.
+    """Prints, for each side, the time to first token (the median and the 99th percentile) and how much longer it is
+    than on the side `bare` (the median and the quartiles over the rounds).
     """
     seen: dict[str, list[list[float]]] = {side.name: [] for side in sides}
     for turn in range(rounds):
@@ -314,18 +323,18 @@ def first_tokens(sides: Sequence[Side], streams: int, rounds: int, tokens: int) 
 
 
 def in_turn(sides: Sequence[S], turn: int) -> Sequence[S]:
-    """Returns the sides in the order of a round: every other one begins with the last."""
+    """Returns the sides in their order for a round. In every other round, the order is reversed."""
     return sides[::-1] if turn % 2 else sides
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Returns the median and the quartiles as a text."""
+    """Returns the median and the quartiles as text."""
     low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * [*values]
     return f"{median:{form}} {f'{low:{form}}'.strip() + ' to ' + f'{high:{form}}'.strip():>16}"
 
 
 def throughput(sides: Sequence[Side], rounds: int) -> None:
-    """Prints the tokens and events a second of many fast streams; the best of the rounds."""
+    """Prints the tokens a second and the events a second of many fast streams, for the best of the rounds."""
     best = {side.name: max(asyncio.run(round_of(side.port, 256, 100))[1:] for _ in range(rounds)) for side in sides}
     shown = (f"{name} {tokens:,.0f} in {events:,.0f} events" for name, (tokens, events) in best.items())
     print("tokens/s: " + ", ".join(shown))

@@ -1,17 +1,20 @@
-"""Measures prefill and decode on replicas of their own beside two replicas that do both, with chunked prefill.
+"""Compares two ways to use two replicas: one for prefill and one for decode, or both for everything (chunked prefill).
 
     python benchmarks/gateway/prefill_decode.py [--shares 0.15 0.35] [--seconds 30] [--rounds 5]
 
-Each side has two native engines (a Llama shape of 28M random weights in fp32) in processes of their own, one thread
-each, behind the gateway's router, which runs in this process on the same cores. `both-N` are two ordinary replicas
-whose steps compute at most N tokens, 512 being the default on CPUs; in `split` one replica computes the long prompts
-and hands their KV to the other. Chats (short prompts, 64 new tokens) run all the time, `--chats` side by side. Long
-prompts of `--long` tokens, 16 new ones each, come at random times (a seed for each round, the same for all sides), at a
-rate at which computing them alone takes the given shares of both engines' time, by the measured time of one.
+Each side has two native engines (a Llama shape of 28M random weights in fp32) in processes of their own, with one
+thread each. In front of the engines is the gateway's router, which runs in this process on the same cores. A side
+`both-N` has two ordinary replicas whose steps compute at most N tokens (512 is the default on CPUs). In the side
+`split`, one replica computes the long prompts and hands their KV to the other.
 
-The sides take turns. Printed are medians over rounds, with quartiles: the chats' tokens a second, their 50th and 99th
-percentile of the time between tokens, the time to the first token of the long prompts, and the prompt tokens a second
-that were done of those that came.
+`--chats` chats (short prompts, 64 new tokens) run at any time. Long prompts of `--long` tokens, with 16 new tokens
+each, arrive at random times. Within a round, these times are the same for all sides. The rate of the long prompts is
+such that their computation takes the given share of both engines' time. To find this rate, the benchmark first
+measures the time of one long prompt without other work.
+
+The sides take turns. Prints medians over the rounds, with quartiles: the chats' tokens a second, the 50th and the
+99th percentile of the time between the chats' tokens, and the time to the first token of the long prompts. Also
+prints the median rate, in prompt tokens a second, at which long prompts were computed within the round.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ WARM_S, WAIT_S = 2.0, 60.0
 
 
 class Pair:
-    """One side: two engines behind a router."""
+    """One of the compared sides: two engines behind a router."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +91,7 @@ class Pair:
 
 @dataclass
 class Seen:
-    """The observations of the clients of one side in one round."""
+    """The measurements of one round on one side. A side is a pair of engines behind a router."""
 
     chat_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
@@ -108,7 +111,9 @@ def request(name: str, tokens: list[int], new_tokens: int) -> GenRequest:
 
 
 async def load(pair: Pair, args: argparse.Namespace, long_per_s: float, seed: int) -> Seen:
-    """Runs chats and long prompts on one side for a round and returns what came after the first two seconds."""
+    """Sends chats and long prompts to one pair of engines for one round. Returns the observations made after the first
+    two seconds.
+    """
     seen, rng, began_s = Seen(), random.Random(seed), time.perf_counter()
     from_s, until_s = began_s + WARM_S, began_s + WARM_S + args.seconds
 
@@ -147,7 +152,9 @@ async def load(pair: Pair, args: argparse.Namespace, long_per_s: float, seed: in
 
 
 async def seconds_of_long(pair: Pair, args: argparse.Namespace) -> float:
-    """Returns the time that one engine takes for a long prompt without other work, the median of five."""
+    """Returns the seconds that one engine needs for a long prompt without other work. It is the median of five
+    measurements.
+    """
     seconds = list[float]()
     for number in range(6):  # the first one warms up
         began_s = time.perf_counter()

@@ -1,13 +1,17 @@
-"""Measures the gateway with the real engine, beside `rt.LLM` without any server and vLLM's own OpenAI server.
+"""Compares three ways to serve a model: raytide's gateway in front of the native engine, the native engine in `rt.LLM`
+without any server, and vLLM's own OpenAI server.
 
-    python benchmarks/gateway/real_engine.py [--streams 1 8 32] [--rounds 5] [--threads 1] [--sides llm gateway vllm]
+    python benchmarks/gateway/real_engine.py [--streams 1 8 32] [--rounds 5] [--threads 1]
+                                             [--sides llm gateway vllm]
 
-A Llama shape of 28M random weights in bfloat16 or float32, prompts of 16 to 256 random tokens (seed 0), 64 new tokens
-each, greedy, no prefix cache. Every side computes with `--threads` threads; servers, gateways and the generator of the
-load share the cores of the machine with it. `--streams` requests start at once, as streams; the sides take turns, and
-the processes of a side are stopped while it is not its turn: vLLM keeps a core busy for a second after a request.
-tokens/s counts new tokens from the first request to the last token, the median of the rounds; the time to the first
-token is the median over all streams. `rt.LLM` generates whole batches and has no first token to see.
+The model is a Llama shape of 28M random weights in bfloat16 or float32. Prompts have 16 to 256 random tokens (seed
+0). Each prompt gets 64 new tokens, by greedy decoding without a prefix cache. Each engine computes with `--threads`
+threads. Servers, gateways and the load generator share the machine's cores with the engine.
+
+`--streams` streaming requests start at once. The sides take turns, and the processes of a side are stopped between
+its turns, because vLLM keeps a core busy for a second after a request. tokens/s is the number of new tokens divided
+by the time from the first request to the last token, as the median over the rounds. The time to the first token is
+the median over all streams. It is not measured for `rt.LLM`, which returns whole batches.
 """
 
 from __future__ import annotations
@@ -80,7 +84,9 @@ def local_side(
 
 
 def awake_in_turns(run: Callable[[Prompts], Round], group: int) -> Callable[[Prompts], Round]:
-    """Stops a side's process group except while `run` measures it, so that it takes no time from the others."""
+    """Returns a function that calls `run` while the side's process group is running. At all other times the process
+    group is stopped, so that it takes no CPU time from the other sides.
+    """
 
     def turn(prompts: Prompts) -> Round:
         os.killpg(group, signal.SIGCONT)

@@ -1,9 +1,9 @@
 """Routes a part of a trace to three native engines in processes of their own, as `routing.py --real` asks for.
 
-The requests are those of the sessions with the most turns. The engines (a Llama shape of 28M random weights) have one
-thread each and small KV caches. Each policy starts with new processes. The simulation of the same requests is printed
-beside it, with the step times that one engine showed alone; the three engines share the cores of this machine, which it
-does not know.
+The requests are those of the sessions with the most turns. The engines (a Llama shape of 28M random weights) have
+one thread each and small KV caches. Each policy starts with new processes. A simulation of the same requests is
+printed beside the measurement. It uses the step times that were measured on one engine without other work. It does
+not model that the three engines share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DURATION_S = 70.0
 
 
 class PowerOfTwo(Router):
-    """The yardstick: of two replicas, the one with fewer requests."""
+    """The baseline: chooses two random replicas, and from these the one with fewer requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PowerOfTwo(Router):
 
 
 def compare(requests: Sequence[Recorded]) -> None:
-    """Prints hits and first tokens of both policies, real and simulated."""
+    """Prints the hit rate and the time to the first token of both policies, measured and simulated."""
     chosen = _busiest([each for each in requests if len(each.prompt) + each.output_len < MAX_TOKENS])
     best, distinct = endless(chosen)
     num_blocks = max(200, int(distinct * KV_SHARE / REPLICAS))

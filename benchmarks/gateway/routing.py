@@ -3,14 +3,18 @@
     python benchmarks/gateway/routing.py TRACE.jsonl [--rows 0:1996] [--loads 0.5,0.8] [--real]
     python benchmarks/gateway/routing.py --mix hot
 
-TRACE is in Mooncake's format; all lengths are divided by 32, as in benchmarks/engine/prefix_cache.py. Each replica is
-the production scheduler and block pool; a step takes `--step-ms` and a constant for each token of prefill and decode.
-The router is the gateway's own, in one or two gateway processes that each see a random half of the requests, and what
-replicas push every 0.25 s, and 20 ms after a request of one of two gateways: statistics, and the prefixes that the
-other gateway sent. A load of 1 is the rate at which the replicas would be just busy with an endless cache. Yardsticks
-of the same run: power of two choices (of the replicas' requests in flight), least loaded, and one engine with the
-memory and speed of all. Several seeds: mean, and least to greatest. A mix is made up instead: all prompts distinct, all
-equal, or half of them with one prefix.
+TRACE is in Mooncake's format. All lengths are divided by 32, as in benchmarks/engine/prefix_cache.py. With `--mix`,
+the requests are made up instead: all prompts are distinct, all are equal, or half of them share one prefix.
+
+Each replica is simulated with the production scheduler and block pool. A step takes `--step-ms`, plus a constant for
+each token of prefill and decode. The router is the gateway's own. It runs in one gateway process or in two. Each of
+two processes gets a random half of the requests. The replicas push reports to the gateways every 0.25 s. With two
+gateways, the replicas also push a report 20 ms after a request. A report to a gateway has statistics, and the
+prefixes that the other gateway sent. A load of 1 is the rate at which the replicas would be just busy if their
+caches were unlimited.
+
+Three baselines run on the same requests: power of two choices (by requests in flight), least loaded, and one engine
+with the memory and speed of all replicas. With several seeds, prints the mean, the least and the greatest result.
 
 With `--real`, `real_replicas.py` then routes a part of the trace to three native engines in processes of their own.
 """
@@ -44,7 +48,7 @@ REPLICAS = 3
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The time of a step: a constant, and so much for each token."""
+    """The time of a step: a constant, plus a time for each token of prefill and of decode."""
 
     step_s: float
     prefill_s: float
@@ -70,7 +74,9 @@ class Replica:
         self.sent: list[tuple[Policy, bytes]] = []
 
     def tell(self, gateways: Sequence[Policy]) -> None:
-        """Pushes the statistics, and what each gateway has sent to the others."""
+        """Pushes the replica's statistics to all gateways, and tells each gateway which prefixes the others have
+        sent.
+        """
         self.state, self.has_news = self.report(), False
         for gateway in gateways:
             gateway.add_report(self.name, sum(self.pending.values()))
@@ -92,7 +98,7 @@ class Replica:
 
 
 class Policy:
-    """One gateway's choice of replicas."""
+    """Chooses replicas for the requests that one gateway receives."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -101,31 +107,36 @@ class Policy:
         raise NotImplementedError
 
     def sent(self, name: str, replica: str) -> None:
-        """A request has the replica that was chosen last."""
+        """Records that the request `name` was sent to the replica that was chosen last."""
 
     def prefix(self) -> bytes:
-        """Returns the keys that go with the request that was sent last."""
+        """Returns the prefix keys of the request that was sent last. The other gateways are told these keys."""
         return b""
 
     def new_tokens(self) -> int:
-        """Returns the tokens of that request that are not cached."""
+        """Returns the number of uncached tokens in the request that was sent last."""
         return 0
 
     def first_token(self, name: str) -> None:
-        """A request of this gateway has its first token."""
+        """Records that a request of this gateway got its first token."""
 
     def end(self, name: str, sample: Sample) -> None:
-        """A request of this gateway has ended."""
+        """Records that a request of this gateway has ended."""
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
-        """A replica has told of another gateway's request."""
+        """Records the prefix of another gateway's request, as a replica reported it."""
 
     def add_report(self, replica: str, pending_tokens: int) -> None:
-        """A replica has reported the new tokens of its requests without a first token."""
+        """Records a replica's report. `pending_tokens` is the number of uncached prompt tokens in those requests on the
+        replica that have no first token yet.
+        """
 
 
 class Counting(Policy):
-    """Power of two choices, or of all: the replica with the fewest requests, this gateway's own counted at once."""
+    """Samples some replicas at random, and chooses the one with the fewest requests. A sample of two replicas gives the
+    policy "power of two choices". A sample of all replicas gives the policy "least loaded". The gateway counts its own
+    requests as soon as it sends them.
+    """
 
     def __init__(self, seed: int, choices: int = 2) -> None:
         super().__init__(seed)
@@ -270,7 +281,9 @@ def simulate(
 
 
 def stretch_for(load: float, requests: Sequence[Recorded], speed: Speed) -> float:
-    """Returns the factor of the recorded times at which the replicas, with a cache without end, have this load."""
+    """Returns the factor by which to stretch the recorded times. With this factor, the replicas have the load `load` if
+    their caches are unlimited.
+    """
     found, _ = endless(list(requests))
     prompts = sum(len(request.prompt) for request in requests)
     decodes = sum(request.output_len for request in requests)
@@ -283,7 +296,7 @@ def stretch_for(load: float, requests: Sequence[Recorded], speed: Speed) -> floa
 
 
 def made_up(mix: str, count: int = 1500) -> list[Recorded]:
-    """Returns requests at random times (seed 0), one in a second, of 496 tokens."""
+    """Returns requests with prompts of 496 tokens, at random times (seed 0), one a second on average."""
     rng, requests, now_s = random.Random(0), list[Recorded](), 0.0
     for at in range(count):
         now_s += rng.expovariate(1.0)

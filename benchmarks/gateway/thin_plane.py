@@ -1,4 +1,4 @@
-"""A reverse proxy that passes bytes on and does nothing else, in two ASGI processes: a yardstick of `data_planes.py`.
+"""A reverse proxy of two ASGI processes, which only passes bytes on. `data_planes.py` compares the other sides with it.
 
 python benchmarks/gateway/thin_plane.py PORT URL [URL ...]
 """

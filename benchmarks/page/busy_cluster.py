@@ -1,4 +1,6 @@
-"""An API over a busy cluster that only exists in its records: for the page's screenshots, measurements and soak."""
+"""An API over a busy cluster that exists only as records. It serves the page's screenshots, measurements and soak
+test.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Size:
 
 
 class BusyCluster:
-    """Writes records and, once a second, what a controller would observe."""
+    """Writes the records of a busy cluster and, once a second, the observations that a controller would write."""
 
     def __init__(self, folder: Path, size: Size, seed: int = 17) -> None:
         self.folder, self.size, self.random = folder, size, random.Random(seed)
@@ -181,7 +183,9 @@ class BusyCluster:
                 )  # fmt: skip
 
     def observe(self, tick: int) -> None:
-        """Writes live.json, and the progress of some jobs, as a second of a real cluster would."""
+        """Writes live.json and the progress of some jobs, with the values that a real cluster would have one second
+        later.
+        """
         now_s, chance = time.time(), self.random
         for job in chance.sample(self.running, min(len(self.running), 25)):
             step = 10_000 + tick
@@ -270,7 +274,7 @@ class _Drivers:
 
 @contextmanager
 def busy_api(size: Size, port: int = 0) -> Iterator[str]:
-    """Serves a busy cluster on loopback, and yields its address."""
+    """Serves the API of a simulated busy cluster on loopback, and yields the API's address."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         cluster = BusyCluster(folder, size)

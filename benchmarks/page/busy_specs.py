@@ -1,4 +1,4 @@
-"""The specs and nodes of a busy cluster, and the files of its runs: plausible, and the same for the same seed."""
+"""The specs, the nodes and the run files of a busy cluster. They are plausible, and equal for equal seeds."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def serve_spec(number: int) -> ServeSpec:
 
 
 def add_models(store: Store, job: str, now_s: float) -> None:
-    """Registers a dataset with two versions, and four models with three versions each, made of the newest data; the
-    newest version but one of each model is champion.
+    """Registers a dataset with two versions, and four models with three versions each. All models were trained on the
+    newest version of the dataset. The second version of each model is its champion.
     """
     for version in (1, 2):
         data = {
@@ -169,7 +169,7 @@ def add_models(store: Store, job: str, now_s: float) -> None:
 
 
 def add_alerts(folder: Path, now_s: float) -> None:
-    """Writes two alerts that fire, one that may, and one that is over."""
+    """Writes two alerts that are firing, one that is pending, and one that is resolved."""
     states = (
         (
             "TtftP99AboveSlo",

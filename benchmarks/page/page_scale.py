@@ -1,4 +1,6 @@
-"""The page over 1,000 jobs, 200 nodes and 50 endpoints: first useful paint, smoothness, `raytide ps`; screenshots."""
+"""Measures the page over 1,000 jobs, 200 nodes and 50 endpoints: first useful paint, smoothness, `raytide ps`. With
+--screenshots, writes screenshots instead.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def open_page(browser: Browser, width: int = 1280, height: int = 900, theme: str
 
 
 def paint_s(browser: Browser, address: str) -> float:
-    """Returns the seconds from asking for the page until its first numbers, with an empty cache."""
+    """Returns the seconds from the request of the page until its first numbers appear, with an empty cache."""
     page = open_page(browser)
     begun_s = time.perf_counter()
     page.goto(f"{address}/", wait_until="commit")
@@ -66,7 +68,7 @@ def paint_s(browser: Browser, address: str) -> float:
 
 
 def ps_ms(address: str) -> list[float]:
-    """Returns the time of each call of `raytide ps`, the start of Python included."""
+    """Returns the milliseconds of each call of `raytide ps`, including the start of Python."""
     environment = os.environ | {"RAYTIDE_API": address, "RAYTIDE_TOKEN": TOKEN}
     times = []
     for _ in range(PS_RUNS):
@@ -102,7 +104,9 @@ def measure(browser: Browser, address: str, seconds: float) -> None:
 
 
 def screenshots(browser: Browser, address: str, folder: Path) -> None:
-    """Writes each page at both widths and in both themes, in few colours: the files are in the repository."""
+    """Writes screenshots of each page, at both widths and in both themes. They have few colours, because the files are
+    kept in the repository.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for width, height, theme in LOOKS:
         page = open_page(browser, width, height, theme)

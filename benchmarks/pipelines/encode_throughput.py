@@ -1,17 +1,19 @@
-"""CPU seconds and memory of tokenizing a corpus: raytide in one process and on Ray, datasets and datatrove.
+"""Compares the CPU seconds and memory of tokenizing a corpus: raytide, datasets and datatrove.
 
-Two corpora of JSON Lines: source files of the installed packages, and synthetic text of `--synthetic-mb`. Every system
-runs in a process of its own, one after the other in each round, pinned to one CPU, on the same files with the same
-tokenizer. The figures are CPU seconds of the whole process, imports included, so that other work on the machine matters
-little. A first round on 1 MB is not counted: it compiles every system's modules and brings them into the page cache.
-The others have their fast paths: batches of 1,000 documents, and the `tokenizers` library without a wrapper.
+There are two corpora of JSON Lines: source files of the installed packages, and synthetic text of `--synthetic-mb`.
+Each system runs in a process of its own, pinned to one CPU, on the same files and with the same tokenizer. In each
+round, the systems run one after the other. The figures are CPU seconds of the whole process, imports included, so
+that other work on the machine matters little. A first round on 1 MB is not counted: it compiles every system's
+modules and brings them into the page cache. datasets and datatrove use their fast paths: batches of 1,000 documents,
+and the `tokenizers` library without a wrapper.
 
-Raytide builds the source files by its slower engine too, and with `--ray` both corpora on a Ray of one CPU: the CPU
-seconds of all of Ray's processes, apart from the start of the pool, and the wall time, which wants a quiet machine. All
-these builds must give the same SHA-256 of every shard. Raytide also builds a quarter and a half of the synthetic
-corpus, to show that its memory does not grow with it.
+Raytide also builds the source files with its slower engine. With `--ray`, it also builds both corpora on a Ray
+cluster with one CPU. For these builds, the figures are the CPU seconds of all of Ray's processes, the CPU seconds of
+the start of the pool, and the wall time, which is only meaningful on a quiet machine. All of raytide's builds must
+give the same SHA-256 of every shard. Raytide also builds a quarter and a half of the synthetic corpus, to show that
+its memory does not grow with the corpus.
 
-datasets and datatrove come from another environment:
+datasets and datatrove are installed in another environment:
 
     python -m venv DIR && DIR/bin/pip install datasets datatrove tokenizers transformers orjson
     python benchmarks/pipelines/encode_throughput.py --python DIR/bin/python --ray
@@ -75,7 +77,7 @@ LocalPipelineExecutor([JsonlReader(corpus), tokens], tasks=1, workers=1, logging
 
 
 def write_corpus(folder: Path, texts: Iterator[str], most_bytes: int) -> int:
-    """Writes documents as JSON Lines until `most_bytes` of text are there; returns the bytes of text."""
+    """Writes documents as JSON Lines until they have `most_bytes` of text. Returns the number of bytes of text."""
     folder.mkdir(parents=True)
     size = number = in_file = 0
     file = (folder / "00000.jsonl").open("w")
@@ -102,7 +104,7 @@ def package_sources() -> Iterator[str]:
 
 
 def synthetic() -> Iterator[str]:
-    """Documents of words with Zipf's frequencies, so that merges and caches work as on text."""
+    """Yields documents of random words with Zipf's frequencies, so that merges and caches behave as on real text."""
     chosen = random.Random(SEED)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(chosen.choices(letters, k=1 + chosen.randrange(9))) for _ in range(50_000)]
@@ -125,7 +127,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RayRun:
-    """The cost of a build on a Ray of one CPU, without the start of Ray."""
+    """The cost of a build on a Ray cluster with one CPU, without the start of Ray."""
 
     pool_cpu_s: float
     """The CPU seconds of the worker's start, with all that it imports."""
@@ -186,7 +188,9 @@ sys.exit(done.returncode)
 
 
 def measured(command: list[str], bytecode: Path) -> Run:
-    """Runs a command in a process on one CPU. Compiled modules are kept in `bytecode`, as pip does at installation."""
+    """Runs a command in a process on one CPU. Python modules are compiled only once, into `bytecode`, as pip compiles
+    them at installation.
+    """
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "RAYON_NUM_THREADS": "1"}
     env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     done = subprocess.run(
@@ -250,7 +254,7 @@ class Comparison:
 
 
 def part_of(corpus: Path, share: int) -> tuple[Path, int]:
-    """Returns a folder with one in `share` of a corpus' files, and their bytes."""
+    """Returns a folder with the first 1/`share` of a corpus's files, and the number of bytes in these files."""
     files = sorted(corpus.iterdir())
     part = corpus.with_name(f"{corpus.name}-{share}")
     part.mkdir()

@@ -1,10 +1,12 @@
-"""Near-duplicates among documents with planted copies: documents per second of a core, recall by similarity, precision.
+"""Measures the search for near-duplicates: documents per second on one core, recall and precision.
 
-Documents are random words; copies have words replaced, so that their true Jaccard similarity of 5-grams is known. The
-yardstick of recall is the formula 1 - (1 - J^8)^14; that of speed is datatrove's signature stage on the same documents,
-in the environment of `--python` (`pip install datatrove spacy`).
+The documents are random words. Some are copies in which words were replaced, so that the true Jaccard similarity of
+their 5-grams is known. Recall is printed for each range of similarity and compared with the formula 1 - (1 -
+J^8)^14. The speed is compared with datatrove's signature stage on the same documents, in the environment of
+`--python` (`pip install datatrove spacy`).
 
-    python benchmarks/pipelines/near_duplicates.py [--documents 10000] [--words 1000] [--runs 3] [--python PYTHON]
+    python benchmarks/pipelines/near_duplicates.py [--documents 10000] [--words 1000] [--runs 3]
+                                                   [--python PYTHON]
 """
 
 import argparse
@@ -44,7 +46,9 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def plant(documents: int, words: int, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Returns documents, half of them copies of the others, the original of each, and their true similarity."""
+    """Returns three things: the documents, the index of each document's original, and each copy's true similarity to
+    its original. Half of the documents are copies of the others.
+    """
     half = documents // 2
     rows = [rng.integers(0, VOCABULARY, rng.integers(words // 2, words * 3 // 2)) for _ in range(documents - half)]
     original, similarity = np.arange(documents), np.zeros(documents)

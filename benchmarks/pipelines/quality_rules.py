@@ -1,9 +1,11 @@
-"""Documents per second of each cleaning rule on one core, and the share that it keeps.
+"""Measures the documents per second of each cleaning rule on one core, and the share of documents that the rule keeps.
 
-The corpus is text of the given folder, or documents made of random words. The yardstick is datatrove's filter of the
-same rules on the same documents, in the environment of `--python` (a Python that has datatrove and its word tokenizer).
+The corpus is the text of a given folder, or documents of random words. For comparison, datatrove's filters with the
+same rules run on the same documents. These filters run with the interpreter `--python`, which must have datatrove
+and datatrove's word tokenizer.
 
-    python benchmarks/pipelines/quality_rules.py [--input DIR] [--documents 400] [--runs 3] [--python PYTHON]
+    python benchmarks/pipelines/quality_rules.py [--input DIR] [--documents 400] [--runs 3]
+                                                 [--python PYTHON]
 """
 
 import argparse
@@ -38,7 +40,7 @@ print(json.dumps(found))
 
 
 def made(documents: int, seed: int) -> list[str]:
-    """Documents of some 2 kB of made-up words, with the usual small words and sentences."""
+    """Returns documents of about 2 kB: sentences of made-up words and the usual small words."""
     source = random.Random(seed)
     words = ["".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=source.randint(3, 9))) for _ in range(5000)]
     small = ["the", "of", "and", "to", "that", "with", "have", "be"]
@@ -50,7 +52,7 @@ def made(documents: int, seed: int) -> list[str]:
 
 
 def measure(function: Callable[[str], bool], texts: list[str]) -> tuple[float, float]:
-    """Returns documents per CPU second, and the share kept."""
+    """Returns the documents per CPU second, and the share of documents that are kept."""
     start_s = time.process_time()
     kept = sum(map(function, texts))
     return len(texts) / (time.process_time() - start_s), kept / len(texts)

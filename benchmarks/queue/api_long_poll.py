@@ -1,12 +1,16 @@
-"""The share of a core that the API takes while drivers wait for their leases, and how soon they hear of a change.
+"""Measures the CPU time of the API while drivers wait for their leases, and how soon drivers hear of a change.
 
-    python benchmarks/queue/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2] [--repeats 3]
+    python benchmarks/queue/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2]
+                                             [--repeats 3]
 
-The API runs in a process of its own over a SQLite store, as on a head. Half of the jobs are GANG jobs, whose waiting is
-their heartbeat. Each driver asks again as soon as it is answered, each time for `--poll` seconds. Meanwhile another
-process' commits change one lease `--changes` times a second, as the controller does. The CPU time is the API process's,
-user and system; the load's and the commits' are not in it. The floor is the same server answering as many requests
-that do nothing.
+The API runs in a process of its own over a SQLite store, as on a head. Each driver sends a request that waits for up
+to `--poll` seconds. After the answer, the driver sends the next request at once. Half of the jobs are GANG jobs. A
+waiting request of a GANG job's driver counts as the driver's heartbeat. Meanwhile another process commits changes of
+single leases, `--changes` times a second, as the controller does.
+
+The CPU time is printed as a share of a core. It is the user and system time of the API's process only, without the
+drivers and the commits. The script does not measure the lower bound of this time: the CPU time that the same server
+needs for as many requests that do nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ class NoMachines:
 
 
 def serve(folder: Path) -> None:
-    """The API as it listens on a head."""
+    """Serves the API as on a head."""
     desk = ApiService(
         store=Store.open(f"sqlite:///{folder}/state.db"),
         config=load_cluster(LOCAL),
@@ -88,7 +92,7 @@ def fill(folder: Path, waiting: int) -> Store:
 
 
 class Load:
-    """Drivers that wait; each notes when it heard of a change."""
+    """Drivers that wait for changes of their leases. Each driver measures how soon it hears of a change."""
 
     def __init__(self, waiting: int, poll_s: float) -> None:
         self._waiting, self._poll_s = waiting, poll_s
@@ -115,7 +119,9 @@ class Load:
 
 
 async def change(store: Store, load: Load, waiting: int, changes: float) -> None:
-    """Commits as the controller's, in this process."""
+    """Commits a change of a random lease `changes` times a second, as the controller would. The commits run in this
+    process.
+    """
     members = tuple(Member(index) for index in range(SHAPE.members))
     while True:
         await asyncio.sleep(1.0 / changes)

@@ -1,11 +1,17 @@
-"""Measures a pass of the queue with 1,000 waiting jobs of 200 teams, and a page of 100 of them from the API.
+"""Measures a pass of the queue with 1,000 waiting jobs of 200 teams, and an API page of 100 jobs.
 
-    python benchmarks/queue/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0] [--scale]
+    python benchmarks/queue/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20]
+                                          [--seed 0] [--scale]
 
-Four passes: nobody may be preempted (the usual tick of a long queue), everybody may and as many are as one pass allows
-(the worst tick), an empty fleet that is filled, and an endpoint that takes a seat on each node from elastic gangs. The
-API's page is timed over HTTP, encoding included. `--scale`: the passes once more, with more jobs and nodes, to show how
-they grow.
+There are four passes:
+
+- Running jobs hold the fleet, and none of them may be preempted. This is the usual tick of a long queue.
+- All running jobs may be preempted, and one pass preempts as many as it may. This is the worst tick.
+- The fleet is empty and is filled.
+- An endpoint takes a seat on each node from elastic gangs.
+
+The API's page is timed over HTTP, encoding included. With `--scale`, the passes run again with more jobs and nodes,
+to show how their time grows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The queue on recorded jobs by windows: its mean against LAS, p99 against FIFO, and wait of gangs against EASY.
+"""Compares the queue with LAS, FIFO and EASY on windows of recorded jobs.
 
-    python benchmarks/queue/queue_philly.py TRACE.csv [--windows busiest,0,10,20] [--days 14] [--loads 0.9,1.2,1.6]
-                                      [--multi-gpu-shares 0,0.5] [--seed 0] [--baselines FILE]
+    python benchmarks/queue/queue_philly.py TRACE.csv [--windows busiest,0,10,20] [--days 14]
+                                      [--loads 0.9,1.2,1.6] [--multi-gpu-shares 0,0.5] [--seed 0]
+                                      [--baselines FILE]
 
-TRACE is a file as `raytide simulate jobs` reads it, a window `busiest` or the number of its first day. Ratios below
-1 are raytide's to win; `over` says which are above the limits: 1.15 for the mean (m), 1.03 for p99 (p), 1 for the
-wait (w). FILE keeps what the baselines came to, which takes most of the time.
+TRACE is a file in the format of `raytide simulate jobs`. A window is `busiest` or the number of its first day. For
+each window, prints three of raytide's figures, each divided by the same figure of a baseline: the mean completion
+time (m, baseline LAS), the 99th percentile of the completion time (p, baseline FIFO), and the longest wait of a gang
+(w, baseline EASY). raytide is better if a ratio is below 1. The column `over` names the ratios above their limits:
+1.15 for m, 1.03 for p, and 1 for w. The results of the baselines, which take most of the time, are kept in FILE.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ def figures(trace: JobTrace, gpus: int, policy: str, days: int) -> Figures:
 
 
 def ratios(ours: Figures, las: Figures, fifo: Figures, easy: Figures) -> tuple[float, float, float]:
-    """Returns mean, p99 and wait against the baselines; the wait is infinite if gangs wait that do not under EASY."""
+    """Returns raytide's mean relative to LAS, its 99th percentile relative to FIFO, and its longest wait of a gang
+    relative to EASY. If gangs wait only in raytide's queue and not under EASY, the third ratio is infinite.
+    """
     if not easy.wait_s:
         wait = math.inf if ours.wait_s else 0.0
     else:

@@ -1,15 +1,18 @@
-"""The shock absorber on real processes: a load spike on a served model takes GPUs from an elastic trainer.
+"""Measures how a load spike on a served model takes GPUs from an elastic trainer (the shock absorber).
 
-    python benchmarks/trainer/absorber.py [--tick 2] [--spike-s 45] [--spike-rps 7] [--slo-s 2] [--json FILE]
+    python benchmarks/trainer/absorber.py [--tick 2] [--spike-s 45] [--spike-rps 7] [--slo-s 2]
+                                           [--json FILE]
 
-The cluster is that of `raytide up --local`: real raylets, the real controller, Ray Serve. One node has five logical
-GPUs, and no other is to be had. A trainer holds four, one each, and can do with two; an endpoint has the fifth. Its
-engine is the fake one at a fixed token rate with a fixed number of slots. Requests come evenly spaced, more of them
-during the spike, whatever is answered. The same is run with `limits.shrink_for_serving` off.
+The cluster is that of `raytide up --local`, with real processes: raylets, the controller, Ray Serve. One node has
+five logical GPUs, and no other node can be bought. A trainer has four members with one GPU each, and can continue
+with two. An endpoint has the fifth GPU. Its engine is the fake engine with a fixed token rate and a fixed number of
+slots. Requests are sent at fixed intervals, with shorter ones during the spike. They do not wait for earlier
+answers. A second run does the same with `limits.shrink_for_serving` off.
 
-Printed for both: p95 time to first token, replicas and members over time, when each step happened, and when p95 was
-under the limit for good: in every five seconds from then to the end of the spike. A replica's start is from its seat
-being free to its first answer. The samples of every step are compared with those of the run that never shrank.
+For both runs, prints the p95 of the time to first token, the replicas and members over time, and the time of each
+step of the reaction. Also prints the moment from which p95 was under the limit in every window of five seconds until
+the end of the spike. The start time of a replica begins when the GPU for it is free, and ends with the replica's
+first answer. The samples of every training step are compared with those of the run that never shrank.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Look:
 
 @dataclass
 class Run:
-    """Times are seconds after the spike began."""
+    """The observations of one run. Times are in seconds after the beginning of the spike."""
 
     shrinks: bool
     answers: list[Answer] = field(default_factory=list)
@@ -82,7 +85,9 @@ class Run:
     samples: dict[int, list[int]] = field(default_factory=dict)
 
     def under_slo_s(self, slo_s: float, spike_s: float) -> float | None:
-        """From when p95 was under the limit in every window to the spike's end; None when it never was."""
+        """Returns the time from which p95 was under the limit in every window until the end of the spike. Returns None
+        if there is no such time.
+        """
         starts = np.arange(0.0, spike_s - WINDOW_S + 1e-9, 0.5)
         bad = [start for start in starts if self.p95(start) > slo_s]
         if not bad:
@@ -90,12 +95,16 @@ class Run:
         return None if bad[-1] + 0.5 > starts[-1] else float(bad[-1] + 0.5)
 
     def p95(self, start_s: float) -> float:
-        """Returns the 95th percentile over the requests of the window that begins at `start_s`."""
+        """Returns the 95th percentile of the time to first token, over the requests of the window that begins at
+        `start_s`.
+        """
         asked = sorted(a.ttft_s for a in self.answers if start_s <= a.asked_s < start_s + WINDOW_S)
         return asked[math.ceil(0.95 * len(asked)) - 1] if asked else 0.0
 
     def start_s(self) -> float | None:
-        """The slowest replica's, from its seat being free to its first answer."""
+        """Returns the duration of the slowest replica's start in seconds. A start lasts from the moment when the
+        replica's seat became free until the replica's first answer. Returns None if no replica started.
+        """
         freed_s = sorted(at_s for at_s in self.freed_s if at_s > 0.0)
         pairs = zip(freed_s, sorted(self.answers_s), strict=False)
         return max((answers - freed for freed, answers in pairs), default=None)
@@ -134,7 +143,7 @@ def fleet(home: Path, tick_s: float, shrinks: bool) -> Path:
 
 
 def disturbed(up: LocalCluster, home: Path, args: argparse.Namespace, shrinks: bool) -> Run:
-    """One trainer, one endpoint, one spike."""
+    """Runs one trainer and one endpoint through one spike, and returns the observations."""
     spec = TrainSpec(
         dataset=str(home / "tokens"),
         out=str(home / "run"),
@@ -187,7 +196,9 @@ def _is_back(run: Run, spike_s: float) -> bool:
 
 
 def watch(run: Run, up: LocalCluster, job_id: str, spec: TrainSpec, began_s: float, is_over: threading.Event) -> None:
-    """Look at the endpoint, at the lease and at the trainer all the time."""
+    """Records the state of the endpoint, of the lease and of the trainer every LOOK_S seconds until `is_over`
+    is set.
+    """
     freed: set[tuple[int, int]] = set()
     with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
         while not is_over.wait(LOOK_S):
@@ -215,7 +226,9 @@ def world(spec: TrainSpec) -> int:
 
 
 async def ask_all(base_url: str, args: argparse.Namespace, began_s: float) -> list[Answer]:
-    """Evenly spaced, before, during and for a while after the spike; none waits for another."""
+    """Sends requests at even intervals before, during and for a while after the spike. No request waits for another
+    one.
+    """
     at_s = [-BEFORE_S + n / args.base_rps for n in range(int(BEFORE_S * args.base_rps))]
     at_s += [n / args.spike_rps for n in range(int(args.spike_s * args.spike_rps))]
     at_s += [args.spike_s + n / args.base_rps for n in range(int(2 * WINDOW_S * args.base_rps))]
@@ -243,7 +256,7 @@ async def ask(http: httpx.AsyncClient, began_s: float, patience_s: float) -> Ans
 
 
 def tell(run: Run, tide: rt.Client, job_id: str, began_s: float) -> None:
-    """Prints the decisions in the controller's words."""
+    """Records the controller's decisions in the controller's own words, and the times of the trainer's shrinks."""
     for plan in tide.client.plans(limit=1000):
         for action in plan["actions"]:
             if action["action"] in ("scale", "shrink", "grow") and plan["at_s"] > began_s - BEFORE_S:
@@ -254,7 +267,9 @@ def tell(run: Run, tide: rt.Client, job_id: str, began_s: float) -> None:
 
 
 def samples(spec: TrainSpec) -> dict[int, list[int]]:
-    """The sample ids of each step, over all ranks, of the last generation that did it."""
+    """Returns the sample ids of each complete step, over all ranks. If several generations did a step, the last one
+    counts.
+    """
     last: dict[int, tuple[int, Counter[int]]] = {}
     for file in sorted((Path(spec.out) / "samples").glob("*.jsonl")):
         for line in lines(file):

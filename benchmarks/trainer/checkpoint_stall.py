@@ -1,11 +1,18 @@
-"""Measures how long training stands still for a checkpoint: one process, half a gigabyte, saved while it trains.
+"""Measures for how long a checkpoint stops training. One process trains, and meanwhile saves its state of half a
+gigabyte.
 
-    python benchmarks/trainer/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2] [--url s3://bucket/run]
+    python benchmarks/trainer/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2]
+                                                   [--url s3://bucket/run]
 
-Each run measures, one after the other: an in-memory copy of the whole state (into memory that was used before), a
-save that is waited for, and a save beside the training with the steps that run meanwhile. Prints the median, the
-least and the most of each in milliseconds, and two ratios with their goals: stall / copy <= 2, stall / waited save
-<= 0.25.
+Each run measures three things, one after the other:
+
+- copy: a copy of the whole state in memory, into memory that was used before.
+- waited save: a save, until it is complete.
+- stall: the time for which a save in the background stops training. The steps that run during this save
+  are measured too.
+
+Prints the median, the least and the most of each in milliseconds, and two ratios with their goals: stall / copy <=
+2, and stall / waited save <= 0.25.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Measures the pause of training when a node is killed, and when one gets a notice: raytide's gang and, under the same
-kill in the same run on the same cluster, Ray Train's elastic TorchTrainer.
+"""Measures the pause of training when a node is killed or gets a notice, for raytide and for Ray Train.
 
     python benchmarks/trainer/elastic_cpu.py [--runs 3] [--members 3] [--dim 256] [--layers 4] [--seed 0]
 
-The cluster is `raytide up --local`'s: real raylets, the real controller. Both train a decoder of the same size on the
-same tokens over `members` nodes of one CPU and may go on with one less; a kill is SIGKILL to a raylet, five steps after
-a checkpoint. Printed for each: seconds from the kill to the next step, steps done again, and for raytide also the
-seconds from the first sign (a collective error, or the notice) and their phases, from `events.jsonl`.
+The cluster is started as by `raytide up --local`, with real raylets and the real controller. Each run trains on this
+cluster, first with raytide's gang and then with Ray Train's elastic TorchTrainer. Both train a decoder of the same
+size on the same tokens, over `members` nodes of one CPU each. Both may continue with one node less. A kill is a
+SIGKILL to a raylet, five steps after a checkpoint. The interruption by a notice is measured for raytide only.
+
+For each interruption, prints the seconds from the kill or the notice to the next step, and the number of repeated
+steps. For raytide, also prints the seconds from the first sign (a collective error, or the notice) to the next step,
+divided into phases, from `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -93,7 +96,9 @@ def main() -> None:
 
 
 def ours(up: LocalCluster, args: argparse.Namespace, home: Path, run: int, chance: random.Random) -> tuple[Stop, Stop]:
-    """A kill, and once a new member has come, a notice."""
+    """Trains with raytide and interrupts the training twice: by a kill, and then, after a new member has joined, by a
+    notice. Returns both interruptions.
+    """
     spec = TrainSpec(
         name=f"elastic-{run}",
         dataset=str(home / "tokens"),
@@ -163,9 +168,11 @@ def theirs(up: LocalCluster, args: argparse.Namespace, home: Path, run: int, cha
 
 
 def interrupted(metrics: Path, events: Path | None, deed: Callable[[], object]) -> Stop:
-    """Returns the pause that `deed` caused.
+    """Calls `deed`, waits until training continues, and returns the interruption.
 
-    A step from before it that is reported later does not count: the next world is another one.
+    Steps that were done before `deed` may be reported after it. They do not count as continued training. Without
+    `events`, training has continued once a step has another world size or a lower number than the last step before
+    `deed`. With `events`, it has continued once a recovery is recorded.
     """
     before = last(metrics)
     told = len(recoveries(events))
@@ -193,7 +200,9 @@ def recoveries(events: Path | None) -> list[dict[str, Any]]:
 
 
 def beyond_a_checkpoint(metrics: Path) -> None:
-    """Five steps after one that both have written, so that both have as much to lose."""
+    """Waits until the fifth step after a checkpoint, so that raytide and Ray Train have the same number of steps to
+    lose.
+    """
     first = last(metrics)["step"] + EVERY
     until(lambda: (step := last(metrics)["step"]) > first and step % EVERY == 5, "steps")
 
@@ -207,7 +216,7 @@ def whole_gang(events: Path, members: int) -> None:
 
 
 def victim(events: Path, chance: random.Random) -> str:
-    """A node of the newest generation, by its name."""
+    """Returns the name of a random node of the newest generation."""
     formed = [event for event in lines(events) if event["event"] == "formed"][-1]
     return str(chance.choice(formed["hosts"])).split("(")[1].split()[0]
 
@@ -235,7 +244,9 @@ def kill_raylet(node: NodeFolder) -> None:
 
 
 def fleet(home: Path, members: int) -> Path:
-    """The embedded fleet, with nodes that stay and one more that may come."""
+    """Writes the embedded default configuration with `members` permanent spot nodes and room for one more. Returns the
+    path of the file.
+    """
     body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     body["available_node_types"]["cpu1.spot"] |= {"min_workers": members, "max_workers": members + 1}
     path = home / "cluster.yaml"
@@ -270,7 +281,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def last(path: Path) -> dict[str, Any]:
-    """The newest line, without the whole file: the cores are busy."""
+    """Returns the newest line of a file of JSON lines. Reads only the end of the file, because the cores are busy."""
     if not path.exists():
         return {"step": 0, "world": 0}
     with open(path, "rb") as file:

@@ -1,9 +1,10 @@
-"""The yardstick of elastic_cpu.py, in the cluster's own Python: Ray Train's elastic TorchTrainer, as its guide has it.
+"""Trains with Ray Train's elastic TorchTrainer, in the way that Ray Train's guide describes. elastic_cpu.py compares
+raytide with this script.
 
     python elastic_ray_train.py CONFIG.json
 
-A decoder of the same size, on the same tokens, with DistributedDataParallel over gloo and a checkpoint every so many
-steps. Rank 0 writes a line per step.
+The script runs in the cluster's own Python. It trains a decoder of the same size as raytide's on the same tokens,
+with DistributedDataParallel over gloo and regular checkpoints. Rank 0 writes a line for each step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Padding, cut documents and speed of best-fit packing, beside concat-and-chop and a plain loop, on the same documents.
+"""Measures the padding, the cut documents and the speed of best-fit packing.
 
-The documents are those of a token dataset, or by default lengths like those of code files: log-normal, 2 tokens at
-least. The yardstick of speed is best-fit in plain Python (a heap for each room), on the first documents. Times are CPU
-seconds; the seed is printed.
+The cut documents are compared with those of concat-and-chop, and the speed with that of a plain Python loop. With
+`--dataset`, the documents are those of a token dataset. Otherwise their lengths are random, like those of code
+files: log-normal, at least 2 tokens. The plain loop also does best-fit (with a heap for each amount of room), but
+only on the first documents. Times are CPU seconds. The seed is printed.
 
     python benchmarks/trainer/packing.py [--dataset DIR] [--documents 1000000] [--runs 3] [--seed 0]
 """
@@ -23,7 +24,7 @@ PLAIN_DOCUMENTS = 50_000
 
 
 def plain_best_fit(lengths: list[int], seq_len: int) -> int:
-    """Returns the number of rows that a loop over the pieces opens."""
+    """Packs documents with a plain Python loop, and returns the number of rows."""
     pieces = sorted((length % seq_len for length in lengths if length % seq_len), reverse=True)
     rows = sum(length // seq_len for length in lengths)
     rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]
@@ -44,7 +45,7 @@ def plain_best_fit(lengths: list[int], seq_len: int) -> int:
 
 
 def chopped(ends: np.ndarray[Any, np.dtype[np.int64]], lengths: np.ndarray[Any, np.dtype[np.int64]], seq: int) -> float:
-    """Returns the share of the documents that fit into a row and are cut by concat-and-chop."""
+    """Returns the share of documents that concat-and-chop cuts. Counts only documents that fit into a row."""
     fits = lengths <= seq
     cut = (ends - lengths) // seq != (ends - 1) // seq
     return float((cut & fits).sum() / max(1, fits.sum()))

@@ -1,11 +1,12 @@
-"""The planner's step times against measured ones on this machine's CPUs.
+"""Compares the planner's predicted step times with measured step times on this machine's CPUs.
 
     python benchmarks/trainer/plan_accuracy.py [--steps 7] [--ranks 2] [--seconds 2] [--json FILE]
 
-The machine is measured first, as `raytide bench node` does: matrix products, memory, and an all-reduce between ranks on
-gloo. Then real trainers run: twelve configurations in one process, whose median step is compared with the prediction,
-and the layouts of some ranks, of which the planner's first choice is compared with the fastest. The pace of the device
-is learned from three of the twelve; the errors are those of the other nine.
+The machine is measured first, as `raytide bench node` does: matrix products, memory, and an all-reduce between ranks
+on gloo. Then real trainers run. Twelve configurations run in one process, and the median step time of each is
+compared with the prediction. The pace of the device is learned from three of these configurations, and the printed
+errors are those of the other nine. Several layouts then run on `--ranks` ranks, and the planner's first choice is
+compared with the fastest layout.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def spec_of(data: Path, out: Path, model: str, changes: dict[str, Any]) -> Train
 
 
 def together(world: int, meet: Path, specs: Sequence[TrainSpec], steps: int, seconds: float) -> list[Found]:
-    """Returns what each of `world` ranks measured: each is a process with one thread."""
+    """Runs `world` ranks, each in a process with one thread, and returns what each rank measured."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for rank in range(world):

@@ -1,7 +1,8 @@
-"""Tokens per second of the trainer's loop alone, against a plain nanoGPT-style loop: same model, data and optimiser.
+"""Compares the tokens per second of the trainer's loop with those of a plain nanoGPT-style loop.
 
-Both run in this process, in turns. A pair's ratio is ours over plain; the result is the median of the pairs. Also
-prints how much of a step waits for data.
+Both loops have the same model, data and optimiser. They run in this process and take turns. The ratio of a pair is
+the trainer's speed divided by the plain loop's speed, and the result is the median of the pairs. Also prints the
+share of a step that is spent waiting for data.
 
     python benchmarks/trainer/train_cpu.py [--pairs 5] [--steps 8] [--threads 2]
 """

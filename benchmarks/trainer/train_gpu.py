@@ -1,12 +1,13 @@
-"""Model FLOPs utilisation of the trainer's loop on one GPU, beside a plain compiled loop on the same model.
+"""Measures the model FLOPs utilisation of the trainer's loop and of a plain compiled loop on one GPU.
 
-Needs torch, numpy, pydantic and safetensors alone. Every row is a shape with some techniques; each step is timed with
-the device waited for, after a warm-up: median, 10th and 90th percentile, and the peak of memory. FLOPs of a token are
-6 N + 12 L d T (N without embeddings that do no product), the convention of published figures; the peak is that of dense
-bf16. Goals: 45 % at 350M and 50 % at 1B.
+The script needs only torch, numpy, pydantic and safetensors. Each row is a shape with some techniques. After a
+warm-up, each step is timed until the device has finished it. Prints the median, the 10th and the 90th percentile,
+and the peak of memory. The FLOPs of a token are 6 N + 12 L d T, the convention of published figures. N is the number
+of weights, without embeddings that are only looked up. The utilisation is relative to the peak of dense bf16. Goals:
+45 % at 350M and 50 % at 1B.
 
-    python benchmarks/trainer/train_gpu.py [--shapes 350m 1b] [--rows plain eager compile ...] [--steps 20]
-                                           [--json FILE]
+    python benchmarks/trainer/train_gpu.py [--shapes 350m 1b] [--rows plain eager compile ...]
+                                           [--steps 20] [--json FILE]
 """
 
 import argparse
@@ -73,7 +74,7 @@ def write_dataset(path: Path, tokens: int, vocab: int) -> Path:
 
 
 class Plain:
-    """bf16 autocast, SDPA, fused AdamW, torch.compile over the whole model: the loop that one would write by hand."""
+    """The loop that one would write by hand: bf16 autocast, SDPA, fused AdamW, torch.compile over the whole model."""
 
     def __init__(self, spec: TrainSpec, arch, device: torch.device, backend: str) -> None:
         self.spec, self.device = spec, device
@@ -118,7 +119,7 @@ def spec_of(shape: str, row: dict, folder: str, backend: str) -> TrainSpec:
 
 
 def times(step, steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step."""
+    """Returns the seconds of each step."""
     out = []
     for _ in range(steps):
         began = time.perf_counter()

@@ -158,9 +158,9 @@ def join_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Joins the splits on the grid (blocks, heads, tokens of a block).
+    """Joins the results of the splits. Writes the weighted mean of the splits' means.
 
-    Writes the weighted mean of the splits' means.
+    The grid is (blocks, heads, tokens of a block).
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)

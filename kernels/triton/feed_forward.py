@@ -53,8 +53,8 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @gpu_variant("experts")
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function like that of `ref.experts`. It sorts the pairs (token, chosen expert) by expert, so that each
-    expert's rows are adjacent.
+    """Returns a function with the same interface as the function that `ref.experts` returns. The function sorts the
+    pairs (token, chosen expert) by expert, so that each expert's rows are adjacent.
     """
     if any(weight.shape[2] * weight.element_size() % _ALIGNMENT for weight in (gate_up_E2FN, down_ENF)):
         return ref.experts(gate_up_E2FN, down_ENF, kind)

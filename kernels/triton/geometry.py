@@ -21,8 +21,9 @@ class DecodeBatch(PagedBatch):
     """A batch with one new token for each sequence. Its tensors keep their addresses while their contents change, so a
     captured graph reads the next step from them.
 
-    Only `lens_B3` has the contexts' lengths, which may grow to `most_context`. `context_lens` is empty on purpose. An
-    operator that reads it then fails, instead of using the lengths of the capture for ever.
+    The lengths of the contexts are only in `lens_B3`. They may grow to `most_context`. `context_lens` is empty on
+    purpose: an operator that reads it fails. Otherwise it would use the lengths of the captured step in every later
+    step.
     """
 
     lens_B3: Tensor = field(kw_only=True)

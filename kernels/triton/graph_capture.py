@@ -24,15 +24,15 @@ class CapturedStep:
 
 
 class GraphCapture(Protocol):
-    """The interface for capturing graphs. Graphs of one pool share memory for intermediate results, so only one may run
-    at a time.
+    """The interface for capturing graphs. Graphs of one pool share memory for intermediate results, so only one of
+    these graphs may run at a time.
     """
 
     def new_pool(self) -> Pool: ...
 
     def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
-        """Records `step`. The call may run `step` first. Tensors that `step` reads and writes must live as long as the
-        graph.
+        """Records `step`. Before the recording, the call may run `step` once. Tensors that `step` reads and writes must
+        live as long as the graph.
         """
         ...
 

@@ -23,13 +23,14 @@ _FEWEST = 16  # inputs of a matrix instruction
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] in panels. A panel has the codes of B inputs (8 bits) or 2 B inputs (4 bits), as B adjacent bytes
-    for each output.
+    """A weight [N, K], stored as panels of codes. A panel covers B inputs (8 bits) or 2 B inputs (4 bits). For each
+    output, the panel has B adjacent bytes.
 
-    A tile of outputs is thus read as one range of memory. In a byte with two 4-bit codes, the low half is input j of
-    the panel and the high half is input B + j. A piece is B inputs of one group, with the group's scale and offset.
-    Piece p belongs to group `p // pieces_per_group`. Input k of the panels is x[:, columns[k]], or padding if
-    columns[k] is -1. If `columns` is None, input k of the panels is x[:, k], or zero if k is at least K.
+    The kernels can thus read a tile of outputs as one range of memory. In a byte with two 4-bit codes, the low half
+    belongs to input j of the panel, and the high half to input B + j. A piece consists of B inputs of one group,
+    which share the group's scale and offset. Piece p belongs to group `p // pieces_per_group`. Input k of the panels
+    is x[:, columns[k]], or padding if columns[k] is -1. If `columns` is None, input k of the panels is x[:, k], or
+    zero if k is at least K.
     """
 
     bits: Literal[4, 8]

@@ -120,7 +120,7 @@ def product_kernel(
     OUTPUTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes products on the grid (blocks of rows, blocks of outputs, splits of the inputs). Neighbouring programs
+    """Computes products. The grid is (blocks of rows, blocks of outputs, splits of the inputs). Neighbouring programs
     read the same weights.
 
     With several splits, `out` is [splits, rows, N] in float32 and does not include the bias.
@@ -223,7 +223,9 @@ def vector_kernel(
 def round_kernel(
     x, codes, input_scales, columns, x_stride, num_inputs, parts, HAS_COLUMNS: tl.constexpr, PART: tl.constexpr
 ):
-    """Rounds inputs on the grid (rows, parts of 32 inputs). Writes codes and scales like those of `ref.input_codes`."""
+    """Rounds inputs to int8 codes. Writes codes and scales like those of `ref.input_codes`. The grid is (rows, parts of
+    32 inputs).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, inside = _inputs_of(part, columns, num_inputs, HAS_COLUMNS, PART)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -254,7 +256,7 @@ def product_tile(rows: int) -> ProductTile:
 
 @gpu_variant("quantized_linear")
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer that packs its quantised weight once and does not keep the unpacked one."""
+    """Returns a linear layer that packs its quantised weight once and does not keep the unpacked weight."""
     packed = pack(weight, for_int8=input_as == "int8")
 
     def apply(x: Tensor) -> Tensor:
@@ -374,8 +376,8 @@ def _product(
 
 
 def num_splits(programs: int, panels: int, device: torch.device) -> int:
-    """Returns the number of parts into which the inputs are split, a power of two. The splits keep all processors busy
-    even if rows are few.
+    """Returns the number of splits of the inputs, a power of two. The splits keep all processors busy even if the input
+    has few rows.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, panels // _PANELS_OF_A_SPLIT)
     return 1 << max(min(wanted, _MOST_SPLITS), 1).bit_length() - 1

@@ -1,4 +1,6 @@
-"""Tells if this machine can run the Triton kernels, and registers them. The module can be imported without Triton."""
+"""Checks whether this machine can run the Triton kernels, and registers the kernels. The module can be imported without
+Triton.
+"""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Cleaner:
         return any(stage.kind == "flat_map" for stage in self.spec.stages)
 
     def identity(self) -> list[tuple[str, int, str]]:
-        """Returns (name, size in bytes, version) for each stage's code, each evaluation set and each model. They and
-        the spec are all that affects the result.
+        """Returns (name, size in bytes, version) for each stage's code, each evaluation set and each model. Together
+        with the spec, these entries cover everything that affects the result of cleaning.
         """
         found = [(f"stage {code.stage.function}", 0, code.digest) for code in self.stages.values()]
         if self.spec.decontaminate is not None:

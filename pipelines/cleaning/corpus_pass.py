@@ -24,7 +24,9 @@ NEAR, NEAR_EARLIER, REPEATED = "near_duplicate", "near_earlier_dataset", "repeat
 
 @dataclass(slots=True)
 class CorpusCleaning:
-    """Collects the fingerprints of chunks, in any order. Compares all documents once every chunk is added."""
+    """Collects the fingerprints of chunks, in any order. All documents are compared after the last chunk has been
+    added.
+    """
 
     spec: CleaningSpec
     counts: list[CleaningCounts] = field(default_factory=list)
@@ -53,8 +55,8 @@ class CorpusCleaning:
             self._store.close()
 
     def near_duplicates(self, kept: NDArray[np.bool_]) -> dict[int, int]:
-        """Finds near-duplicates to drop. Maps each of them to the document that it duplicates, or to -1 if that
-        document is in an earlier dataset.
+        """Returns the near-duplicates to drop. Each of them is mapped to the document that it duplicates, or to -1 if
+        that document is in an earlier dataset.
 
         Document i is the i-th document that the rules kept, counted from 0. `kept[i]` is False if another step has
         dropped document i since then.
@@ -74,7 +76,7 @@ class CorpusCleaning:
         return {int(i): max(int(first[i]), -1) for i in np.flatnonzero(is_dropped)}
 
     def repeats(self, kept: NDArray[np.bool_]) -> tuple[dict[int, Cuts], NDArray[np.int64]]:
-        """Returns the repeated words to cut from each chunk, and the documents that have no other words."""
+        """Returns the repeated words to cut from each chunk, and the documents that consist only of repeated words."""
         rule = self.spec.substrings
         order = sorted(self._chunks)
         lengths = [each for i in order if (each := self._chunks[i].lengths) is not None]
@@ -89,7 +91,7 @@ class CorpusCleaning:
         return _cuts_by_chunk(marks, order, lengths)
 
     def write(self, out: str) -> tuple[DatasetFile, DatasetFile | None]:
-        """Writes the cleaning report. Writes the signatures of the kept documents if there are any."""
+        """Writes the cleaning report. Also writes the signatures of the kept documents if signatures were computed."""
         report = CleaningCounts.total(self.counts).report()
         counted = {"near_duplicate_clusters": self.clusters, "largest_cluster": self.largest}
         body = report.model_copy(update=counted).to_bytes()
@@ -106,8 +108,8 @@ class CorpusCleaning:
 def read_signatures(dataset: str, near: NearDuplicates) -> Signatures:
     """Returns the signatures of a dataset.
 
-    Raises ConfigError if the dataset has no signatures, or signatures with other settings. Raises DataError if the
-    signatures were altered.
+    Raises ConfigError if the dataset has no signatures, or if they were computed with other settings than `near`.
+    Raises DataError if the signatures were altered.
     """
     where = join(dataset, _signatures_of(dataset).file)
     try:

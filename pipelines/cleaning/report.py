@@ -24,7 +24,7 @@ SIZES = 40
 
 
 class CleaningReport(Config):
-    """The content of `cleaning.json`. It does not count reasons of drops, which are in the manifest."""
+    """The content of `cleaning.json`. The counts of dropped documents by reason are in the manifest instead."""
 
     kept_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
     dropped_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)

@@ -41,9 +41,11 @@ class StageCode:
     digest: str
 
     def run(self, texts: Sequence[str], places: Sequence[Place]) -> list[list[str]]:
-        """Applies the stage to texts. Returns a list for each text: the texts that the stage makes of it.
+        """Applies the stage to texts. Returns one list for each text, with the texts into which the stage has turned
+        it.
 
-        The list is empty if the stage drops the text. Raises a DataError that names the file and the row.
+        The list is empty if the stage drops the text. If the stage fails or returns a wrong type, raises a DataError
+        that names the file and the row.
         """
         function = _function(self)
         if self.stage.kind == "batch":

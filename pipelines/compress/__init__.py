@@ -1,1 +1,1 @@
-"""Makes models smaller by quantisation, pruning and distillation, which a recipe chains."""
+"""Makes models smaller by quantisation, pruning and distillation. A recipe chains these steps."""

@@ -21,9 +21,10 @@ from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_o
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
     """Runs the unfinished steps of a recipe, evaluates the result, and writes and returns its card.
 
-    After a kill, another call continues after the last finished step. An rtn, prune or mask step continues after its
-    last finished layer, and a distill step from its last checkpoint. Other steps begin again. Raises ConflictError
-    while another process works on the same `out`, or if `out` has the result of another recipe.
+    If a call is killed, the next call continues after the last finished step. An rtn, prune or mask step continues
+    after its last finished layer. A distill step continues from its last checkpoint. Any other unfinished step
+    starts from its beginning. Raises ConflictError while another process works on the same `out`, or if `out` has
+    the result of another recipe.
     """
     parent = model_directory(recipe.model)
     out = Path(recipe.out)
@@ -72,10 +73,11 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
 
 
 def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
-    """Returns the step with the quantisation scheme for which the source model was trained. Without such a scheme,
-    returns the step unchanged.
+    """Returns the step with the quantisation scheme for which the source model was trained. If the model was not
+    trained for quantisation, or if the step does not quantise, returns the step unchanged.
 
-    Raises ConfigError if the step would write weights other than the trained quantised ones.
+    Raises ConfigError if the step asks for a different scheme, or for a method other than rounding. The result would
+    then differ from the quantised weights of the training.
     """
     qat = read_qat(source) if step.quantizes else None
     if qat is None:
@@ -97,8 +99,8 @@ def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
 
 
 def read_qat(folder: Path) -> QatSpec | None:
-    """Returns the quantisation-aware training spec (`qat`) of the run that exported a model directory, or None if it
-    had none.
+    """Returns the quantisation-aware training spec (`qat`) with which the model in this directory was trained. Returns
+    None if its training run had no such spec.
     """
     file = folder / QAT_RECORD
     if not file.is_file():

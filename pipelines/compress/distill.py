@@ -15,7 +15,8 @@ from raytide.pipelines.compress.step_task import StepTask, teacher_of
 def run_distill(step: DistillStep, task: StepTask) -> None:
     """Trains and exports the student. A killed run resumes from its last checkpoint.
 
-    For a larger distillation, submit a training job with a `distill` section, which runs on a gang (docs/training.md).
+    For a larger distillation, submit a training job with a `distill` section. Such a job runs on a gang
+    (docs/training.md).
     """
     folder = task.target.with_name(f".{task.target.name}.{task.digest[:12]}.part")
     fields: dict[str, object] = {

@@ -1,7 +1,7 @@
 """Writes a model directory one layer at a time. A killed writer resumes after its last complete layer.
 
-Each layer is a file. The directory is built under a hidden name, which is derived from its digest, and is moved to its
-target once it is complete.
+Each layer is a file. The directory is built under a hidden name, which contains the digest of the step and its
+input. Once complete, the directory is moved to its target.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RECORD = "raytide_step.json"
 
 
 class LayerFiles:
-    """A model directory that is being written. `digest` identifies the step and its input. Work is resumed only if its
-    digest is the same.
+    """A model directory that is being written. `digest` identifies the step and its input. An interrupted write is
+    resumed only if it has the same digest.
     """
 
     def __init__(self, target: Path, digest: str) -> None:
@@ -80,7 +80,7 @@ class LayerFiles:
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
-    """Writes a file that records which step made the directory. This happens before the directory is published."""
+    """Writes a file that records which step made the directory. Call it before `publish`."""
     with full_disk_is_an_error(str(folder)):
         (folder / RECORD).write_text(json.dumps({**record, "digest": digest}, indent=2) + "\n")
 
@@ -108,14 +108,14 @@ def digest_in(folder: Path) -> str | None:
 
 
 def remove_others(target: Path, digest: str) -> None:
-    """Removes unfinished directories of this target whose digest is not `digest`."""
+    """Removes the unfinished directories of `target`, except the directory for `digest`."""
     for folder in target.parent.glob(f".{target.name}.*.part"):
         if folder.name != f".{target.name}.{digest[:12]}.part":
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def plain_config(source: Path) -> dict[str, object]:
-    """Returns the config of a model directory. Raises ConfigError if its weights are quantised already."""
+    """Returns the config of a model directory. Raises ConfigError if the model's weights are quantised already."""
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
         raise ConfigError(f"{source} is quantised already.", hint="Start from the model before that.")

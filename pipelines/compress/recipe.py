@@ -15,8 +15,8 @@ StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask", "distil
 
 
 class RtnStep(QuantizationOptions):
-    """Rounds each weight to the nearest quantised value. It needs no calibration, and only one layer in memory at a
-    time.
+    """Rounds each weight to the nearest quantised value. This step needs no calibration, and holds only one layer in
+    memory at a time.
     """
 
     scheme: Literal["w8a16", "w8a8", "w4a16", "fp8"] = "w8a16"
@@ -31,7 +31,7 @@ class RtnStep(QuantizationOptions):
 
 
 class CalibratedStep(QuantizationOptions):
-    """Quantises with llm-compressor, in a venv of its own, calibrated on the recipe's text."""
+    """Quantises with llm-compressor, which runs in a venv of its own. The recipe's text is used for the calibration."""
 
     scheme: Literal["w8a16", "w8a8", "w4a16"] = "w4a16"
     strength: float = Field(default=0.5, ge=0, le=1)

@@ -1,4 +1,6 @@
-"""Measures the decoding speed of a model and of its parent with the native engine. The two alternate within one run."""
+"""Measures the decoding speed of a model and of its parent with the native engine. Within one run, the two models are
+measured alternately.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ def measure_decoding(parent: Path, model: Path) -> dict[str, float]:
     """Returns decoded tokens per second, as `parent_c1`, `model_c1` and so on. The number after `c` is the number of
     concurrent sequences.
 
-    Each value is the best of three rounds, which alternate between the models. Logits are computed, but no token is
-    sampled.
+    Each value is the best of three rounds. Each round measures both models, and their order alternates. Logits are
+    computed, but no token is sampled.
     """
     runners = {"parent": _runner(parent), "model": _runner(model)}
     best: dict[str, float] = {}

@@ -42,7 +42,7 @@ def teacher_of(step: DistillStep, recipe: CompressRecipe) -> Path:
 
 
 def calibration_windows(recipe: CompressRecipe, source: Path) -> list[list[int]]:
-    """Returns the calibration text as lists of token ids. Raises DataError if it is unreadable or too short."""
+    """Returns the calibration text as lists of token ids. Raises DataError if the text is unreadable or too short."""
     if recipe.calibration is None:
         raise ConfigError("the step needs calibration text.", hint="Give `calibration: {path: ...}` in the recipe.")
     arch = read_architecture(source)

@@ -2,11 +2,13 @@
 
 The format is ChatML, as in the chat template that a trained tokenizer gets (`bpe.CHAT_TEMPLATE`). A message is
 `<|im_start|>ROLE`, a line break, its content, `<|im_end|>` and a line break. A preference pair is rendered as its
-prompt and its chosen answer. A text becomes a message of the user or of the assistant, and a list of messages keeps its
-roles. The rejected answer is left out.
+prompt and its chosen answer. The rejected answer is left out. If the prompt is a plain text, it becomes a message of
+the user. If the chosen answer is a plain text, it becomes a message of the assistant. If either is a list of
+messages, the roles in the list are used.
 
-In the rendered text, one Unicode noncharacter stands for `<|im_start|>` and another for `<|im_end|>`. The encoder turns
-these noncharacters into the special tokens. If a message itself spells out `<|im_start|>`, that stays text.
+In the rendered text, one Unicode noncharacter stands for `<|im_start|>` and another for `<|im_end|>`. The encoder
+turns these noncharacters into the special tokens. If a message itself spells out `<|im_start|>`, these characters
+stay ordinary text.
 """
 
 from __future__ import annotations

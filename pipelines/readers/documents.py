@@ -28,7 +28,9 @@ class DocumentReader:
 
 @dataclass(frozen=True, slots=True)
 class LinkReader:
-    """Reads a broken link as one record without text, so that the manifest counts it."""
+    """Reads a symbolic link that leads to no file. The link counts as one dropped record, so that it appears in the
+    manifest.
+    """
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
         return [InputPart(file.url, file.size, file.version, "link")]

@@ -1,1 +1,1 @@
-"""Runners of a build's stages: they run in this process, or on the members of a gang."""
+"""The runners, which run the stages of a build in this process or on the members of a gang."""

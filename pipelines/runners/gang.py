@@ -65,6 +65,10 @@ class _Item:
     position: int
     task: Any
     crashes: int = 0
+    is_suspect: bool = False
+    """True if a worker died that had this task. It then runs with no other task in the worker, so that only the task
+    that ends workers is blamed: a task's result is lost too if the next task ends their worker at once.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,10 @@ class _Worker:
     queue: deque[_Item] = field(default_factory=deque)
     """Tasks that wait for this worker, because it has their text."""
     keys: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < AHEAD and not any(item.is_suspect for item in self.running.values())
 
 
 class GangRunner:
@@ -108,7 +116,7 @@ class GangRunner:
         while True:
             self._adjust(waiting)
             for worker in self._usable():
-                while len(worker.running) < AHEAD and (item := self._next(worker, source, waiting)) is not None:
+                while worker.has_room and (item := self._next(worker, source, waiting)) is not None:
                     self._submit(worker, sent, item)
             running = {ref: worker for worker in self._workers for ref in worker.running}
             if not running:
@@ -186,7 +194,7 @@ class GangRunner:
         if worker.queue:
             return worker.queue.popleft()
         if waiting:
-            return waiting.popleft()
+            return None if waiting[0].is_suspect and worker.running else waiting.popleft()
         for position, task in source:
             owner = self._owners.get(getattr(task, "key", ""))
             if owner is None or owner is worker or owner not in self._workers:
@@ -200,6 +208,8 @@ class GangRunner:
             waiting.append(worker.running.pop(ref))
             return
         if worker.member in self._members():
+            for item in worker.running.values():
+                item.is_suspect = True
             item = self._oldest_unfinished(worker)
             item.crashes += 1
             if item.crashes >= MOST_CRASHES:

@@ -1,4 +1,4 @@
-"""The interface of runners for a build's stages, and the runner in this process."""
+"""The interface of the runners that execute a build's stages, and the runner that executes them in this process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Runner(Protocol):
     def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
         """Yields (position, result) for each task, in the order in which results become ready.
 
-        A stage is sent to each worker once. A task whose worker is lost is run again, so it must give the same result
-        each time.
+        A stage is sent to each worker once. If a worker is lost, its task is run again, so a task must have the same
+        result each time.
         """
 
     def close(self) -> None:

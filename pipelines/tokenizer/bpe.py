@@ -52,7 +52,8 @@ def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
 
 
 def load_bpe(data: bytes, where: str) -> Tokenizer:
-    """Returns the tokenizer in a `tokenizer.json`. Raises a DataError that names the file.
+    """Returns the tokenizer in a `tokenizer.json`. If the content is not a tokenizer, raises a DataError that names the
+    file.
 
     Calls for the same content return the same object, so do not change it.
     """
@@ -77,7 +78,7 @@ def _loaded(data: bytes) -> Tokenizer:
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """Returns the highest token id plus one, the number of rows of an embedding table. Ids may have gaps."""
+    """Returns the highest token id plus one. This is the number of rows of an embedding table. Ids may have gaps."""
     entries = tokenizer.get_vocab_size(with_added_tokens=True)
     if None not in map(tokenizer.id_to_token, range(entries)):  # no gaps; a copy of the vocabulary takes twice as long
         return entries

@@ -1,9 +1,9 @@
 """Encodes texts to token ids with `fastokens` if it is exact, otherwise with `tokenizers`.
 
-`fastokens` is about a hundred times faster, but is made for inference and does not support every tokenizer. Every build
-compares the two engines on PROBES and on a sample of each chunk's documents. If one id differs, the build uses
-`tokenizers`. The choice of the engine depends only on the inputs. A special token that is spelled out in a document is
-encoded as ordinary text by both engines.
+`fastokens` is about a hundred times faster, but is made for inference and does not support every tokenizer. Every
+build compares the two engines on PROBES and on a sample of each chunk's documents. If the engines differ in any id,
+the build uses `tokenizers`. The choice of the engine depends only on the inputs. Both engines encode a special token
+as ordinary text if it is spelled out in a document.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ CHECKED_DOCUMENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A tokenizer, the name of the engine that encodes with it, and the versions of both engines."""
+    """A tokenizer, the name of the engine that encodes with it, and the versions of the engines `fastokens` and
+    `tokenizers`.
+    """
 
     name: EngineName
     tokenizer: bytes
     versions: tuple[tuple[str, str], ...]
 
     def open(self) -> TokenEngine:
-        """Returns the engine, which is created once in each process. Raises ClusterError if this process has other
-        engine versions.
+        """Returns the engine, which is created once in each process. Raises ClusterError if the engine versions
+        installed here differ from `versions`.
         """
         if self.versions != engine_versions():
             raise ClusterError(

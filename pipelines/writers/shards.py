@@ -41,9 +41,9 @@ class ChunkTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The plan of a shard, which has the tokens `start` to `end` of the dataset.
+    """The plan of one shard. The shard contains the tokens `start` to `end` of the dataset.
 
-    `ends` has the positions at which documents end in this shard.
+    `ends` lists the positions in this shard at which documents end.
     """
 
     number: int

@@ -1,4 +1,6 @@
-"""Writes the texts of kept documents as gzipped JSON Lines or Parquet. Each text has its source file and row."""
+"""Writes the texts of kept documents as gzipped JSON Lines or Parquet. Each text is written with the name of its source
+file and its row in that file.
+"""
 
 from __future__ import annotations
 

@@ -60,22 +60,22 @@ class BlockAllocator:
                     self._free.move_to_end(block, last=False)
 
     def find(self, block_hash: bytes | None) -> int | None:
-        """Returns the block that is registered under a hash, whether in use or free. Returns None if there is no such
-        block.
+        """Returns the block that is registered under a hash. The block may be in use or free. Returns None if no block
+        is registered.
         """
         return None if block_hash is None else self._block_of.get(block_hash)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Registers the content of a full block under a hash, so that sequences can share the block. If another block
-        already has the hash, that block stays registered.
+        """Registers the content of a full block under a hash, so that sequences can share the block. If the hash
+        already belongs to another block, the other block stays registered and this block is not registered.
         """
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, block: int) -> bytes | None:
-        """Stops sharing a block's content. Returns the hash under which the block was registered, or None if it was not
-        registered.
+        """Stops sharing a block's content. Returns the hash under which the block was registered, or None if the block
+        was not registered.
         """
         stale = self._hash_of[block]
         if stale is not None:

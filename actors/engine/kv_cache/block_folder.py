@@ -53,9 +53,9 @@ class _Unused:
 class BlockFolder:
     """The block files of one engine under the directory `root`, in order of last use.
 
-    A block's bytes depend on the block's key, and on the model and options that `identity` stands for. `limit_bytes` is
-    the largest total size of this folder and of the folders under `root` whose engines had ended when this object was
-    made. One thread may write while another reads.
+    A block's bytes depend on the block's key, and on the model and options that `identity` stands for. `limit_bytes`
+    is the maximum total size of this folder and of the unused folders under `root`. A folder is unused if its engine
+    had already ended when this object was made. One thread may write while another reads.
 
     Raises ConfigError if `limit_bytes` is less than a block, if `root` is not a folder, if other users can write to
     `root` or use the engine's folder, or if 64 engines use `root` already. Raises OSError if the disk fails.
@@ -112,8 +112,8 @@ class BlockFolder:
             self._blocks[key] = None
 
     def read(self, key: bytes) -> Bytes | None:
-        """Returns a block's content, or None if the block is not there. A damaged file, or a file that holds another
-        block, is removed and gives None.
+        """Returns a block's content, or None if the block is not there. Removes a file that is damaged or holds another
+        block, and returns None.
         """
         if key not in self._blocks:
             return None
@@ -138,8 +138,8 @@ class BlockFolder:
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def seconds_per_byte(self) -> float:
-        """Measures how many seconds it takes to read a byte. The test files are first flushed, and dropped from the
-        operating system's cache if the system allows it. The disk itself is then measured.
+        """Measures how many seconds it takes to read a byte from the disk. The test files are first flushed and, if the
+        system allows it, dropped from the operating system's cache, so that they are not read from memory.
         """
         count = max(1, min(8, (32 << 20) // self.file_bytes))
         content = os.urandom(self._block_bytes)

@@ -34,8 +34,8 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockPool:
     """Allocates the KV blocks of device and host memory, and shares the blocks of cached prefixes.
 
-    A device block with cached content may be needed for something else. Its content is then moved to free host memory
-    if `keeps_cold` is True, and to `disk` if there is a disk tier.
+    A device block with cached content may be needed for other content. The cached content is then moved to free host
+    memory if `keeps_cold` is True, and to `disk` if there is a disk tier.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class BlockPool:
         return blocks
 
     def allocate_now(self, count: int) -> list[int]:
-        """Returns `count` device blocks that the caller may write at once, before the next step's moves. Content that
-        was cached in these blocks is lost, because a move could not save it in time.
+        """Returns `count` device blocks that the caller may write immediately, before the next step's moves. Content
+        that was cached in these blocks is lost, because a move could not save it in time.
         """
         return [self.device.take()[0] for _ in range(count)]
 
@@ -93,8 +93,8 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of the blocks of the longest cached prefix. A place is a pair: True if the block is in
-        host memory, and the block's number. `hashes` are the chained hashes of the wanted blocks. Adds no references
+        """Returns the places of the blocks that form the longest cached prefix. A place is a pair: True if the block is
+        in host memory, and the block's number. `hashes` are the chained hashes of the wanted blocks. Adds no references
         (see `add_reference`).
         """
         places: list[Place] = []
@@ -128,8 +128,8 @@ class BlockPool:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns device blocks with the content of these blocks, to which the caller has references. Blocks in host
-        memory are copied into new device blocks.
+        """Returns device blocks with the content of the cached blocks at `places`. The caller must already have
+        references to these cached blocks. Those in host memory are copied into new device blocks.
         """
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
@@ -172,8 +172,8 @@ class BlockPool:
         return sum(block is None or refs[block] == 0 for block in found) <= self.host.num_free
 
     def save(self, blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns host blocks to which the next moves will copy the content of these device blocks. The caller must
-        check `can_save` first.
+        """Returns one host block for each of these device blocks. After the next moves, the host blocks have the
+        content of the device blocks. The caller must check `can_save` first.
         """
         found = [self.host.find(block_hash) for block_hash in hashes]
         for kept in found:

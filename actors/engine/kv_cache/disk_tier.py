@@ -45,8 +45,8 @@ _LEAST_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """A read of a prompt's blocks from disk. `hashes` are the requested blocks. `blocks` are the blocks read so far, in
-    the same order and without a gap.
+    """A read of a prompt's blocks from disk. `hashes` are the hashes of the requested blocks. `blocks` are the blocks
+    read so far, in the same order and without a gap.
     """
 
     key: bytes
@@ -147,8 +147,8 @@ class DiskTier:
         return self._reading.get(block_hash)
 
     def num_readable(self, hashes: Items[bytes]) -> int:
-        """Returns how many of these blocks the disk would provide now, from the first on without a gap. It counts
-        blocks of reads in progress, and blocks that `read` would read. Does not touch the files.
+        """Returns the number of blocks at the start of `hashes` that the disk tier would now provide. The number
+        includes blocks that are being read now, and blocks that a call of `read` would read. The files are not touched.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -159,8 +159,8 @@ class DiskTier:
         return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
-        """Starts to read these blocks if that is cheaper than computing them. Reads from the first block up to the
-        first one that is not on disk, or that another read in progress contains. Returns the key of the read, or None
+        """Starts to read these blocks if that is cheaper than computing them. Reads them in order, and stops before the
+        first block that is not on disk or that another read in progress contains. Returns the key of the read, or None
         if nothing is read.
         """
         found = list[bytes]()
@@ -206,7 +206,8 @@ class DiskTier:
         self._counts.hit_tokens += num_blocks * self._block_tokens
 
     def after_step(self, plan: StepPlan, seconds: float) -> bool:
-        """Learns the time to compute a token from a step that took `seconds`, if the step mostly computed prompts.
+        """Updates the estimated time to compute one token, if the step mostly computed prompts. The step took
+        `seconds`.
 
         If the step had nothing to compute but reads are in progress, waits a few milliseconds for a read and returns
         True. Otherwise returns False.
@@ -317,7 +318,9 @@ class Worker:
             self._tasks.put(task)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all tasks given so far are done, for at most `timeout_s` seconds. Returns whether they are."""
+        """Waits until all tasks given so far are done, for at most `timeout_s` seconds. Returns whether all of them are
+        done.
+        """
         done = threading.Event()
         self.run(done.set)
         return not self._finish.alive or done.wait(timeout_s)

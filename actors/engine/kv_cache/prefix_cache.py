@@ -40,11 +40,11 @@ class PrefixCache:
         return self._pool.match(self._hashes(seq, self._shareable(seq)))
 
     def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
-        """Returns the hash of a block for which a sequence should wait: the last block of its prefix that running
-        sequences are computing. Returns None if it should not wait.
+        """Running sequences may be computing blocks of a sequence's prefix. Returns the hash of the last such block if
+        the sequence should wait for it, else None.
 
-        Waiting pays if these sequences compute at least half of the uncached tokens. A sequence never waits for a
-        sequence of worse rank.
+        Waiting pays if the running sequences compute at least half of the uncached tokens. A sequence never waits
+        for a sequence of worse rank.
         """
         if not self._producers or not seq.reads_cache:
             return None

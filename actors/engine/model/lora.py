@@ -1,10 +1,11 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's directory format. The rows of requests that use an adapter get:
+"""LoRA adapters (Hu et al. 2021) in PEFT's directory format. For requests that use an adapter, this product is added to
+a projection's output:
 
     y += (x A^T) B^T * scale
 
-One batch may use several adapters. Each adapter then has spans of the step's rows. The model stacks some projections,
-such as q, k and v. The adapter's matrices are stacked in the same way, so that the stack takes only two matrix
-products. A batch without adapters does no extra work.
+One batch may use several adapters. Each adapter then applies to its own spans of the step's rows. The model stacks
+some projections, such as q, k and v. The adapter's matrices are stacked in the same way, so that the stack takes
+only two matrix products. A batch without adapters does no extra work.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The spans of a step's flat batch that use an adapter. Each span has its adapter, its first row and the row after
-    its last.
+    """The spans of a step's flat batch that use an adapter. Each span has its adapter, its first row and its end. The
+    end is the row after the last row of the span.
     """
 
     spans: list[tuple[Adapter, int, int]]
@@ -107,8 +108,8 @@ def read_adapter(
     part: AdapterPart | None = None,
     number: int = 0,
 ) -> Adapter:
-    """Reads an adapter, or only one process's `part` of it. Raises DataError if the adapter is for another model,
-    ConfigError for an unsupported type of adapter.
+    """Reads an adapter, or only one process's `part` of it. Raises DataError if the adapter is for another model.
+    Raises ConfigError for an unsupported type of adapter.
     """
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
@@ -253,7 +254,7 @@ class LoraManager:
         self._limit = limit
 
     def check_free(self, name: str) -> None:
-        """Raises ConflictError if `name` is taken, CapacityError if the maximum number of adapters is loaded."""
+        """Raises ConflictError if `name` is taken. Raises CapacityError if the maximum number of adapters is loaded."""
         if name in self._by_name:
             raise ConflictError(f"adapter {name} is already loaded.", hint="Unload it first, or choose another name.")
         if len(self._by_name) >= self._limit:

@@ -1,6 +1,5 @@
 """Computes a step: builds its inputs from the persistent batch, runs the forward pass over the paged cache, and samples
-tokens.
-"""
+tokens."""
 
 from __future__ import annotations
 
@@ -46,21 +45,18 @@ _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
 _INT8_PARAMETERS = 1_000_000_000
 """The number of weights from which int8 inputs are the default. They cost a model of 135 million weights right answers,
-and published losses shrink with size.
-"""
+and published losses shrink with size."""
 _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
 
 class ModelRunner:
     """Runs the model's steps.
 
-    It owns the weights, the KV cache and all device memory. The scheduler knows nothing about these.
-    """
+    It owns the weights, the KV cache and all device memory. The scheduler knows nothing about these."""
 
     def __init__(self, config: EngineConfig, arch: Architecture, launcher: LocalMembers | None = None) -> None:
         """Loads the model. `launcher` starts the other members of a group of processes; None starts them on this
-        machine.
-        """
+        machine."""
         self.arch, self._device = arch, resolve_device(config.device)
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
@@ -166,7 +162,7 @@ class ModelRunner:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error with which the engine ended because another member process ended. None while the engine lives."""
+        """The error of an engine that ended because another member process ended. None while the engine lives."""
         return None if self._leader is None else self._leader.death
 
     def close(self) -> None:
@@ -222,7 +218,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def swap_cost(self) -> SwapCost | None:
-        """Measures the cost of swapping a block, while no step runs. Returns None if there is no host memory."""
+        """Measures the cost of swapping a block. Call it while no step runs. Returns None if there is no host memory
+        for swapped blocks.
+        """
         if not self.cache.num_host_blocks:
             return None
         count = min(_MEASURED_TOKENS // self.block_size + 1, self.cache.num_host_blocks, self.cache.num_blocks)
@@ -274,11 +272,11 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. If all tokens of a sequence are computed after that, the sequence gets a next token, and
-        further tokens if its draft is right. Returns the new tokens by sequence id.
+        """Computes the chunks. A sequence that then has no uncomputed tokens gets a next token, and further tokens if
+        its draft is right. Returns the new tokens by sequence id.
 
-        Records prompt log probabilities and pooled states in the sequences. Executing a chunk twice writes the same KV
-        and draws the same token, so a failed step can be retried in parts.
+        Records prompt log probabilities and pooled states in the sequences. Executing a chunk twice writes the same
+        KV and draws the same token, so a failed step can be retried in parts.
         """
         chunks = self._adapters.group(chunks)
         due = [chunk for chunk in chunks if chunk.yields_token]
@@ -292,8 +290,9 @@ class ModelRunner:
         return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """Runs the forward pass and returns float32 logits. A sequence that gets a next token has one row, and one more
-        row for each draft token. Then come the rows `more_rows` of the flat batch. Records pooled states.
+        """Runs the forward pass and returns float32 logits. Each sequence that gets a next token has one row of logits,
+        and one more row for each draft token. After these rows come the logits of the rows `more_rows` of the flat
+        batch. Also records the pooled states.
         """
         step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
         if more_rows or pooled.rows:
@@ -333,7 +332,9 @@ class ModelRunner:
         return self._adapters.id_of(name)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows: all if there is no grammar."""
+        """Returns the number of tokens at the start of a draft that the sequence's grammar allows. Without a grammar,
+        all tokens are allowed.
+        """
         return len(draft) if seq.grammar is None else self._sampler.allowed(seq, draft)
 
     def release(self, seq: Sequence) -> None:

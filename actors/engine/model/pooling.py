@@ -1,7 +1,7 @@
 """Pooled prompts, whose output is one vector: an embedding from the hidden states, or the logits of a classification
 head.
 
-They share the schedule with sequences that generate, so one step computes both.
+Pooled prompts share the schedule with sequences that generate, so one step computes both.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class QuantizedOptions:
 
 
 class WeightLoader:
-    """Builds layers from weights, in the engine's layout and dtype. Raises DataError for missing weights.
+    """Builds a model's layers from its weights. The layers have the engine's layout and dtype. Raises DataError if
+    weights are missing.
 
     `options` say how to compute with quantized weights.
     """
@@ -99,8 +100,8 @@ class WeightLoader:
 
     @property
     def quantization(self) -> str:
-        """The formats of the quantized layers built so far, and the format of the inputs that they are computed with.
-        Empty for a model without quantized layers.
+        """The formats of the quantized layers built so far, and the format of the layers' inputs. Empty for a model
+        without quantized layers.
         """
         found = self._weights.quantization
         if not found:

@@ -1,5 +1,5 @@
-"""Masks logits by grammars: only tokens that the grammar of a row's sequence allows keep their logits. A grammar that
-fails ends only its own request.
+"""Masks the logits of tokens that the grammar of a row's sequence does not allow. A grammar that fails ends only its
+own request.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class GrammarMask:
         return errors
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows. Returns 0 if the grammar fails; the
-        error is reported when the sequence's next token is drawn.
+        """Returns the number of tokens at the start of a draft that the sequence's grammar allows. Returns 0 if the
+        grammar fails; the error is reported when the sequence's next token is drawn.
         """
         try:
             state = self._state(seq)

@@ -79,7 +79,7 @@ def _counts(true_RV: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step's flat batch that predict a prompt token whose log probability is wanted."""
+    """The rows of a step's flat batch from which the requested log probabilities of prompt tokens are computed."""
 
     chunks: list[tuple[ScheduledChunk, int]]  # with the number of its first positions that count
     rows: list[int]

@@ -112,7 +112,7 @@ class Sampler:
             self._batch = _Batch(seqs, device)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows."""
+        """Returns the number of tokens at the start of a draft that the sequence's grammar allows."""
         return self._constraint.allowed(seq, draft)
 
     def _reported(self, logits_RV: Tensor, batch: _Batch) -> tuple[Tensor, list[int]]:
@@ -265,7 +265,9 @@ class Occurrences:
         self._known = seq.prompt_len
 
     def update(self, seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Counts the sequence's new tokens. Returns its distinct tokens and how often each occurs in the output."""
+        """Counts the sequence's new tokens. Returns two arrays: distinct tokens, and how often each of them occurs in
+        the output. The prompt's tokens are included only if the sequence has a repetition penalty.
+        """
         for token in seq.tokens[self._known :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):

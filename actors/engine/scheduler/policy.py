@@ -50,8 +50,9 @@ class SchedulingPolicy:
         return (-math.inf if is_protected(seq) else seq.level), self.due_s(seq), seq.arrival
 
     def may_evict(self, waiting: Sequence, level: int, running: Sequence) -> bool:
-        """Returns whether a waiting sequence may evict a running sequence. The waiting sequence must have the better
-        priority. A level that improved only by waiting is not enough.
+        """Returns whether a waiting sequence may evict a running sequence. The waiting sequence must have both the
+        better priority and the better level. A better level alone is not enough, because a level improves while its
+        sequence waits.
         """
         return self.priority(waiting) < self.priority(running) and level < running.rank[0]
 

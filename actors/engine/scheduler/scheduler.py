@@ -1,9 +1,8 @@
-"""Plans each step, that is which tokens of which sequences are computed, and records the step's result.
+"""Plans each step and records the step's result. The plan says which tokens of which sequences the step computes.
 
-One rule covers prefill, chunked prefill, decode, prefix hits and resumption (as in vLLM v1). A sequence has `tokens`,
-of which the first `num_computed` have KV; each step computes KV of more tokens. Pure Python, no clock, no randomness,
-no torch: the same calls give the same plans.
-"""
+One rule covers prefill, chunked prefill, decode, prefix hits and resumption (as in vLLM v1). A sequence has
+`tokens`, of which the first `num_computed` have KV; each step computes KV of more tokens. The module is pure Python
+and uses no clock, no randomness and no torch: the same calls give the same plans."""
 
 from __future__ import annotations
 
@@ -27,30 +26,30 @@ from raytide.core.errors import UsageError
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of sequences. A step verifies the guesses while it computes them."""
+    """Guesses the next tokens of sequences. The step that computes the guessed tokens also verifies the guesses."""
 
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
         """Adds drafts to the decodes of a step, at most `budget` tokens in all. `num_tokens` is the number of the
-        step's tokens, not counting drafts. `reserve(seq, count)` returns how many of `count` drafts fit in a sequence.
-        """
+        step's tokens, not counting drafts. `reserve(seq, count)` returns how many of `count` drafts fit in the sequence
+        `seq`."""
 
 
 class Scheduler:
     """Plans each step: which sequences compute how many tokens, and which are preempted.
 
-    It advances running sequences in the order of their ranks. When a sequence needs a block, it may evict sequences of
-    later rank. A waiting sequence goes before running sequences of a higher level (see policy.py). It may evict those
-    of them that have a lower priority.
+    The scheduler advances running sequences in the order of their ranks. When a sequence needs a block, it may evict
+    sequences of later rank. A waiting sequence goes before running sequences of a higher level (see policy.py). It
+    may evict a running sequence that has both a higher level and a lower priority.
 
-    Every sequence ends at some time. Each step advances the sequence with the first rank, which can take the blocks of
-    all others, and every sequence comes to have the first rank. `add` refuses a sequence that exceeds the whole pool.
-    Host memory is used only with a `swap_cost`.
+    Every sequence ends at some time. Each step advances the sequence of first rank, because this sequence can take
+    the blocks of all others. Every sequence has the first rank at some time. `add` refuses a sequence that exceeds
+    the whole pool. Host memory is used only with a `swap_cost`.
 
-    With a `team_slowdown`, sequences of light teams start first (see TeamShare). Steps that compute them may leave out
-    sequences of other teams, which then take turns. `step_seconds(tokens)` returns the time of a step.
-    """
+    With a `team_slowdown`, sequences of light teams start first (see TeamShare). A step that computes sequences of
+    light teams may leave out sequences of other teams. The other teams' sequences then take turns.
+    `step_seconds(tokens)` returns the time of a step."""
 
     def __init__(
         self,
@@ -93,9 +92,8 @@ class Scheduler:
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queues `child`, another sample of the parent's prompt. It starts once the prompt is computed. It shares the
-        prompt's blocks except the last, of which it gets a copy.
-        """
+        """Queues `child`, another sample of the parent's prompt. The child starts once the prompt is computed. The
+        child shares all blocks of the prompt except the last one, and gets a copy of the last one."""
         assert child.tokens == parent.tokens[: parent.prompt_len]
         self.add(child)
         child.parent = parent
@@ -104,8 +102,7 @@ class Scheduler:
 
     def adopt(self, seq: Sequence, num_computed: int) -> bool:
         """Starts a sequence whose first `num_computed` tokens have KV from elsewhere. The caller writes this KV to
-        `seq.block_ids` before the next step. If there is no room now, returns False and changes nothing.
-        """
+        `seq.block_ids` before the next step. If there is no room now, returns False and changes nothing."""
         assert 0 <= num_computed < len(seq.tokens)
         needed = self.pool.blocks_for(len(seq.tokens))
         if len(self.running) >= self._max_running or needed > self.pool.num_free:
@@ -117,7 +114,9 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all KV, including cached prefixes. Queues the running sequences to compute their KV again."""
+        """Discards all KV, including cached prefixes. Puts the running sequences back into the queue, so that their KV
+        is computed again.
+        """
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:
@@ -197,9 +196,10 @@ class Scheduler:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
-        """Records a step's result. The KV of every chunk is written. `sampled` has the next tokens of sequences whose
-        tokens are all computed: one, or more if draft tokens were right. KV of wrong draft tokens does not count as
-        computed, so it is never shared and is overwritten.
+        """Records a step's result. The KV of every chunk is written. `sampled` maps the id of a sequence to its next
+        tokens, if all of the sequence's earlier tokens are computed. A sequence gets one next token, or more if draft
+        tokens were right. KV of wrong draft tokens does not count as computed, so it is never shared and is
+        overwritten.
 
         Sequences that finished since `plan` are skipped. Sequences that end with their new token are finished here.
         """

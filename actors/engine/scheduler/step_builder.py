@@ -15,8 +15,8 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 @dataclass(slots=True)
 class KvSource:
     """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the full blocks, on the device
-    or in host memory. If the last of these tokens fill only part of a block, `tail` is the block in which the parent
-    sequence has them. `load` copies that block.
+    or in host memory. If the last of these tokens fill only part of a block, `tail` is the parent sequence's block with
+    the KV of these tokens. `load` copies the block `tail`.
     """
 
     num_tokens: int
@@ -30,8 +30,8 @@ class KvSource:
         return tuple(block for on_host, block in self.places if not on_host)
 
     def load(self, seq: Sequence, pool: BlockPool) -> None:
-        """Makes the reusable KV the first blocks of a sequence. The caller must first add references to the blocks in
-        `places`.
+        """Puts the reusable KV into the first blocks of a sequence. The caller must first add references to the blocks
+        in `places`.
         """
         seq.block_ids = pool.load(self.places, self.hashes)
         if self.tail is not None:
@@ -42,7 +42,7 @@ class KvSource:
 
 def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSource:
     """Returns the KV that a sequence can start from: its own swapped-out blocks, or the blocks of its running parent,
-    or its cached prefix. The first of these that exists is used.
+    or its cached prefix. Of these, the first that exists is returned.
     """
     if seq.host_ids:
         hashes = prefixes.computed(seq)
@@ -79,7 +79,7 @@ class StepBuilder:
         return not (self.decodes or self.prompts)
 
     def room(self, seq: Sequence) -> int:
-        """Returns how many tokens of the unreserved budget `left` a sequence may take."""
+        """Returns the number of tokens that a sequence may take from `left`, the unreserved budget."""
         return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:
@@ -97,7 +97,7 @@ class StepBuilder:
         return seq.seq_id not in self._started and not is_protected(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Adds a sequence that has waited until now."""
+        """Starts a waiting sequence in this step, and adds as many of its tokens as the budget allows."""
         self._started.add(seq.seq_id)
         if self.limit is not None:
             self.limit.start(seq)
@@ -122,7 +122,7 @@ class StepBuilder:
         self.stalled.add(seq.seq_id)
 
     def hold(self, seq: Sequence) -> None:
-        """Leaves a running sequence out of this step, so that the step is short for a light team (see TeamShare)."""
+        """Leaves a running sequence out of this step. This keeps the step short for a light team (see TeamShare)."""
         self.left += seq.num_pending == 1
         self.held.append(seq)
 

@@ -49,18 +49,20 @@ class StepLimit:
         return self.admission > 0 or not self.limits(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Gives the tokens of `admission` to a sequence that starts, if the sequence is limited."""
+        """Grants the `admission` tokens to a sequence that starts in this step. Does nothing if the sequence is not
+        limited.
+        """
         if self.limits(seq):
             self.grants[seq.seq_id], self.admission = self.admission, 0
 
 
 class TeamShare:
-    """Divides steps between light teams, whose load is less than half of their share, and the other teams. It knows the
-    teams with unfinished sequences, and how many tokens the other teams may still take.
+    """Divides steps between light teams and the other teams. The load of a light team is less than half of its share.
+    The object records which teams have unfinished sequences, and how many tokens the other teams may still take.
 
     `seconds(rows)` returns the time of a step of `rows` tokens, in any unit. In a step that serves light teams, the
-    other teams may lengthen the step to `slowdown` times the time that it takes without them. They may lengthen it
-    further if their weight guarantees them more tokens.
+    tokens of the other teams may make the step up to `slowdown` times as long as it would be without them. The other
+    teams may lengthen the step further if their weight guarantees them more tokens.
     """
 
     def __init__(self, policy: SchedulingPolicy, slowdown: float, seconds: Callable[[int], float]) -> None:

@@ -79,7 +79,7 @@ class WaitingQueue:
         return best[4] if best is not None else None
 
     def park(self, seq: Sequence, key: str | bytes) -> None:
-        """Sets a queued sequence aside until `wake(key)`."""
+        """Sets a queued sequence aside until `wake(key)` is called."""
         self.remove(seq)
         self._parked_on[seq.seq_id] = key
         self._parked.setdefault(key, {})[seq.seq_id] = seq

@@ -46,12 +46,12 @@ def bad_word_tokens(
     spell: Callable[[str], list[int] | None],
     token_of: Callable[[str], int | None],
 ) -> BadWords:
-    """Returns the token sequences of bad words as the tokenizer writes them: alone and after a space. Spellings that
-    the tokenizer never writes stay possible.
+    """Returns the token sequences of bad words: each word as the tokenizer encodes it alone and after a space. Other
+    token sequences for the same word are not banned, although a model could generate them.
 
-    `encode` tokenizes a list of texts. If a word is the name of a special token, that token is banned. An output could
-    also spell the name with a sequence of ordinary tokens. `spell` returns this sequence, which is banned as well.
-    `spell` returns None for a text without the name of a special token.
+    `encode` tokenizes a list of texts. If a word is the name of a special token, that token is banned. An output
+    could also spell the name with a sequence of ordinary tokens. `spell` returns this sequence, which is banned as
+    well. `spell` returns None for a text without the name of a special token.
     """
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())

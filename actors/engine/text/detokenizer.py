@@ -17,7 +17,7 @@ class Detokenizer(Protocol):
     """Turns the tokens of one sequence into text, one token at a time."""
 
     def push(self, token: int) -> str:
-        """Returns the text that a new token completes. It may be empty."""
+        """Returns the text that a new token completes. The text may be empty."""
 
     def flush(self) -> str:
         """Returns the remaining text at the end of the sequence. An incomplete character becomes U+FFFD, as in a

@@ -14,7 +14,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 class StopScanner:
     """Emits a stream of text, but holds back the end of the text while it could be the start of a stop string.
 
-    The stop string that is complete first ends the stream, however the text is divided into chunks. The first `skip`
+    The stream ends as soon as a stop string is complete, however the text is divided into chunks. The first `skip`
     chunks are not scanned. If `include` is true, the stop string itself is emitted. The work per character does not
     depend on the number or length of the stop strings. `stopped_by` is the stop string that ended the stream; until
     then it is "".

@@ -64,9 +64,9 @@ class GrammarState:
         self._taken: list[int] = []
 
     def follow(self, tokens: list[int], start: int = 0) -> None:
-        """Moves the state to the position after an output, which begins at `start` in these tokens. Raises UsageError
-        if the grammar does not allow them. The output may differ from the one that the state has followed only in its
-        last `_MOST_RETRIED` tokens: no others are compared.
+        """Moves the state to the position after an output. The output is `tokens` from index `start` on. Raises
+        UsageError if the grammar does not allow the output. Only the last `_MOST_RETRIED` tokens may differ from the
+        output that the state has followed so far. Earlier tokens are not compared.
         """
         known, length = len(self._taken), len(tokens) - start
         first = max(0, min(known, length) - _MOST_RETRIED)
@@ -93,7 +93,7 @@ class GrammarState:
             raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
     def allowed(self, tokens: list[int]) -> int:
-        """Returns how many of these tokens the grammar allows in sequence, from the first one on. The state does not
+        """Returns the number of tokens at the start of `tokens` that the grammar allows in sequence. The state does not
         change.
         """
         return int(self._matcher.validate_tokens(tokens))

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back with the `tokenizers` library, with the special ids and chat template of the
+"""Converts text to token ids and back with the `tokenizers` library. Uses the special ids and the chat template of the
 model.
 """
 
@@ -68,15 +68,15 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
-        """Returns the token ids of each text, without special tokens if `plain` is True. It always encodes a batch,
-        because the library releases Python's lock only for batches.
+        """Returns the token ids of each text, without special tokens if `plain` is True. The texts are always encoded
+        as one batch, because the library releases Python's lock only for batches.
         """
         batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Returns ordinary token ids that spell a text in which names of special tokens occur. Returns None if no such
-        name occurs.
+        """Returns the ids of ordinary tokens that spell `text`, including the names of special tokens in `text`.
+        Returns None if `text` contains no such name.
         """
         if not any(name in text for name in self._special_names):
             return None
@@ -124,7 +124,7 @@ class Tokenizer:
         return text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the names of tokens in the vocabulary. The name of an unknown token is ""."""
+        """Returns the name that each of the tokens has in the vocabulary. The name of an unknown token is ""."""
         return [self.rust.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:

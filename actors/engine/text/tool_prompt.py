@@ -1,5 +1,6 @@
-"""Builds the turns of a chat for its template. If the template does not support tools, the tools and tool calls become
-text. Also checks the template variables of a request, and cuts a prompt whose last message is to be continued.
+"""Builds the turns of a chat in the form that the chat template expects. If the template does not support tools, the
+tools and tool calls become text. Also checks a request's template variables. If the model is to continue the last
+message, cuts the rendered prompt at the end of this message.
 """
 
 from __future__ import annotations

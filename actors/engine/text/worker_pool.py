@@ -1,4 +1,6 @@
-"""Threads for tokenizing and chat templates, apart from the event loop and the engine."""
+"""A thread pool that tokenizes texts and renders chat templates, so that neither blocks the event loop or the
+engine.
+"""
 
 from __future__ import annotations
 

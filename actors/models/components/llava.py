@@ -66,8 +66,8 @@ class VisionSpec:
 
 
 def decoder_config(fields: Fields) -> Fields:
-    """Returns the config of the decoder. Fields that only the whole model's config has are copied into it. Missing
-    fields get default values.
+    """Returns the config of the decoder. A missing dtype or a missing flag for tied embeddings is taken from the whole
+    model's config. Other missing fields get default values.
     """
     text = fields.section("text_config")
     kind = text.text("model_type", "llama")
@@ -83,7 +83,7 @@ def decoder_config(fields: Fields) -> Fields:
 
 
 def vision_spec(fields: Fields) -> VisionSpec:
-    """Returns the description of the vision encoder and the projector in a model's config."""
+    """Returns the specs of the vision encoder and of the projector, from a model's config."""
     vision = fields.section("vision_config")
     kind = vision.text("model_type", "clip_vision_model").removesuffix("_vision_model")
     if kind not in ("clip", "siglip"):

@@ -1,4 +1,4 @@
-"""Rounds weights to integer codes with scales, and packs the codes, as compressed-tensors defines it.
+"""Rounds weights to integer codes with scales, and packs the codes, in the format of compressed-tensors.
 
 Shape suffixes: N outputs, K inputs, G groups of a row.
 """

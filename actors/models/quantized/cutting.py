@@ -13,8 +13,8 @@ Range = tuple[int, int]
 
 
 class SplitsGroupError(Exception):
-    """A part of a weight's inputs cannot be cut out. It would split a quantization group, or the inputs of a group are
-    not adjacent.
+    """Raised when a part of a weight's inputs cannot be cut out. Either the cut would split a quantization group, or
+    the inputs of a group are not adjacent.
     """
 
 

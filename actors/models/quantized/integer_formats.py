@@ -1,8 +1,9 @@
-"""Reads the weight of one linear module in a format of compressed-tensors (int-quantized, pack-quantized), GPTQ or AWQ.
+"""Reads the weight of one linear module that is stored in a format of compressed-tensors (int-quantized,
+pack-quantized), GPTQ or AWQ.
 
-Each function gets the module's number of outputs N and of inputs K, and the block to read. It returns the block and the
-number of groups of the whole module, which the caller checks against the config's scheme. It may raise
-SplitsGroupError. The layouts are described in docs/models.md.
+Each function gets the number of the module's outputs (N) and inputs (K), and the block to read. It returns the
+block. It also returns the number of groups in the whole module, which the caller checks against the config's scheme.
+It may raise SplitsGroupError. The layouts are described in docs/models.md.
 """
 
 from __future__ import annotations
@@ -179,9 +180,10 @@ def _order(tensors: ModuleTensors, suffix: str, columns: int, groups: int, block
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Returns the unsigned codes in int32 words, as uint8. The last dimension becomes 32 / bits times as long.
+    """Unpacks the unsigned codes that int32 words hold, and returns the codes as uint8. The last dimension becomes 32 /
+    bits times as long.
 
-    The first code is in the lowest bits of a word.
+    The lowest bits of a word hold its first code.
     """
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -207,8 +209,8 @@ def checked_group(columns: int, groups: int, name: str) -> int:
 
 
 def column_order(groups_K: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Returns the order of the columns sorted by their groups, or None if they are already sorted. `groups_K` has each
-    column's group (`g_idx` in the file).
+    """Returns the permutation that sorts the columns by group, or None if they are already in that order. `groups_K`
+    has the group of each column (`g_idx` in the file).
     """
     columns = groups_K.numel()
     in_order = torch.arange(columns, device=groups_K.device) // group_size

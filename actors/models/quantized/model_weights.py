@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class ModelWeights(Protocol):
-    """The weights of a model in one dtype and on one device. Their names are those of Hugging Face directories."""
+    """The weights of a model in one dtype and on one device. Tensors are named as in Hugging Face directories."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -45,11 +45,11 @@ class ModelWeights(Protocol):
 
 
 class WholeWeights(ModelWeights, Protocol):
-    """The weights of a whole model, of which blocks can be read."""
+    """The weights of a whole model. Parts of a tensor can be read as blocks."""
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns the block `where` of a tensor whose whole shape is `shape`. The slices in `where` have explicit
-        starts and ends.
+        """Returns the block that the slices `where` select from a tensor. `shape` is the shape of the whole tensor.
+        Each slice has an explicit start and stop.
         """
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:

@@ -1,4 +1,6 @@
-"""The tensors of a quantized module in a directory, by the suffix that follows the module's name."""
+"""The tensors of one quantized module in a model directory. A tensor is found by its suffix, the part of its name that
+follows the module's name.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class ModuleTensors:
         return self.weights.dtype_of(self.name(suffix))
 
     def integers(self, suffix: str, *shape: int, dtype: str = "I32", where: Where = None) -> Tensor:
-        """Returns a tensor of integers as stored, or only its block `where`. The slices in `where` have explicit starts
-        and ends.
+        """Returns a tensor of integers as stored. With `where`, returns only the block that these slices select. Each
+        slice has an explicit start and stop.
         """
         return self._stored(suffix, (dtype,), shape, where)
 
@@ -57,7 +59,9 @@ class ModuleTensors:
         return scales
 
     def check_only(self, known: Iterable[str]) -> None:
-        """Raises DataError if the module has a tensor whose suffix is not in `known`, the suffixes of its format."""
+        """Raises DataError if the module has a tensor whose suffix is not in `known`. `known` has the suffixes that the
+        module's format uses.
+        """
         if stray := sorted(self.suffixes.difference(known)):
             raise DataError(
                 f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",

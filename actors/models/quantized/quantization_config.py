@@ -1,7 +1,8 @@
 """Reads the `quantization_config` of a `config.json`: compressed-tensors, GPTQ, AWQ and FP8.
 
-A module's tensors decide how the module is read. The config is checked against the tensors, and supplies only what the
-tensors do not show (GPTQ's zero points). Options that would change results and are not implemented are refused by name.
+A module's tensors decide how the module is read. The config is checked against the tensors, and supplies only what
+the tensors do not show (GPTQ's zero points). An unimplemented option that would change results raises a ConfigError
+with the option's name.
 """
 
 from __future__ import annotations

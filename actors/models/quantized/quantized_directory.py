@@ -164,7 +164,7 @@ def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int
     """Reads a block of a weight [N, K] that is stored in FP8 (e4m3). Returns the codes times their scale, in float32.
     There is one scale for the tensor, for each output, or for each block of outputs and inputs.
 
-    The engine computes this weight in the model's dtype, because integer codes cannot represent the values.
+    The engine multiplies by this weight in the model's dtype, because integer codes cannot represent its values.
     """
     tensors.check_only(("weight", *_SCALES, "bias", "input_scale", "input_zero_point"))
     suffixes = [each for each in _SCALES if each in tensors]

@@ -1,4 +1,6 @@
-"""Stacks quantized weights that read the same input, so that one matrix product computes them."""
+"""Stacks the quantized weights of modules that read the same input, so that one matrix product computes the outputs of
+all these modules.
+"""
 
 from __future__ import annotations
 

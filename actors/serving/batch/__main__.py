@@ -1,8 +1,9 @@
 """The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`. SPEC is a ServeSpec as JSON.
 
-The job runs the rows on an engine of its own and records progress in the folder `OUT.progress`. After a preemption or a
-crash, the job continues from the recorded progress, on any node that reads the same storage. A job that is about to be
-preempted gets a SIGTERM first. It then starts no more rows, and records those in flight.
+The job runs the rows on an engine of its own and records progress in the folder `OUT.progress`. After a preemption
+or a crash, the job continues from the recorded progress, on any node that reads the same storage. Before a
+preemption, the job gets a SIGTERM. It then starts no more rows, but finishes the rows that are running and records
+their results.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def run_batch_job(
     """Runs the rows of the file `source`. Writes the answers to `out` and failed rows to `out.errors`, both in the
     order of the input.
 
-    The model is the one in `spec`, whatever model the rows name. `holder` is the job's id. Raises DataError if a line
-    of the input is wrong or the recorded progress belongs to another batch. Raises ConflictError while another process
-    runs this batch. Raises EngineDeadError if the engine dies or hangs: the rows that it left have no result yet.
-    Raises SystemExit if a SIGTERM has stopped the batch before its last row.
+    The model is the one in `spec`, whatever model the rows name. `holder` is the job's id. Raises DataError if a
+    line of the input is wrong or the recorded progress belongs to another batch. Raises ConflictError while another
+    process runs this batch. Raises EngineDeadError if the engine dies or hangs; the unfinished rows then have no
+    result yet. Raises SystemExit if a SIGTERM has stopped the batch before its last row.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")

@@ -40,7 +40,9 @@ class InputRow:
 
 @dataclass(slots=True)
 class BatchInput:
-    """The rows of an input file, by their byte offsets in it. If the file is refused, `errors` has the reasons."""
+    """The rows of an input file, stored as byte offsets into the file. If the file is refused, `errors` has the
+    reasons.
+    """
 
     path: Path
     offsets: array[int] = field(default_factory=lambda: array("Q"))

@@ -73,7 +73,7 @@ class ProgressFile:
         return len(self._offsets)
 
     def append(self, results: Sequence[RowResult]) -> None:
-        """Appends the results and returns once they are on disk. If it raises OSError, the file is unchanged."""
+        """Appends the results and returns once they are on disk. If the call raises OSError, the file is unchanged."""
         lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
         offset = self.size
         self._append(b"".join(lines))

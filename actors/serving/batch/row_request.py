@@ -1,6 +1,4 @@
-"""Runs one row of a batch as the HTTP request that the row describes, through the same app as the server, but without a
-socket.
-"""
+"""Runs one row of a batch: passes the HTTP request that the row describes to the server's app, without a socket."""
 
 from __future__ import annotations
 

@@ -27,11 +27,12 @@ async def run_rows(
     at_once: int,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Runs the rows in order and returns when every row has a result. Once `is_stopping()` returns True, it starts no
-    more rows, and returns when the rows in flight have results. If cancelled, it drops the rows in flight.
+    """Runs the rows in order and returns when every row has a result. Once `is_stopping()` returns True, the function
+    starts no more rows, and returns when the rows in flight have results. If the function is cancelled, it drops the
+    rows in flight.
 
-    Each of the `at_once` workers takes its next row only after its last result is recorded. A crash therefore loses at
-    most `at_once` results.
+    There are `at_once` workers. A worker takes its next row only after the result of its previous row is recorded. A
+    crash therefore loses at most `at_once` results.
     """
     pending = iter([place for place in range(len(rows)) if place not in progress])
     recorder = _Recorder(progress)

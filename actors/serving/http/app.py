@@ -202,7 +202,9 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def api_of(path: str) -> str:
-    """Returns the API under which metrics count a path: its first segment after the version, such as `chat`."""
+    """Returns the name under which metrics count the requests to a path: the path's first segment after the version,
+    such as `chat`.
+    """
     found = _API.search(path)
     return found[1] if found is not None else ""
 

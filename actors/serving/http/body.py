@@ -113,7 +113,8 @@ class JsonBody(Request):
         - 413: the body is too large.
         - 408: the body arrives too slowly.
         - 415: the body is compressed or has another content type.
-        - 400: the body is not JSON, has too many values or too deep a nesting, or ends with its connection.
+        - 400: the body is not JSON, has too many values or too deep a nesting, or is cut off by a closed
+          connection.
         """
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)

@@ -18,11 +18,11 @@ HEADERS = "raytide.headers"
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """The row of a batch job for which a request is sent.
+    """Marks a request that belongs to one row of a batch job.
 
-    `id` is unique among the rows of all batch jobs. If the gateway is killed, the request is sent again with the same
-    id. The row is then billed once, and its answer is not computed twice. If `may_be_running` is False, no earlier
-    gateway has sent the request.
+    `id` is unique among the rows of all batch jobs. If the gateway is killed, the request is sent again with the
+    same id. Because of the id, the row is billed only once, and its answer is not computed twice. If
+    `may_be_running` is False, no earlier gateway has sent the request.
     """
 
     id: str

@@ -61,7 +61,9 @@ def invalid(message: str, *, param: str | None, code: str | None = None, status:
 
 
 def overloaded(message: str) -> ApiError:
-    """Returns the error of a full queue (429). Its header `retry-after` has the seconds after which to retry."""
+    """Returns the error of a full queue (429). The header `retry-after` tells the client how many seconds to wait
+    before a retry.
+    """
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )

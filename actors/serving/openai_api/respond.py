@@ -330,7 +330,9 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def failed(error: Exception, track: RequestTracker) -> ApiError:
-    """Counts the failure of a request and returns it as an API error. Logs it only if it is an error of the server."""
+    """Counts the failure of a request and returns the error as an API error. Logs the error only if the server is at
+    fault.
+    """
     api_error = to_api_error(error)
     outcome = outcome_of(error)
     if outcome == "error" and api_error.status != _TIMED_OUT:  # the client has asked for its timeout

@@ -44,8 +44,8 @@ class ChatPrompt:
 
 
 class Server:
-    """The state of one model's HTTP routes. `min_priority` is the most urgent (lowest) priority for callers without a
-    key.
+    """The state of one model's HTTP routes. `min_priority` limits callers without a key: it is the lowest, most urgent
+    priority that their requests may have.
     """
 
     def __init__(self, engine: Engine, *, model: str, drain_s: float = 30.0, min_priority: int = 0) -> None:
@@ -77,7 +77,9 @@ class Server:
         return adapted
 
     def describe(self, info: EngineInfo) -> None:
-        """Sets the engine's description. The gateway calls this whenever an endpoint's replicas describe themselves."""
+        """Sets the engine's description. The gateway calls this with each description that an endpoint's replicas
+        send.
+        """
         self._info = info
 
     @property
@@ -163,10 +165,11 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat. `use` is the chat's use of tools. It is computed if it is not given.
+        """Returns the prompt of a chat. `use` says how the chat uses tools. If `use` is not given, it is derived from
+        the request.
 
-        The length of the prompt is not checked here. The engine shortens a very long prompt, but the result may still
-        be longer than the context.
+        The length of the prompt is not checked here. The engine shortens a very long prompt, but the result may
+        still be longer than the context.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)
@@ -185,8 +188,8 @@ class Server:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns prompts, given in any of OpenAI's four forms, as token lists. If `cut` is given, it truncates the
-        prompts. Raises ApiError for a prompt that is empty or exceeds the context.
+        """Returns prompts as token lists. `given` is in any of OpenAI's four forms. If `cut` is given, prompts that are
+        too long are truncated according to `cut`. Raises ApiError for a prompt that is empty or exceeds the context.
         """
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
@@ -208,8 +211,8 @@ class Server:
     async def tokens(
         self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Returns the token ids of a text, or of a pair of texts that the model reads together. Raises ApiError if
-        there are none or if they exceed the context.
+        """Returns the token ids of a text, or of a pair of texts that the model reads together. Raises ApiError if the
+        text has no tokens, or more tokens than the context.
         """
         tokenize = partial(self.engine.tokenize, special=special)
         if cut is None:
@@ -256,8 +259,8 @@ class Server:
         self.check_fits(prompt, field, answer=1)
 
     def check_fits(self, prompt: Sequence[int], field: str, *, answer: int = 0) -> None:
-        """Raises ApiError if a prompt with `answer` more tokens exceeds the context. The error states the prompt's
-        length as a lower bound, because engines cut very long texts before they tokenize them.
+        """Raises ApiError if the length of the prompt plus `answer` exceeds the context. The error states only a lower
+        bound of the prompt's length, because engines cut very long texts before they tokenize them.
         """
         limit = self.info.max_model_len
         if len(prompt) + answer > limit:
@@ -317,11 +320,12 @@ def prompt_options(request: ChatRequest) -> PromptOptions:
 async def reasoning_after(
     engine: Engine, prompt: Sequence[int], last: Message, options: PromptOptions
 ) -> Literal["", "tagged", "open"]:
-    """Returns the reasoning format with which the answer to this prompt begins.
+    """Returns the format of the reasoning in the answer to this prompt: `open` if the answer begins inside the
+    reasoning, `tagged` if it may begin with reasoning in tags, or an empty string if no reasoning is expected.
 
-    Use it for prompts with options. The format that the engine states is valid only for prompts without options. With
-    options, a template may open or close the reasoning itself, and a continued message may have begun inside the
-    reasoning.
+    Use it for prompts with options. The format that the engine states is valid only for prompts without options.
+    With options, a template may open or close the reasoning itself, and a continued message may have begun inside
+    the reasoning.
     """
     if options.ending == "open":
         return "open" if last.content.count(_OPENING) > last.content.count(_CLOSING) else ""

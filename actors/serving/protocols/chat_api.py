@@ -1,4 +1,6 @@
-"""Answers requests of APIs that are translated into chat requests, and counts the tokens of their prompts."""
+"""Answers requests to the APIs that translate each request into a chat request. Also counts the tokens of a request's
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """An API whose requests are translated into chat requests. `renamed` is a function that takes an error and replaces
-    the field names of chats in the error by this API's own names.
+    """An API whose requests are translated into chat requests. `renamed` is a function that takes the error of a chat
+    request and replaces the field names in it by this API's own names.
     """
 
     name: str

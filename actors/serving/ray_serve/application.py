@@ -50,8 +50,8 @@ class Application:
         """Reads one entry of `get_serve_instance_details()["applications"]`.
 
         `node_of` takes an actor's name and returns the actor's node. It is needed because Serve reports a replica's
-        node only once the replica is up. `nodes_of_group` takes the name of a replica's placement group, which is also
-        the name of the replica's actor, and returns the nodes of the group.
+        node only once the replica is up. `nodes_of_group` takes the name of a replica's placement group and returns
+        the nodes of the group. The group has the same name as the replica's actor.
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []

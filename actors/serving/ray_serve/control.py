@@ -117,8 +117,8 @@ class ServeControl:
         call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """Returns the loads of the named endpoints. Endpoints on which Serve does not report are left out. Also deletes
-        the GCS records of replicas that no longer exist.
+        """Returns the loads of the named endpoints. An endpoint is left out if Serve has no application for it or has
+        published no load for it. Also deletes the GCS records of replicas that no longer exist.
         """
         wanted = tuple(names)
 

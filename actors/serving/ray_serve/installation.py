@@ -1,14 +1,16 @@
 """Installs the packages of a replica. Stores pip's error in the GCS, where the controller and other replicas read it.
 
-After a temporary failure, the same replica tries again, with growing waits. After a permanent failure, the packages are
-not tried again on that node until the endpoint is deployed anew. What the replica does after a permanent failure
+After a temporary failure, the same replica tries again, with growing waits. After a permanent failure, the packages
+are not tried again on that node until the endpoint is deployed anew. The replica's reaction to a permanent failure
 depends on the deployment:
 
-- If no replica of the deployment has become ready yet, the replica fails, and Serve gives the deployment up.
-- Otherwise the replica waits until Serve ends it, because Serve would restart a failed replica for ever.
+- If no replica of the deployment has become ready yet, the replica fails, and Serve gives the
+  deployment up.
+- Otherwise the replica waits until Serve ends it, because Serve would restart a failed replica for
+  ever.
 
-The GCS keeps only one failure per endpoint. A failure on another node replaces it, and a success deletes it. The first
-node then tries the packages again.
+The GCS keeps only one failure per endpoint. A failure on another node replaces the stored failure, and a success
+deletes it. A node whose failure is no longer stored tries the packages again.
 """
 
 from __future__ import annotations
@@ -76,11 +78,12 @@ class Installation:
         self._node, self._records, self._install, self._sleep = node, records, install, sleep
 
     async def python(self, requirements: Sequence[str]) -> str:
-        """Returns the path of a Python interpreter with the required packages. Tries again, with waits, after temporary
-        failures. If all tries fail, raises the last error of `interpreter_with`.
+        """Returns the path of a Python interpreter with the required packages. After a temporary failure, waits and
+        tries again. If all tries fail, raises the last error of `interpreter_with`.
 
-        After a permanent failure, the error is raised only if no replica of the deployment has become ready yet.
-        Otherwise the call waits until Serve ends the replica, because a restart would be in vain.
+        After a permanent failure, raises the error if no replica of the deployment has become ready yet. If a
+        replica has become ready before, waits until Serve ends this replica, because a restarted replica would fail
+        in the same way.
         """
         waits = iter(WAITS_S)
         while True:

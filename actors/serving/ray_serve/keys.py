@@ -1,8 +1,8 @@
-"""The keys of the GCS's internal key-value store through which controller, Serve's policy, replicas and gateways
+"""The keys in the GCS (its internal key-value store) through which controller, Serve's policy, replicas and gateways
 communicate.
 
-The keys that `policy.py` uses are defined in `policy.py`. Serve pickles that module by value, and it imports nothing of
-raytide.
+The keys that `policy.py` uses are defined in `policy.py`, because Serve pickles that module by value and it must
+import nothing of raytide.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def live_prefix(endpoint: str) -> bytes:
 
 
 def log_prefix(endpoint: str) -> bytes:
-    """Returns the prefix of the keys of an endpoint's replica logs. A key ends with a replica's id. The value is
-    ReplicaLog as JSON, without the id. The newest logs are kept after their replicas have ended.
+    """Returns the prefix of the keys under which an endpoint's replica logs are stored. Each key is this prefix and a
+    replica's id. The value under the key is a ReplicaLog as JSON, without the id. The newest logs are kept after their
+    replicas have ended.
     """
     return f"{endpoint}/log/".encode()
 
@@ -82,7 +83,9 @@ def route_key(endpoint: str) -> bytes:
 
 
 def install_key(endpoint: str) -> bytes:
-    """Returns the key of the last failure to install an endpoint's packages. The value is InstallFailure as JSON."""
+    """Returns the key under which the GCS stores the last failure to install an endpoint's packages. The stored value
+    is an InstallFailure as JSON.
+    """
     return f"{endpoint}/install".encode()
 
 
@@ -91,7 +94,9 @@ def install_record(failure: InstallFailure) -> bytes:
 
 
 def failure_of(record: bytes | None) -> InstallFailure | None:
-    """Returns the failure that a value of `install_key` describes. Returns None if there is no value."""
+    """Returns the failure that `record` describes. `record` is a value that was stored under `install_key`. Returns
+    None if `record` is None.
+    """
     return None if record is None else InstallFailure(**json.loads(record))
 
 
@@ -101,8 +106,8 @@ def begun_key(endpoint: str) -> bytes:
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:
-    """Returns the key of a gateway's queue length: the number of requests that wait there for a replica. The value is
-    JSON with `at_s` and `queued`.
+    """Returns the key of a gateway's queue length: how many of the endpoint's requests wait in the gateway for a
+    replica. The value is JSON with `at_s` and `queued`.
     """
     return queue_prefix(endpoint) + gateway.encode()
 

@@ -102,8 +102,9 @@ def is_its_turn(replica: str, wanted: str, serving: Mapping[str, str], replicas:
     """Returns whether a replica may swap its weights now. It may if all `replicas` with smaller ids serve the wanted
     weights.
 
-    By this rule replicas swap one after the other, and after a failure no further replica swaps. `serving` maps the ids
-    of replicas that have reported to the locations of their weights.
+    By this rule replicas swap one after the other, and after a failure no further replica swaps. `serving` maps
+    replica ids to the locations of the weights that the replicas serve. Replicas that have not reported yet are
+    missing from it.
     """
     return all(serving.get(other) == wanted for other in replicas if other < replica)
 
@@ -165,8 +166,8 @@ class LiveFields:
         self._reported: bytes = b""
 
     async def start(self) -> None:
-        """Applies the live fields before the replica gets requests. A failed load or swap is reported, and the replica
-        then serves without it.
+        """Applies the live fields before the replica gets requests. If a load or a swap fails, the failure is reported.
+        The replica then serves without the adapter or the new weights.
         """
         await self._follow_once(is_alone=True)
 

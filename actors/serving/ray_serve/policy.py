@@ -29,8 +29,9 @@ def target_key(endpoint: str) -> bytes:
 
 
 def load_key(endpoint: str) -> bytes:
-    """Returns the key of the load that Serve last saw. The value is JSON with the time `at_s`, the number of running
-    replicas, and the last statistics of each replica with their time.
+    """Returns the key under which the GCS stores an endpoint's load, as last reported by Serve. The value is JSON with
+    the time of the report (`at_s`), the number of running replicas, and the last statistics of each replica. The
+    statistics include the time of their measurement.
     """
     return f"{endpoint}/load".encode()
 

@@ -31,8 +31,8 @@ class ToolSyntax:
     - `named`: the tool's name, `separator`, and the arguments.
     - `arguments`: only the arguments; the tool is `name`.
 
-    `begin` may be a special token, and special tokens do not appear in the text. An output that starts with one of the
-    texts `starts` therefore starts with a call, even without `begin`.
+    `begin` may be a special token, and special tokens do not appear in the text. For that reason, an output that
+    begins with one of the texts in `starts` counts as a call, even without `begin`.
     """
 
     body: Literal["object", "array", "named", "arguments"]
@@ -122,8 +122,9 @@ class OutputParser:
         return [piece for piece in self._steps(at_end=False) if piece != _NOTHING]
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Returns the last pieces. `is_cut` is true for an output that reached its length limit: the beginning of a
-        further call is then dropped, because clients take text beside calls for an answer.
+        """Returns the last pieces. `is_cut` is true for an output that reached its length limit. If such an output has
+        complete calls and breaks off inside a further call, the incomplete call is dropped, because clients would read
+        its text as part of the answer.
         """
         self._drops_tail = is_cut and self.calls > 0
         return [piece for piece in self._steps(at_end=True) if piece != _NOTHING]
@@ -364,8 +365,8 @@ class JsonScanner:
         return scanner
 
     def feed(self, text: str) -> int:
-        """Returns the number of characters at the start of `text` that belong to the value. The number is smaller than
-        the text's length if the value ends in the text.
+        """Returns the number of characters at the start of `text` that belong to the value. If the value ends before
+        the end of `text`, the number is smaller than the length of `text`.
         """
         for at, char in enumerate(text):
             if self.is_complete:

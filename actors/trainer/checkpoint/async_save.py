@@ -116,7 +116,7 @@ class BackgroundTask:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last job failed and `wait` has not raised its error yet."""
+        """True if the last job failed and `wait` has not raised the job's error yet."""
         return self._error is not None and not self.is_running
 
     @property
@@ -124,7 +124,9 @@ class BackgroundTask:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Waits for the previous job, then starts `job`. Raises the previous job's error."""
+        """Waits for the previous job, then starts `job`. If the previous job failed, raises its error and does not
+        start `job`.
+        """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()
@@ -149,7 +151,7 @@ class BackgroundTask:
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
     """Runs `work` and returns a pair: its result, and the RaytideError that it raised. The error is None if `work`
-    succeeded. One rank uses it to send its error to the ranks that wait.
+    succeeded. A rank that works alone uses this function, so that it can send the error to the ranks that wait.
     """
     try:
         return work(), None

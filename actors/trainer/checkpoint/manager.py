@@ -70,8 +70,8 @@ class UnsavedNotice:
 class CheckpointManager:
     """The checkpoints of a run, for one generation of ranks.
 
-    All ranks must create it together, and call `save`, `list_checkpoints`, `select` and `load` together. The other
-    methods are local.
+    All ranks must create the manager together, and call its methods `save`, `list_checkpoints`, `select` and `load`
+    together. The other methods are local.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class CheckpointManager:
 
     @property
     def save_s(self) -> float:
-        """The duration of the last successful save in seconds, until old checkpoints are removed. 0.0 before the first
-        save.
+        """The duration of the last successful save in seconds, including the removal of old checkpoints. 0.0 before the
+        first save.
         """
         return self._saver.last_save_s
 
@@ -112,8 +112,8 @@ class CheckpointManager:
         self._saver.buffer.prepare(state.shards())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copies the state and starts to write the copy in the background. First waits for the previous save and raises
-        its error.
+        """Waits for the previous save, and raises that save's error if it failed. Then copies the state, and starts to
+        write the copy in the background.
         """
         self.wait()
         self._saver.buffer.copy_from(state.shards())
@@ -124,8 +124,8 @@ class CheckpointManager:
         self._in_flight = True
 
     def before_update(self) -> None:
-        """Makes weight updates wait for a copy that may still read the weights on the GPU. Call it before weights
-        change.
+        """Makes weight updates wait until a running copy has read the weights on the GPU. Call this method before the
+        weights change.
         """
         self._saver.buffer.before_update()
 
@@ -146,7 +146,8 @@ class CheckpointManager:
 
     def list_checkpoints(self) -> Listing:
         """Returns the committed checkpoints and the rejected ones. Starts to remove the folders of unfinished writes.
-        The saves of earlier generations are cancelled by then.
+        No rank is still writing to these folders, because the saves of earlier generations have been cancelled before
+        this call.
         """
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)
@@ -158,12 +159,12 @@ class CheckpointManager:
         return listing
 
     def select(self, listing: Listing) -> Checkpoint | None:
-        """Returns the newest intact checkpoint. Returns None if there are no checkpoints. The ranks share the work of
-        reading the checkpoint's files completely.
+        """Returns the newest intact checkpoint. Returns None if there are no checkpoints. Each candidate's files are
+        read completely, and the ranks share this work.
 
-        Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all checkpoints
-        are bad, because silently starting over would lose work. Also raises CheckpointError if the newest intact
-        checkpoint was written by another run.
+        Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all
+        checkpoints are bad, because silently starting over would lose work. Also raises CheckpointError if the
+        newest intact checkpoint was written by another run.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)

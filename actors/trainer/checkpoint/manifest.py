@@ -86,7 +86,7 @@ def step_of(name: str) -> int | None:
 
 
 def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoint:
-    """Publishes the manifest. With the manifest, the folder becomes a checkpoint."""
+    """Publishes the manifest. The folder becomes a checkpoint when its manifest is published."""
     body = manifest.model_dump()
     with named_failures(f"{store.url}/{name}"):
         store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())

@@ -32,8 +32,8 @@ class TensorShard:
 
 class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the state's tensors by `<parameter>.<key>`. A tensor is a DTensor where the parameter is a DTensor.
-        The tensors exist before the first step.
+        """Returns the state's tensors under the names `<parameter>.<key>`. A tensor is a DTensor if its parameter is a
+        DTensor. The tensors exist before the first step.
         """
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -42,7 +42,7 @@ class OptimizerState(Protocol):
 
 class Stateful(Protocol):
     """An object with training state other than weights, such as a loss scale. The tensors of the state have fixed
-    shapes. A tensor is equal on all ranks, or its name contains the rank.
+    shapes. Each tensor has the same value on all ranks, unless its name contains the rank.
     """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 class TrainState:
     """The state of a model, an optimizer and other stateful objects. Create it before the first step, because FSDP may
-    later put other tensors in the place of the model's parameters.
+    later replace the model's parameters with other tensors.
     """
 
     def __init__(

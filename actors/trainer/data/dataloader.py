@@ -131,8 +131,8 @@ class Prefetch(Generic[T]):
         self._ahead: tuple[int, Future[T]] | None = None
 
     def get(self, step: int) -> T:
-        """Returns the result of `read(step)` or raises its error. Then starts to read the next step in the
-        background.
+        """Returns the result of `read(step)` or raises its error. Before the method returns, a background thread starts
+        to read the next step.
         """
         ahead, self._ahead = self._ahead, None
         future = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._read, step)

@@ -34,8 +34,8 @@ _POSITION = np.uint64(0x9E3779B97F4A7C15)
 class PackedData:
     """A RowData whose rows are documents of a token dataset, packed by best fit.
 
-    `held_out` is the fraction of documents that are not used for training. With `of_held_out`, the rows contain the
-    held-out documents. Otherwise they contain all others.
+    `held_out` is the fraction of documents that are not used for training. With `of_held_out`, the rows contain only
+    the held-out documents. Without it, they contain only the documents for training.
     """
 
     def __init__(self, data: TokenData, held_out: float = 0.0, *, of_held_out: bool = False) -> None:

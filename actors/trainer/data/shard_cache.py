@@ -52,8 +52,8 @@ class ShardCache:
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def read_shard(self, index: int) -> npt.NDArray[np.unsignedinteger]:
-        """Returns the tokens of a shard. Raises DataError if the shard is missing, differs from the manifest, or is
-        evicted each time before it is opened.
+        """Returns the tokens of a shard. Raises DataError if the shard is missing or differs from the manifest. Also
+        raises DataError if the shard is fetched several times, but evicted each time before it can be opened.
         """
         with self._guard:
             coming = self._coming.pop(index, None)

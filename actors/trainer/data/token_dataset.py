@@ -51,8 +51,8 @@ class TokenDataset(Protocol):
 
     @property
     def template(self) -> Mapping[str, Path]:
-        """The file of the chat template with which the data was rendered. Empty if that is the model's own template, or
-        if there is none.
+        """The file of the chat template with which the data was rendered, by name. The mapping is empty if the data was
+        rendered with the model's own template, or without a template.
         """
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
@@ -133,7 +133,7 @@ class TokenData:
         self._check.wait()
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Returns inputs and targets. All targets count."""
+        """Returns inputs and targets. Every target counts towards the loss."""
         self.check()
         tokens = self.batch(ids)
         return tokens[:, :-1], tokens[:, 1:]

@@ -31,8 +31,8 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter on the tensor axis. If the parameter is replicated, its gradient is
-    declared a partial sum.
+    """Returns this rank's local tensor of a parameter that is sharded or replicated over the tensor-parallel axis. In
+    the backward pass, the gradient of a replicated parameter is taken as a partial sum.
     """
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
@@ -49,7 +49,9 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the same as `scatter`, without gradients."""
+    """Sums `x` over the ranks and returns this rank's part of the sum, cut along `dim`. In contrast to `scatter`, the
+    result has no gradients.
+    """
     world = dist.get_world_size(group)
     parts = x.unflatten(dim, (world, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])

@@ -2,7 +2,8 @@
 shard from a whole tensor.
 
 Optimizers compute on these plain tensors. The result is exact for every layout. Plain tensors avoid three limits of
-DTensors: in-place powers fail, some fused kernels have no sharding rule, and lists may not mix two meshes.
+DTensors: in-place powers fail, some fused kernels have no sharding rule, and functions that take a list of tensors
+accept only DTensors of the same mesh.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Returns `value` as a DTensor. `value` is this rank's part of the result of a reduction over `dim` of the
-    parameter.
+    """Returns a DTensor that contains the result of a reduction over the dimension `dim` of `parameter`. `value` is
+    this rank's part of the result.
 
-    The DTensor has the parameter's layout without `dim`. Ranks that shard `dim` hold copies of the result.
+    The DTensor has the parameter's layout without `dim`. If `dim` is sharded over several ranks, each of these ranks
+    has a copy of the result.
     """
     if not isinstance(parameter, DTensor):
         return value

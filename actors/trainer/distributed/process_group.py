@@ -98,8 +98,8 @@ class ProcessGroup:
         return summed
 
     def from_first(self, value: T) -> T:
-        """Returns rank 0's value on every rank. The value is sent over the group with the long timeout, because rank 0
-        may be busy with files.
+        """Returns rank 0's value on every rank. The value is sent over a group with a long timeout, because rank 0 may
+        be busy with files.
         """
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.io)
@@ -113,7 +113,7 @@ class ProcessGroup:
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank, waits for all ranks, and returns this rank's result. If `work` raises a
-        RaytideError on one rank, all ranks raise it. The ranks wait in the group with the long timeout.
+        RaytideError on one rank, all ranks raise it. A long timeout applies while a rank waits for the others.
         """
         done, failed = None, None
         try:
@@ -170,8 +170,8 @@ def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Leaves the group, healthy or broken. This closes the group's sockets, which wakes peers that wait for this
-    rank.
+    """Leaves the group, even if the group is broken. This closes the group's sockets, which wakes peers that wait for
+    this rank.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Measures the time that a rank computes, without the time that it waits for other ranks."""
+"""Measures for how long a rank computes. The time for which the rank waits for other ranks is left out."""
 
 from __future__ import annotations
 

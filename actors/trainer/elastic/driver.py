@@ -1,8 +1,8 @@
-"""Runs a training job over a lease. It runs in the job's driver process on the head node.
+"""Runs a training job over a lease. This code runs in the job's driver process on the head node.
 
 The driver runs one generation of ranks after another. For each generation it starts workers on the lease's members,
-assigns ranks to ready workers, and trains until the generation ends. A failure costs the steps since the last snapshot
-or checkpoint. A planned change costs no steps.
+assigns ranks to ready workers, and trains until the generation ends. A failure costs the steps since the last
+snapshot or checkpoint. A planned change costs no steps.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """The last status of a rank, and the number of polls in which it was found outside of collectives."""
+    """The last status of a rank, and the number of consecutive polls that found the rank outside of collectives after a
+    collective had timed out.
+    """
 
     status: WorkerStatus = field(default_factory=lambda: WorkerStatus(-1, "starting", 0.0))
     polls_outside: int = 0

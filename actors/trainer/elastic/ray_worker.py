@@ -23,7 +23,7 @@ THREADS = 8
 class RemoteWorker(Protocol):
     @property
     def image(self) -> str:
-        """The digest of the image in which the worker runs. Empty if it runs in no image."""
+        """The digest of the image in which the worker runs, or an empty text if the worker runs in no image."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Calls a method of the remote TrainWorker. The returned future fails if the worker's process dies."""

@@ -33,7 +33,9 @@ class Recovery:
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
-        """Returns the event that describes the recovery. `first` is the first step that was completed afterwards."""
+        """Returns the event that describes the recovery. `first` is the first step that was completed after the
+        recovery.
+        """
         laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
@@ -58,7 +60,7 @@ class StepRate:
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """Excludes the time until the next step from the rate. Call it when the gang forms again."""
+        """Leaves the time until the next step out of the rate. Call this method when the gang forms again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:

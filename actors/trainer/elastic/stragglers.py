@@ -14,8 +14,8 @@ LEAST_STEPS = 5
 
 
 class RankTimes:
-    """The time that each rank of one generation needs for its own work in a step, averaged over recent steps, and the
-    memory of the ranks' GPUs.
+    """Two measurements of the ranks of one generation: the time that each rank needs for its own work in a step,
+    averaged over recent steps, and the peak memory of the GPUs.
     """
 
     def __init__(self) -> None:

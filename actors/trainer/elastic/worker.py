@@ -1,7 +1,8 @@
 """The worker of one rank: an actor that outlives generations.
 
-Torch runs on a thread of its own, so that the actor answers `poll` and `pause` during a step. If a collective breaks,
-the worker returns that as a result and lives on. The process and its imports are kept, which makes recovery fast.
+Torch runs on a thread of its own, so that the actor answers `poll` and `pause` during a step. If a collective
+breaks, `train` returns a WorkerExit that reports the failure, and the worker lives on. The process and its imports
+are kept, which makes recovery fast.
 """
 
 from __future__ import annotations

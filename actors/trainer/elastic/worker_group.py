@@ -1,4 +1,4 @@
-"""The workers of a gang, one process per rank slot. A worker lives as long as its member, whether or not it has a
+"""The workers of a gang, one process per rank slot. A worker lives as long as its member, even while the worker has no
 rank.
 """
 
@@ -100,7 +100,9 @@ class WorkerGroup:
         self._rests[worker.key] = duration_s, time.monotonic() + duration_s
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
-        """Records the lease's version as settled if none of the training `workers` is on a leaving member."""
+        """Records the lease's version as settled. `workers` are the workers that train now. If one of these workers is
+        on a leaving member, nothing is recorded.
+        """
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
@@ -163,8 +165,8 @@ class WorkerGroup:
 
     @property
     def images(self) -> str:
-        """The digests of the images in which ready workers run, as one text. There are several only if a tag gave
-        members different images.
+        """The digests of the images in which ready workers run, as one text. There are several digests only if a tag
+        named different images on different members.
         """
         return ", ".join(sorted({worker.remote.image for worker in self._workers.values() if worker.is_ready} - {""}))
 

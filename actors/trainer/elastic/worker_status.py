@@ -83,7 +83,7 @@ class StatusRecorder:
 def stack_summary(thread_id: int) -> tuple[str, bool]:
     """Returns a summary of a thread's stack, innermost frames first, and whether the thread waits for other ranks.
 
-    If the thread waits for a thread that reads data, the frames of that thread follow in the summary.
+    If the thread waits for another thread that reads data, the summary ends with the frames of the reading thread.
     """
     frames = _frames(thread_id)
     shown = _show(frames)

@@ -248,11 +248,11 @@ class AtomicDirectory:
             raise
 
     def publish(self) -> RaytideError | None:
-        """Replaces the target while `commit` is open. Returns the first error, or None.
+        """Replaces the target inside the context manager `commit`. Returns the first error, or None.
 
         After an error before the replacement the target is unchanged. If an upload broke off, the target instead has
-        no config, so that no reader takes it for a model. If a local replacement broke off, the target is incomplete or
-        missing.
+        no config, so that no reader takes it for a model. If a local replacement broke off, the target is incomplete
+        or missing.
         """
         try:
             with self._commit():

@@ -23,7 +23,7 @@ INIT_STD = 0.02
 
 def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> None:
     """Sets all parameters of a rank's part of the model. Loads them from the folder of `origin`, or draws them at
-    random if `origin` has no folder. Adapters are never loaded, but always new.
+    random if `origin` has no folder. Adapters are never loaded. They are always initialised.
     """
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)
@@ -53,8 +53,8 @@ def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
 
 
 def place(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's shard of `full` into a parameter. It needs no communication, because every rank has the same
-    `full`.
+    """Copies this rank's shard of `full` into a parameter. The copy needs no communication, because every rank has the
+    same `full`.
     """
     _put(parameter, full[local_block(parameter)])
 
@@ -70,11 +70,11 @@ def local_block(parameter: Tensor) -> Block:
 
 
 def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
-    """Returns the slices of a parameter that one rank holds.
+    """Returns the slices that one rank holds of a parameter.
 
-    `axes` describes the axes of the device mesh. An axis is a tuple of its size, this rank's index on it, and the
-    tensor dimension that it shards. The dimension is None if the axis shards none. The innermost axis (tensor
-    parallelism) is cut first, and FSDP cuts the rest.
+    `axes` describes the axes of the device mesh. Each axis is a tuple: the size of the axis, this rank's index on
+    the axis, and the tensor dimension that the axis shards. The dimension is None if the axis shards none. The
+    innermost axis (tensor parallelism) is cut first, and FSDP cuts the rest.
     """
     block = [slice(0, length) for length in shape]
     for ranks, rank, dim in reversed(axes):

@@ -29,8 +29,8 @@ _MOST_NAMED = 5
 class ParameterSlice:
     """The part of a file's tensor that belongs to one parameter of the model.
 
-    The part is the `rows` rows from `start` on. If `expert` is set, the part is only that expert's share of the
-    parameter.
+    The part consists of `rows` rows and begins at row `start`. If `expert` is set, the parameter stacks all experts,
+    and the part holds only that expert.
     """
 
     parameter: str
@@ -41,8 +41,8 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the files. Its slices are stacked along `rows_dim`. `rows_dim` is 1 if the tensor is transposed or
-    holds all experts, else 0.
+    """A tensor in the files of a model. The tensor consists of `slices`, which are stacked along the dimension
+    `rows_dim`. `rows_dim` is 1 if the tensor is transposed or holds all experts, else 0.
     """
 
     name: str

@@ -41,8 +41,8 @@ def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Compiles the layer to one graph, if the spec asks for it. Its shapes do not change, except that the batch size
-    may change when a run starts.
+    """Compiles the layer to one graph, if the spec asks for it. The shapes in the layer do not change, except that the
+    batch size may change when a run starts.
     """
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))

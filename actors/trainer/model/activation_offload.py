@@ -1,7 +1,8 @@
-"""Offloads activations that a layer saves for its backward pass, to host memory or to an unlinked file.
+"""Offloads saved activations to host memory or to an unlinked file. Saved activations are the tensors that a layer
+keeps for its backward pass.
 
-Weights stay on the device, because FSDP gathers them again. Small tensors, and tensors for which the pool has no space,
-also stay on the device.
+A layer's weights are not offloaded, because FSDP gathers them again for the backward pass. Small tensors, and
+tensors for which the pool has no space, also stay on the device.
 """
 
 from __future__ import annotations

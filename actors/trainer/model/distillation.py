@@ -75,8 +75,8 @@ def top_predictions(logits: Tensor, spec: DistillSpec) -> TopPredictions:
 
 
 def with_rest(log_NK: Tensor) -> Tensor:
-    """Appends the bucket of all other tokens to log probabilities [N, K] and returns [N, K + 1]. The bucket's value is
-    the logarithm of the probability that is left.
+    """Appends a column to log probabilities [N, K] and returns [N, K + 1]. The column is the logarithm of the total
+    probability of all tokens that are not among the K.
     """
     rest_N1 = (1 - log_NK.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat((log_NK, rest_N1.log()), -1)
@@ -120,8 +120,8 @@ class Teacher:
 
 
 def check_teacher(spec: DistillSpec, vocab_size: int, seq_len: int) -> None:
-    """Raises ConfigError if the teacher's vocabulary differs from the student's, or its context is shorter than
-    `seq_len`.
+    """Raises ConfigError if the teacher and the student have different vocabularies, or if the teacher's context is
+    shorter than `seq_len`.
     """
     arch = architecture_of(read_json(Path(spec.teacher) / "config.json"), spec.teacher)
     if arch.vocab_size != vocab_size:

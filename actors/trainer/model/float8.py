@@ -18,8 +18,8 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check_device(device: torch.device) -> None:
-    """Raises ConfigError for a GPU without FP8 matrix products. A CPU is accepted for tests, although it computes them
-    slowly.
+    """Raises ConfigError for a GPU without FP8 matrix products. A CPU is accepted for tests, although its FP8 matrix
+    products are slow.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)

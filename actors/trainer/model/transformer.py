@@ -248,8 +248,8 @@ class Transformer(nn.Module):
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """Returns the position of each token in its document [B, T], counted from 0. A document is a run of equal numbers
-    in a row.
+    """Returns the position of each token in its document, as a tensor [B, T]. Positions are counted from 0.
+    Neighbouring tokens with equal document numbers belong to one document.
     """
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
@@ -260,7 +260,7 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Applies rotary position embeddings to the first R numbers of each head in `x`, and returns the result. Numbers i
-    and i + R/2 form a pair, as in Hugging Face's layout. The first half of the sines must be negated already.
+    and i + R/2 form a pair, as in Hugging Face's layout. The caller must have negated the first half of the sines.
     """
     cos, sin = rotation
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]

@@ -1,8 +1,8 @@
 """AdamW with one byte per moment (Dettmers et al. 2021). Moments are divided into blocks, and each block is scaled by
-its largest magnitude. The scaled values are coded with a table that is fine near zero.
+its largest magnitude. The scaled values are coded with a table whose steps are smallest near zero.
 
-Blocks lie within rows, so that a row-wise shard has the same blocks as the whole. Small tensors and vectors keep fp32.
-To dequantize and quantize again changes nothing, so that a resume is exact.
+Blocks lie within rows, so that a row-wise shard has the same blocks as the whole. Small tensors and vectors keep
+fp32. Moments that are dequantized and quantized again keep the same codes, so that a resume is exact.
 """
 
 from __future__ import annotations

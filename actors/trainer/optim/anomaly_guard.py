@@ -1,4 +1,5 @@
-"""Decides whether a batch is applied, from the loss and the gradient norm. All ranks have the same loss and norm.
+"""Decides from the loss and the gradient norm of a batch whether the batch is applied. All ranks have the same loss and
+norm.
 
 The guard's state is a small tensor of fixed shape in the checkpoint. A resumed run therefore decides like an
 uninterrupted run.
@@ -59,7 +60,7 @@ class AnomalyGuard:
     def record_skip(self) -> None:
         """Counts a batch that was not applied. The learning rate schedule does not advance for such a batch.
 
-        It is called for batches that the guard skips, and for batches that the loss scale skips. Only the guard's skips
+        Call this for batches that the guard skips, and for batches that the loss scale skips. Only the guard's skips
         count towards max_skips.
         """
         self.skipped += 1
@@ -94,7 +95,7 @@ class AnomalyGuard:
 
 
 def stopped_error(name: str, result: StepResult) -> TrainError:
-    """Returns the error that ends a run whose batch the guard rejected with the verdict `stopped`."""
+    """Returns the error that ends a run after the guard's verdict on a batch was `stopped`."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",
         hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "

@@ -24,8 +24,8 @@ STEP = "step"
 class Optimizer(ABC):
     """The base of sharded optimizers: parameter groups, state and checkpoints.
 
-    As in torch, a parameter group has `params`, `lr` and `weight_decay`. All ranks must call `step` together. Nothing
-    else communicates.
+    As in torch, a parameter group has `params`, `lr` and `weight_decay`. All ranks must call `step` together. No
+    other method communicates.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:

@@ -1,7 +1,7 @@
-"""LAMB (You et al. 2020), an optimizer for very large batches. It is AdamW with the update of each parameter scaled by
-the parameter's norm.
+"""LAMB (You et al. 2020), an optimizer for very large batches. It is AdamW, but the update of each parameter is scaled
+by the ratio of the parameter's norm to the update's norm.
 
-The norm is that of the whole parameter, over all ranks that share the parameter.
+Both norms cover the whole parameter, over all ranks that share the parameter.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def is_hidden(name: str, parameter: Tensor) -> bool:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns an approximation of the closest semi-orthogonal matrix, in bf16. It takes five quintic Newton-Schulz
-    iterations.
+    """Returns an approximation of the closest semi-orthogonal matrix, in bf16. The approximation takes five quintic
+    Newton-Schulz iterations.
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
@@ -101,7 +101,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Returns the parameters in groups. The parameters of a group are shared by the same ranks."""
+    """Returns the parameters, grouped by device mesh. All parameters of a group are shared by the same ranks."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         key = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -59,8 +59,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from the tensors of `tensors()`, after a checkpoint was read into them. Load the weights
-        first.
+        """Sets the state from the tensors of `tensors()`. Call it after a checkpoint was read into these tensors and
+        after the weights were loaded.
         """
         self.inner.load(tensors)
         for parameter, start in self._starts.items():

@@ -1,4 +1,4 @@
-"""Builds a run's optimizer. It is one object for all parameters, in any layout."""
+"""Builds a run's optimizer. The optimizer is one object for all parameters, in any layout."""
 
 from __future__ import annotations
 

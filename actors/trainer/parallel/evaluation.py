@@ -69,7 +69,7 @@ class EarlyStop:
 class Evaluator:
     """Computes a run's loss on held-out sequences, the same ones in every evaluation.
 
-    All ranks of the process group must create it together, and call `loss` together.
+    All ranks of the process group must create the evaluator together, and call `loss` together.
     """
 
     def __init__(self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset) -> None:

@@ -47,8 +47,8 @@ class CompressedAllReduce(ABC):
             error.zero_()
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Returns the tensors of the error feedback. Loading a checkpoint fills them in place. Empty if the method has
-        no error feedback.
+        """Returns the tensors of the error feedback. The mapping is empty if the method has no error feedback. Loading
+        a checkpoint fills these tensors in place.
         """
         return {}
 
@@ -146,7 +146,7 @@ class TopK(CompressedAllReduce):
 
 
 class PowerSgd(CompressedAllReduce):
-    """Sends a layer's matrix as the product of two thin matrices (Vogels et al. 2019).
+    """Sends the gradient of a layer's matrix as the product of two thin matrices (Vogels et al. 2019).
 
     Small tensors are sent without compression. The embedding and the head are sent without compression too, because
     their gradients have no low rank.

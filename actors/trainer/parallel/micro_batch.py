@@ -1,4 +1,4 @@
-"""Recovers from running out of memory by halving the microbatch. The global batch stays the same.
+"""Halves the microbatch when a training step runs out of memory. The global batch stays the same.
 
 A single process repeats the step, because nothing of the step was applied. In a gang, other ranks are waiting in a
 collective, so the error ends the generation of ranks. The next generation uses the smaller microbatch.

@@ -63,11 +63,11 @@ def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
 
 
 def qat_targets(arch: Architecture, qat: QatSpec) -> set[str]:
-    """Returns the paths of the model's modules to quantise. Modules that a file stacks into one tensor are quantised
-    together.
+    """Returns the paths of those modules of the model that are to be quantised. Modules that a file stacks into one
+    tensor are quantised together.
 
-    Raises ConfigError for a model family without a quantised format. Also raises it for a group size that does not
-    divide the number of a layer's inputs.
+    Raises ConfigError for a model family without a quantised format. Also raises ConfigError for a group size that
+    does not divide the number of a layer's inputs.
     """
     linears = quantized_linears(arch, NAMES[arch.names].root, qat.skip)
     tensors = {tensor.name: tensor for tensor in file_tensors(arch, FamilyFormat.on_the_hub(arch))}

@@ -1,8 +1,9 @@
 """Keeps weights and gradients in host memory or in memory-mapped files, for models that are larger than the device.
 
-FSDP gathers a layer's weights before the layer runs, frees them after it, and reduces the layer's gradients at the end
-of its backward pass. For weights on a disk, the weights of the next layers are read ahead while one layer runs. Weights
-that are no longer needed are dropped from memory (ZeRO-Infinity, arXiv 2104.07857).
+FSDP gathers a layer's weights before the layer runs and frees the weights afterwards. It reduces the layer's
+gradients at the end of the layer's backward pass. For weights on a disk, the weights of the next layers are read
+ahead while one layer runs. Weights that are no longer needed are dropped from memory (ZeRO-Infinity, arXiv
+2104.07857).
 """
 
 from __future__ import annotations

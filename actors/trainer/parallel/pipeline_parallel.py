@@ -170,8 +170,8 @@ class TiedEmbeddingSync:
 
 @contextmanager
 def without_balance(parts: list[Transformer]) -> Iterator[None]:
-    """Switches off the routers' load-balancing loss in the `with` block. An evaluation uses it, because this loss says
-    nothing about held-out tokens.
+    """Switches off the routers' load-balancing loss in the `with` block. Evaluations use this block, because the
+    load-balancing loss says nothing about held-out tokens.
     """
     balances = [part.balance for part in parts]
     for part in parts:

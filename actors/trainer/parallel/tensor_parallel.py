@@ -32,8 +32,8 @@ _COLUMNS = ("o_proj", "down_proj")
 
 
 def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
-    """Returns whether the vocabulary is sharded over `ranks` ranks. If it is not, each rank predicts some of the
-    tokens, over the whole vocabulary.
+    """Returns whether the vocabulary is sharded over `ranks` ranks. If the vocabulary is not sharded, each rank
+    predicts some of the tokens, over the whole vocabulary.
     """
     return arch.vocab_size % ranks == 0
 

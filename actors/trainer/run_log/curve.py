@@ -92,7 +92,7 @@ class CurveReader:
 
 
 class CurveReaders:
-    """A cache of CurveReaders for the most recently requested runs."""
+    """A cache of CurveReader objects for the most recently requested runs."""
 
     def __init__(self, most: int = MOST_RUNS) -> None:
         self._most = most

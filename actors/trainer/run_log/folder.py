@@ -75,8 +75,8 @@ class RunFolder:
         return self.path / name
 
     def watch(self, name: str) -> None:
-        """Copies a file that another process may write from the store to the local folder: now, and from then on
-        whenever changes are uploaded.
+        """Keeps a local copy of the file `name`, which another process may write to the store. Copies the file now, and
+        again after each later round of uploads.
         """
         self._watched = name
         if self.store is not None:
@@ -89,7 +89,7 @@ class RunFolder:
 
     def remove_watched(self) -> None:
         """Removes the watched file locally, and schedules its removal from the store. Until the store has removed the
-        file, it is not copied again.
+        file, this process makes no new local copy.
         """
         with self._lock:
             self._is_removed = self.store is not None
@@ -104,8 +104,8 @@ class RunFolder:
             self._start_uploads()
 
     def flush(self, timeout_s: float = STORE_TIMEOUT_S) -> bool:
-        """Uploads all changed files. Returns whether the store now has all changes. If that takes longer than
-        `timeout_s`, the upload goes on in the background.
+        """Uploads all changed files. Returns whether the store now has all changes. If the upload takes longer than
+        `timeout_s`, returns False, and the upload goes on in the background.
         """
         if self.store is None:
             return True
@@ -116,13 +116,13 @@ class RunFolder:
             return self._lock.wait_for(lambda: self._answered >= asked, timeout_s) and not self.problem
 
     def warn(self, warning: str) -> None:
-        """Logs a warning, unless it is the last one again."""
+        """Logs a warning, unless it is the same as the previous warning."""
         if warning != self._warning:
             _log.warning("%s", warning)
             self._warning = warning
 
     def close(self) -> None:
-        """Uploads all changed files and removes the local copy. If the store does not take them in time, the copy
+        """Uploads all changed files and removes the local copy. If the upload is not complete in time, the local copy
         stays.
         """
         if self.store is None or self._is_over:

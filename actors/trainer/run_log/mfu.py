@@ -32,16 +32,16 @@ class MfuMeter:
         """Returns the fraction of all devices' peak FLOPs that a step used. Returns None if the peak is unknown. The
         step has `tokens` tokens and took `seconds`.
 
-        `span` is the mean number of tokens over which attention runs. Without document masks it is the sequence length.
-        With document masks it is the mean, over tokens, of the length of the token's document, so that pairs of
-        tokens that attention skips do not count as work.
+        `span` is the mean number of tokens over which attention runs. Without document masks, `span` is the sequence
+        length. With document masks, a token counts with the length of its document, and `span` is the mean over all
+        tokens. Pairs of tokens that attention skips therefore do not count as work.
         """
         if self._peak is None:
             return None
         return tokens * flops_per_token(self._arch, span, frozen=self._frozen) / (seconds * self._peak)
 
     def gpu_bytes(self) -> int:
-        """Returns the most bytes that this rank has had allocated on its GPU since the meter was made; 0 on a CPU."""
+        """Returns the peak number of bytes allocated on this rank's GPU since the meter was made; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def memory_bytes(self) -> int:

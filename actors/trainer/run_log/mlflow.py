@@ -54,7 +54,9 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Sends the remaining lines and ends the MLflow run. Returns the problem, or an empty string."""
+        """Sends the remaining lines and ends the MLflow run. Returns a description of what failed, or an empty string
+        if nothing failed.
+        """
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)

@@ -1,10 +1,11 @@
 """Runs torch's profiler over the steps that the spec names. On request, it runs over the next steps of a running job.
 
-A request is a file in the run's directory. Rank 0 looks for the file once per step, and the step's all-reduce tells all
-ranks. A request in an object store is found in the background, because the other ranks wait while rank 0 looks.
+A request is a file in the run's directory. Rank 0 looks for the file once per step, and passes the request to all
+ranks in the step's all-reduce. If the directory is in an object store, a background thread copies the file to rank
+0's machine, so that the other ranks need not wait while rank 0 asks the store.
 
-Every rank then writes a Chrome trace and a table. A spec can ask for a snapshot of the GPU's memory or for NVTX ranges
-instead.
+Every rank then writes a Chrome trace and a table. A spec can ask for a snapshot of the GPU's memory or for NVTX
+ranges instead.
 """
 
 from __future__ import annotations

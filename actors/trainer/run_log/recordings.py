@@ -19,8 +19,8 @@ MOST_EVENTS = 1_000_000
 
 
 class Recording:
-    """The base of the recordings. The constructor starts the recording. By default there is nothing to stop and no file
-    to write.
+    """The base of the recordings. The constructor starts the recording. In this base class, `stop` has nothing to end,
+    and `write` writes no file.
     """
 
     suffixes: tuple[str, ...] = ()

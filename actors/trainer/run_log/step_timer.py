@@ -13,8 +13,8 @@ class StepTimer:
     """Measures laps. A lap is the time between two marks. It is measured by the host's clock on a CPU, and by the
     device's clock on a GPU.
 
-    On a GPU the host runs ahead. If the kernels of a lap still run when times are drained, the lap counts towards the
-    next step. Over a run, this evens out.
+    On a GPU the host runs ahead. If the kernels of a lap still run when `drain_times` is called, the lap counts
+    towards the next step. Over a run, this evens out.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,9 @@ class StepTimer:
         self._last = now
 
     def drain_times(self) -> dict[str, float]:
-        """Returns the seconds of each phase, summed over its completed laps. Each lap is returned once."""
+        """Returns the seconds of each phase, summed over the laps that completed since the last call. A lap that is
+        still running is counted in a later call.
+        """
         times: dict[str, float] = {}
         still = []
         for phase, begin, end in self._open:

@@ -101,9 +101,9 @@ def _to_json(value: object) -> object:
 class StepLog:
     """The log of a run's training steps, `metrics.jsonl`.
 
-    A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a gang,
-    rank 0 writes the log, each line before the checkpoint of its step. No checkpoint is therefore ahead of the line of
-    its step, even if a process is killed, unless the log cannot be written in time.
+    A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a
+    gang, rank 0 writes the log. If the log can be written in time, a step's line is stored before the step's
+    checkpoint. The log is then never behind the newest checkpoint, even if a process is killed.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
@@ -241,7 +241,7 @@ class RunLog:
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
         """Writes run.json and returns the run's result. Raises StorageError if the file cannot be written. After a
-        failed run it raises nothing, because the run's failure is the error to report.
+        failed run, no error is raised, because the run's failure is the error to report.
         """
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)

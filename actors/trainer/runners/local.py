@@ -29,8 +29,8 @@ def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lamb
 
 
 def refuse_packages(spec: TrainSpec) -> None:
-    """Raises ConfigError for a spec with packages or an image. They cannot be applied to a process that is already
-    running.
+    """Raises ConfigError for a spec with packages or an image. Packages and images cannot be applied to a process that
+    is already running.
     """
     if spec.image is not None:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The kernel's count of processes that it ended because memory ran out (OOM kills). The metric has the name that
+"""The number of processes that the kernel ended because memory ran out (OOM kills). The metric has the name that
 Prometheus' node_exporter uses.
 
-The count of the whole machine is in /proc/vmstat. https://docs.kernel.org/admin-guide/cgroup-v2.html describes the same
-count for a container.
+The count of the whole machine is in /proc/vmstat. https://docs.kernel.org/admin-guide/cgroup-v2.html describes the
+same count for a container.
 """
 
 from __future__ import annotations

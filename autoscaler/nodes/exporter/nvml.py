@@ -1,7 +1,7 @@
 """The metrics of this machine's GPUs as NVIDIA's driver reports them (NVML), under the names of the DCGM exporter.
 
 https://docs.nvidia.com/deploy/nvml-api/ describes the functions. Values that a GPU does not have, such as ECC on a
-consumer board, are left out. A GPU that the driver has lost has the utilization NaN.
+consumer board, are left out. The utilization of a GPU that the driver has lost is NaN.
 """
 
 from __future__ import annotations

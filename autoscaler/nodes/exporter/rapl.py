@@ -20,7 +20,7 @@ POWERCAP = Path("/sys/class/powercap")
 class RaplCollector:
     """A Prometheus collector for the joules that each CPU package has used since the start of this process.
 
-    It must be read more often than a counter wraps around. At full power, a counter wraps around after some minutes.
+    At full power, a counter wraps around after some minutes. The collector must be read more often than that.
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:

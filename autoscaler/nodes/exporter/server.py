@@ -1,6 +1,6 @@
 """Serves a node's metrics page and announces its port: `python -m raytide.autoscaler.nodes.exporter.server NODE GCS`.
 
-NODE is raytide's id of the node, by which its address is looked up in Ray. GCS is the address of Ray's GCS.
+NODE is raytide's id of the node. The node's address is looked up in Ray by this id. GCS is the address of Ray's GCS.
 """
 
 from __future__ import annotations

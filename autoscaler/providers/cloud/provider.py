@@ -2,8 +2,8 @@
 section of cluster.yaml.
 
 raytide chooses node type, zone and time. Ray's code calls the cloud. Machines are listed by tags, so a restarted
-controller finds them again. A cloud sends an interruption notice only to the machine itself, so a watcher on each node
-passes it on (raytide.autoscaler.providers.notices).
+controller finds them again. A cloud sends an interruption notice only to the machine itself, so a watcher on each
+node passes the notice on (raytide.autoscaler.providers.notices).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logger(__name__)
 class CloudProvider:
     """Buys and ends machines of a cloud through Ray's NodeProvider.
 
-    `config` is cluster.yaml as `ray up` completes it. `cloud` is Ray's NodeProvider for this configuration (see
-    `ray_internals`).
+    `config` is the content of cluster.yaml, with the values that `ray up` adds. `cloud` is Ray's NodeProvider for
+    this configuration (see `ray_internals`).
     """
 
     def __init__(
@@ -125,7 +125,9 @@ class CloudProvider:
         return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Returns the present spot prices on AWS. On other clouds it returns none, and the configured prices hold."""
+        """Returns the present spot prices on AWS. On other clouds, returns no prices, so that the configured prices
+        apply.
+        """
         return {} if self._spot_prices is None else self._spot_prices.now()
 
     def problems(self) -> tuple[str, ...]:

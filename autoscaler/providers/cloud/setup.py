@@ -1,7 +1,7 @@
 """Sets up a new machine as a node of the cluster. Ray's updater copies the files and runs the set-up and start commands
 of cluster.yaml over ssh.
 
-Each worker is started with raytide's node id and labels, by which raytide finds it in Ray's reports.
+Each worker is started with raytide's node id and labels. By these, raytide finds the worker in Ray's reports.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def start_commands(
 ) -> list[str]:
     """Returns the commands that start Ray on a worker, with raytide's environment variables set for each command.
 
-    They are the `worker_start_ray_commands` of cluster.yaml. On a cloud that gives notices, another command starts the
-    notice watcher. If the node has GPUs, one more starts the metrics exporter.
+    The first commands are the `worker_start_ray_commands` of cluster.yaml. On a cloud that gives notices, another
+    command starts the notice watcher. If the node has GPUs, one more command starts the metrics exporter.
     """
     variables = {
         "RAY_HEAD_IP": head_ip,

@@ -3,10 +3,10 @@ stdin and answers with one JSON object on stdout.
 
 Run as `python -m raytide.autoscaler.providers.hosts.agent`.
 
-The request `start` starts a node, `list` shows the nodes that were started on this machine, and `end` ends a node. A
-node has a folder like that of a node of the local provider. The node's process holds a lock on the folder, and the
-agent identifies the process by pid and start time. Therefore the agent never ends another process, and every request
-can be repeated.
+The request `start` starts a node, `list` returns the nodes that were started on this machine, and `end` ends a node.
+Each node has a folder, in the format that the local provider also uses. The node's process holds a lock on the
+folder, and the agent identifies the process by pid and start time. Therefore the agent ends only processes of nodes,
+and every request can be repeated.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"start": s
 
 
 def check_versions(wanted: Mapping[str, str]) -> None:
-    """Raises a ProviderError if a version on this machine differs from the head's. The error names it."""
+    """Raises a ProviderError if this machine has other versions than the head. The error names the versions that
+    differ.
+    """
     here = versions()
     wrong = [f"{name} {here[name]} instead of {wanted[name]}" for name in wanted if here[name] != wanted[name]]
     if wrong:

@@ -18,8 +18,8 @@ log = logger(__name__)
 
 
 class PowerSwitch:
-    """Runs the operator's power commands on the controller's machine, without a shell. Machines without commands count
-    as on.
+    """Runs the operator's power commands on the controller's machine, without a shell. A machine without power commands
+    is assumed to be always on.
     """
 
     def __init__(self, hosts: HostsSection) -> None:
@@ -27,8 +27,9 @@ class PowerSwitch:
         self._closed = threading.Event()
 
     def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> bool:
-        """Switches the machine on if it cannot be reached, and waits until it can. Returns False if `is_given_up`
-        returns True or `close` is called before that.
+        """Makes sure that the machine is on. If it cannot be reached, switches it on and waits until it can be reached.
+        Returns True at once if the machine has no power command. Returns False if the wait is given up, because
+        `is_given_up` returns True or `close` is called.
 
         `reach` tries to reach the machine and raises ClusterError if that fails. After `power_on_timeout_s` the call
         raises the last error of `reach`. Raises ProviderError if the power command fails.

@@ -77,7 +77,7 @@ class HostCluster:
     def join_request(
         self, node_id: str, node_type: NodeType, zone: str, labels: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Returns the request by which a machine starts this node. It contains Ray's token."""
+        """Returns the request that tells a machine to start this node. The request contains Ray's token."""
         file = self.ray_token_file
         return {
             "versions": versions(),
@@ -95,8 +95,8 @@ class HostCluster:
 class HostsProvider(Provider):
     """A provider that uses the operator's own machines. `run_dir` is the cluster's run folder.
 
-    If an earlier controller began to start a node and did not finish, a provider with `starts_nodes` finishes the
-    start.
+    An earlier controller may have begun to start a node without finishing. If `starts_nodes` is True, this provider
+    finishes the start.
     """
 
     def __init__(
@@ -187,7 +187,8 @@ class HostsProvider(Provider):
 
     def check_nodes(self) -> frozenset[str]:
         """Finds the nodes whose raylets have ended, and records these nodes as ended. Ends raylets that still run on
-        machines in quarantine. Returns the ids of the nodes that have not ended, those that still start included.
+        machines in quarantine. Returns the ids of all nodes that have not ended, including nodes that are still
+        starting.
         """
         with self._lock:
             nodes = {bound.host: node_id for node_id, bound in self._bound.items() if bound.is_started}

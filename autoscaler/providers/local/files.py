@@ -57,7 +57,7 @@ class NodeFolder:
         return None if record is None else LocalMachine(**record)
 
     def buy(self, purchase: LocalMachine) -> bool:
-        """Records the purchase of the node. Returns True if it was not recorded before."""
+        """Records the purchase of the node. Returns False if a purchase was recorded already."""
         return create_json(self.path / "machine.json", asdict(purchase))
 
     def take_lock(self) -> int | None:
@@ -148,7 +148,7 @@ class NodeFolder:
 
 
 def node_names(run_dir: Path) -> list[str]:
-    """Returns the ids of all nodes that have a folder, including nodes that were not bought."""
+    """Returns the ids of all nodes that have a folder. A node may have a folder although it was never bought."""
     with os.scandir(run_dir / "nodes") as found:
         return [entry.name for entry in found if entry.is_dir()]
 

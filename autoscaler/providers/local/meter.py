@@ -64,7 +64,7 @@ def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
 
 
 def set_gpu(run_dir: Path, node_id: str, settings: GpuSettings) -> None:
-    """Sets the metrics other than utilization that each GPU of the node reports, such as the count of ECC errors."""
+    """Sets metrics of each GPU of the node, such as the count of ECC errors. The utilization cannot be set."""
     write_json(run_dir / "nodes" / node_id / _SETTINGS, settings.model_dump())
 
 

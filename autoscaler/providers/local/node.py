@@ -47,7 +47,7 @@ def run_node(
     """Runs the node of this folder until its raylet ends or a SIGTERM comes.
 
     The size of the object store is the resource `object_store_memory` of the node. If the node has no such resource,
-    the size is `object_store_bytes`. If that is None, Ray chooses the size.
+    the size is `object_store_bytes`. If `object_store_bytes` is None, Ray chooses the size.
 
     `start_meter` may start a metrics exporter. It returns the exporter's `host:port`, or an empty string.
     """

@@ -33,11 +33,11 @@ _TERMINATE_GRACE_S = 3.0
 
 
 class LocalProvider(Provider):
-    """A provider whose machines are processes. `environment` has their environment variables. If it is None, they get
-    the environment variables of this process.
+    """A provider whose machines are processes. `environment` holds the environment variables of these processes. If
+    `environment` is None, these processes get the environment variables of the present process.
 
-    `node_module` is the Python module run as a node's process, with the node's folder and its locked file descriptor as
-    arguments. Tests pass a module that needs less time and memory.
+    `node_module` is the Python module that runs as a node's process. Its arguments are the node's folder and the
+    file descriptor that holds the node's lock. Tests pass a module that needs less time and memory.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """GCP's interruption notices.
 
-GCP announces a spot preemption 30 s ahead. If a machine cannot migrate, GCP announces its maintenance up to an hour
-ahead.
+GCP announces a spot preemption 30 s ahead. For a machine that cannot migrate, GCP also announces host maintenance,
+up to an hour ahead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _INSTANCE = "/computeMetadata/v1/instance"
 
 
 class GcpMetadata:
-    """GCP's metadata service. Its events have no time, so a deadline is counted from when this watcher first saw the
-    event.
+    """GCP's metadata service. Its events carry no timestamp. Therefore a deadline is counted from the moment at which
+    this watcher first saw the event.
     """
 
     def __init__(self, url: str = "") -> None:

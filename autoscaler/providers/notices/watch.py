@@ -49,9 +49,9 @@ class NoticeBoard:
 
 
 class NoticeWatcher:
-    """Polls a cloud for notices of this node and writes them to the NoticeBoard.
+    """Polls a cloud for interruption notices about this node, and writes them to the NoticeBoard.
 
-    Each call of `look` polls once. If a poll fails, the next one tries again.
+    Each call of `look` polls once. A failed poll is logged. The next call of `look` polls again.
     """
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:

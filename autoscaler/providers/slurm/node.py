@@ -1,8 +1,9 @@
 """The Slurm job of one node: `python -m raytide.autoscaler.providers.slurm.node REQUEST_FILE`.
 
-The job starts the node's process and runs until that process ends. Slurm sends SIGTERM for a requeue, a cancellation or
-the time limit. The job ignores this signal. The controller sees its cause in `squeue`, and moves work to other nodes
-until Slurm sends SIGKILL, `KillWait` seconds later. SIGINT is the controller's own request to end the node.
+The job starts the node's process and runs until that process ends. Slurm sends SIGTERM for a requeue, a cancellation
+or the time limit. The job ignores this signal. The controller sees in `squeue` why Slurm ends the job, and moves
+work to other nodes until Slurm sends SIGKILL, `KillWait` seconds later. SIGINT is the controller's own request to
+end the node.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _LOG_CHARACTERS = 4000
 
 
 def own_address(gcs_address: str, machine: str) -> str:
-    """Returns the IPv4 address of this machine. It is the address that Slurm knows, or else the source address of the
-    route to the head.
+    """Returns the IPv4 address of this machine. The address is the one that Slurm knows. If Slurm knows none, the
+    address is the source address of the route to the head.
     """
     scontrol = shutil.which("scontrol") or "scontrol"
     try:
@@ -56,7 +57,9 @@ def own_address(gcs_address: str, machine: str) -> str:
 
 
 def run(request: Mapping[str, Any], job: Mapping[str, str]) -> str:
-    """Runs the node until it ends. Returns the last part of the node's log. The last line is the reason of the end."""
+    """Runs the node until it ends. Returns the last part of the node's log, followed by a line with the reason why the
+    node ended.
+    """
     check_versions(request["versions"])
     whole = {**request, "address": own_address(request["gcs_address"], job.get("SLURMD_NODENAME", ""))}
     name = hashlib.sha256(f"{request['cluster_id']} {request['node_id']}".encode()).hexdigest()[:8]

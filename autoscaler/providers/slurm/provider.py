@@ -149,8 +149,8 @@ class SlurmProvider(Provider):
             return tuple(found)
 
     def problems(self) -> tuple[str, ...]:
-        """Returns a sentence that says how many nodes wait in Slurm's queue, with Slurm's reasons. Empty if no node
-        waits.
+        """Returns one sentence, which says how many nodes wait in Slurm's queue and gives Slurm's reasons. Returns an
+        empty tuple if no node waits.
         """
         with self._lock:
             waiting = Counter(
@@ -163,7 +163,7 @@ class SlurmProvider(Provider):
         return (f"{count} node{'s' * (count > 1)} in Slurm's queue: {reasons}.",) if waiting else ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Reads Slurm's queue every `poll_s` seconds, in a thread of its own, so that ticks do not wait for it."""
+        """Reads Slurm's queue every `poll_s` seconds, in a thread of its own, so that ticks do not wait for Slurm."""
         self._watcher = PollWatcher("slurm", self._section.poll_s, self._look_in_background, on_change)
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Runs Slurm's own commands `sbatch`, `squeue`, `scancel` and `scontrol`, as the user of the head."""
+"""Runs Slurm's own commands `sbatch`, `squeue`, `scancel` and `scontrol`. The commands run as the user that runs the
+head.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class SlurmQueue(Protocol):
     """
 
     def jobs(self) -> list[SlurmJob]:
-        """Returns the jobs that Slurm lists. Slurm lists an ended job for some minutes."""
+        """Returns the jobs that Slurm lists. Slurm still lists a job for some minutes after its end."""
 
     def submit(self, arguments: Sequence[str], script: str) -> str:
         """Submits a job and returns its id."""

@@ -1,9 +1,10 @@
 """MinHash signatures of documents, by fast similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv 1704.04370).
 
-One hash assigns each n-gram to a slot, and a slot keeps the least hash value assigned to it. A slot that stays empty,
-as in short documents, is filled by a hash function of its own. Each slot orders n-grams in the same way for every
-document. Therefore two documents of Jaccard similarity J agree in a slot with probability J. The method is as good as
-one permutation per slot, but costs only one hash per n-gram.
+One hash assigns each n-gram to a slot, and a slot keeps the least hash value assigned to it. In a short document,
+some slots get no n-gram. Such a slot has a hash function of its own, and keeps the least value of that function over
+all n-grams. Each slot orders n-grams in the same way for every document. Therefore two documents of Jaccard
+similarity J agree in a slot with probability J. The method is as good as one permutation per slot, but costs only
+one hash per n-gram.
 """
 
 from __future__ import annotations

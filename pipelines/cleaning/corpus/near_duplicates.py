@@ -1,7 +1,7 @@
 """Finds near-duplicates among documents by their MinHash signatures.
 
-Two documents with an equal band are a candidate pair, which is verified by the slots of their signatures. Verified
-pairs form clusters. One document of each cluster is kept.
+Two documents are a candidate pair if they have the same hash for at least one band. A candidate pair is verified by
+the slots of the two signatures. Verified pairs form clusters. One document of each cluster is kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SignatureStore:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
 
     def add(self, signatures: Signatures) -> int:
-        """Appends the signatures of a part. Returns the part's number, by which `signatures` finds it again."""
+        """Appends the signatures of a part. Returns the part's number. The method `signatures` takes such numbers."""
         self._bands.append(signatures.bands)
         self._file.write(np.ascontiguousarray(signatures.slots, np.uint16).tobytes())
         return len(self._bands) - 1
@@ -55,8 +55,8 @@ class SignatureStore:
         self._file.close()
 
     def signatures(self, order: Sequence[int]) -> Signatures:
-        """Returns the signatures of these parts, in this order. Their slots are read from the file only when they are
-        used.
+        """Returns the signatures of the parts with the numbers in `order`, in this order. The slots of the parts are
+        read from the file only when they are used.
         """
         self._file.flush()
         bands = [self._bands[part] for part in order]

@@ -1,5 +1,6 @@
-"""Gopher's rules (Rae et al. 2021, arXiv 2112.11446, appendix A.1), decided as in datatrove's GopherQualityFilter and
-GopherRepetitionFilter."""
+"""Gopher's rules (Rae et al. 2021, arXiv 2112.11446, appendix A.1). They decide as datatrove's GopherQualityFilter and
+GopherRepetitionFilter do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rules for web pages from C4 (arXiv 1910.10683) and FineWeb (arXiv 2406.17557), decided as in datatrove's filters."""
+"""The rules of C4 (arXiv 1910.10683) and FineWeb (arXiv 2406.17557) for web pages. They decide as datatrove's filters
+do.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def open_model(source: Path, window: int) -> tuple[Transformer, Architecture, to
 def measure_importance(
     source: Path, windows: list[list[int]], on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Importance:
-    """Returns the importance of every neuron, head, hidden dimension and layer. It needs only forward passes."""
+    """Returns the importance of every neuron, head, hidden dimension and layer, measured with forward passes alone."""
     model, arch, device = open_model(source, max(map(len, windows)))
     found = Importance(
         hidden_D=torch.zeros(arch.hidden_size, device=device),

@@ -245,10 +245,11 @@ def run_mask(step: MaskStep, task: StepTask) -> None:
 
 
 def masked(weight_NK: Tensor, step: MaskStep, norms_K: Tensor | None) -> Tensor:
-    """Returns the weight with some elements set to zero: in each row, the elements with the lowest scores.
+    """Returns the weight with some elements set to zero: the elements with the lowest scores in each row. With the
+    pattern 2:4, these are the two elements with the lowest scores in each group of four neighbours.
 
-    With a pattern, these are the two lowest of every four neighbours in a row. The score of an element w is |w|. For
-    Wanda it is |w| times the norm of the weight's input.
+    The score of an element w is |w|. For the method Wanda, it is |w| times the norm of the input by which w is
+    multiplied.
     """
     scores_NK = weight_NK.abs() if norms_K is None else weight_NK.abs() * norms_K
     n, k = scores_NK.shape

@@ -1,1 +1,3 @@
-"""Quantisation to fewer bits for each weight: by rounding in this package, or calibrated by llm-compressor."""
+"""Quantisation to fewer bits for each weight. This package rounds weights itself, or calls llm-compressor for
+calibrated methods.
+"""

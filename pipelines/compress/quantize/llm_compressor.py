@@ -38,8 +38,8 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARAL
 def run_llm_compressor(task: StepTask) -> None:
     """Runs a gptq, awq or smoothquant step. A killed step starts again from its beginning.
 
-    Raises ConfigError if llm-compressor's virtual environment is missing. Raises ScriptError, with the last part of its
-    output, if llm-compressor fails.
+    Raises ConfigError if llm-compressor's virtual environment is missing. Raises ScriptError if llm-compressor
+    fails. The ScriptError contains the last part of llm-compressor's output.
     """
     step = task.step.gptq or task.step.awq or task.step.smoothquant
     assert step is not None  # as the recipe made sure

@@ -165,9 +165,9 @@ def head(
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
-    This command is the last of cluster.yaml's head_start_ray_commands. If controller and API already run, it restarts
-    them with the current file. With --standby, a guard process starts them and Ray's head once this machine leads the
-    cluster.
+    This command is the last of cluster.yaml's head_start_ray_commands. If controller and API already run, the
+    command restarts them with the present content of CONFIG. With --standby, the command starts a guard process.
+    Once this machine leads the cluster, the guard starts Ray's head, the controller and the API.
     """
     from raytide.control.bootstrap.head import cloud_head
 
@@ -200,8 +200,8 @@ def _join_heads(config: Path, name: str | None, *, block: bool, insecure: bool, 
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
-    """Start this node's watcher of its cloud's interruption notices. raytide runs this itself on every node that it
-    buys.
+    """Start the process that watches this node for interruption notices of its cloud. raytide runs this command itself
+    on every node that it buys.
     """
     from raytide.control.bootstrap.node_agent import watch_notices as start
 
@@ -286,7 +286,7 @@ def schema(
 ) -> None:
     """Print the JSON schema of a spec, or of cluster.yaml's settings.
 
-    Editors use it to complete and check these files.
+    Editors use the schema to complete and check these files.
     """
     from raytide.actors.quality.suite import QualitySuite
     from raytide.core.config import Config
@@ -319,7 +319,7 @@ def doctor(
     name: Name = "local",
     json: Json = False,
 ) -> None:
-    """Check what this machine, or an own machine over ssh, lacks, and show how to fix it."""
+    """Check this machine, or one of your own machines over ssh, for problems, and show how to fix them."""
     from raytide.control.doctor.host import check_host
     from raytide.control.doctor.machine import check
 

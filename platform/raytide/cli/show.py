@@ -25,7 +25,7 @@ ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster'
 
 
 def as_json(value: Any) -> None:
-    """Prints a value as JSON. Records in it have the form in which the API sends them."""
+    """Prints a value as JSON. Records inside the value are printed in the form in which the API sends them."""
     print(json.dumps(value, indent=2, default=_plain))
 
 

@@ -1,5 +1,5 @@
-"""The commands `simulate`. They replay recorded traces with the production decisions and with baselines, or look ahead
-from the state of the live cluster.
+"""The commands `simulate`. They replay recorded traces with raytide's own decision code or with a baseline policy, or
+look ahead from the state of the live cluster.
 """
 
 from __future__ import annotations

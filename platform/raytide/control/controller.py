@@ -83,8 +83,8 @@ _FORECAST_S = 10.0
 class Controller:
     """The control loop of a cluster: observe, decide, record, apply.
 
-    `tick` is one pass. `run` repeats it every `tick_s` seconds, and at once when the provider reports an event. In an
-    idle cluster, `run` waits up to REST_S seconds, until the API stores a change.
+    `tick` is one pass. `run` repeats the pass every `tick_s` seconds, and at once when the provider reports an
+    event. In an idle cluster, `run` waits until the API stores a change, but at most REST_S seconds.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:
@@ -124,7 +124,7 @@ class Controller:
         self._sources.provider.close()
 
     def stop(self) -> None:
-        """Ends the loop after the current tick. Safe in a signal handler."""
+        """Ends the loop after the current tick. This method is safe in a signal handler."""
         self._stopped = True
         self._wake_up()
 

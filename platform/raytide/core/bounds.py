@@ -156,8 +156,9 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
-    """Returns the text in a form safe for a terminal: changed as by `storable`, without escape sequences, and at most
-    `most` characters long."""
+    """Returns the text in a form safe for a terminal. The result has the form that `storable` returns, contains no
+    escape sequences, and has at most `most` characters.
+    """
     return _BARE_CONTROL.sub("\ufffd", storable(shortened(text, most)))
 
 

@@ -1,4 +1,4 @@
-"""The clocks. Decisions take the time from a Snapshot. Loops are given a Clock, and tests a VirtualClock."""
+"""The clocks. Decisions take the time from a Snapshot. A loop is given a Clock, which is a VirtualClock in tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Clock(Protocol):
     def wall_ahead_s(self) -> float:
         """Returns by how many seconds the wall clock is ahead of `now_s`.
 
-        Other processes stamp with the wall clock, so their timestamps are ahead of `now_s` by the same difference.
+        Other processes take their timestamps from the wall clock, so these timestamps are ahead of `now_s` by the
+        same difference.
         """
 
     def sleep(self, seconds: float) -> None: ...
@@ -52,7 +53,7 @@ class SteadyClock:
                 self._now_s = at_s
 
     def read(self) -> tuple[float, float]:
-        """Returns this clock's time, and the seconds by which the wall clock is ahead of it."""
+        """Returns this clock's time, and the seconds by which the wall clock is ahead of this clock."""
         with self._lock:
             wall_s, at_s = self._wall_s(), self._monotonic_s()
             passed_s = max(0.0, at_s - self._at_s)
@@ -163,8 +164,9 @@ def deadline_text(due: Due) -> str:
 
 
 def moment(at_s: float) -> str:
-    """Formats a time as `Nov 22 19:40 UTC`, for texts that state the reason of a decision. Without seconds, such a text
-    does not change in each tick. Accepts any number."""
+    """Formats a time as `Nov 22 19:40 UTC`, for texts that state the reason of a decision. Seconds are left out,
+    because a text with seconds would change in each tick. Accepts any number.
+    """
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 

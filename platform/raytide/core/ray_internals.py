@@ -17,8 +17,9 @@ GcsClient = Any
 
 
 def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
-    """Returns a GCS client that needs no driver connection. Raises OSError at once if nothing listens, because Ray
-    would block for 40 s."""
+    """Returns a GCS client that needs no driver connection. Raises OSError at once if no process listens at `address`,
+    because Ray would block for 40 s.
+    """
     from ray import _raylet
 
     host, _, port = address.rpartition(":")
@@ -27,8 +28,9 @@ def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
 
 
 def gcs_address_here() -> str:
-    """Returns the GCS address of this machine's cluster: RAY_ADDRESS, else the address that `ray start` recorded. Empty
-    if there is neither."""
+    """Returns the GCS address of this machine's cluster: RAY_ADDRESS, else the address that `ray start` recorded.
+    Returns an empty string if RAY_ADDRESS is not set and no address is recorded.
+    """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
@@ -36,7 +38,7 @@ def gcs_address_here() -> str:
 
 
 def dashboard_url(client: GcsClient) -> str:
-    """Returns the URL of Ray's dashboard and job service. Empty until the dashboard has started."""
+    """Returns the URL of Ray's dashboard and job service. Returns an empty text until the dashboard has started."""
     from ray._private import ray_constants
 
     key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
@@ -54,7 +56,9 @@ def connected_gcs() -> GcsClient:
 
 
 def agent_address() -> str:
-    """Returns `host:port` of the HTTP server of this node's agent. Empty until the agent has started."""
+    """Returns `host:port` of the HTTP server of this node's agent. Returns an empty text until the agent has
+    started.
+    """
     import ray
     from ray._private import ray_constants
     from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
@@ -95,8 +99,9 @@ def hush_node_deaths() -> None:
 
 
 def use_ray_at(environment: Mapping[str, str]) -> None:
-    """Makes this process connect to Ray as these environment variables say. Ray reads its token settings when it is
-    imported, so this function makes Ray read them a second time."""
+    """Makes this process connect to the Ray cluster that these environment variables describe. Ray reads its token
+    settings only at import, so this function makes Ray read them a second time.
+    """
     from ray import _raylet
 
     os.environ.update(environment)
@@ -151,8 +156,9 @@ def kill_serve_actor(actor_name: str) -> bool:
 
 
 def replica_node(actor_name: str) -> str:
-    """Returns Ray's id of the node on which a Serve replica starts, before Serve reports it. Empty if the replica has
-    no node yet."""
+    """Returns Ray's id of the node on which a Serve replica starts. Ray knows this node before Serve reports the node.
+    Returns an empty string if the replica has no node yet.
+    """
     import ray
     from ray._private import state
     from ray.serve._private.constants import SERVE_NAMESPACE
@@ -166,7 +172,7 @@ def replica_node(actor_name: str) -> str:
 
 
 def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """Returns a mapping from the name of each placement group to Ray's ids of the nodes of its bundles."""
+    """Returns a mapping from the name of each placement group to the nodes of its bundles, as Ray's node ids."""
     from ray.util.placement_group import placement_group_table
 
     return {
@@ -191,8 +197,9 @@ def start_raylet(parameters: Mapping[str, Any]) -> int:
     later.
 
     This replaces `ray start`, which has three problems. Two calls within one second choose the same socket name, and
-    one raylet dies. Ray ends a node that does not join within 30 s, which a busy machine may need. Ray does not pass on
-    the port of the dashboard agent, so the raylet waits for the agent to report it, and aborts after 15 s.
+    one raylet dies. Ray ends a node that has not joined after 30 s, but on a busy machine a node may need longer.
+    Ray does not pass on the port of the dashboard agent, so the raylet waits for the agent to report it, and aborts
+    after 15 s.
     """
     from ray import _raylet
     from ray._private import services
@@ -231,8 +238,9 @@ def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
 
 
 def with_environment(command: str, variables: Mapping[str, Any]) -> str:
-    """Returns the shell command with these environment variables set, in the form in which Ray's updater sends
-    commands."""
+    """Returns the shell command with these environment variables set. The result has the form in which Ray's updater
+    sends commands.
+    """
     from ray.autoscaler._private.command_runner import _with_environment_variables
 
     return str(_with_environment_variables(command, dict(variables)))
@@ -247,8 +255,9 @@ def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
 
 
 def bootstrapped_config(file: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns cluster.yaml as Ray's bootstrap for its provider completes it. The bootstrap may create keys, security
-    groups and the like in the cloud."""
+    """Returns cluster.yaml, completed by Ray's bootstrap for the provider that the file names. The bootstrap may create
+    keys, security groups and the like in the cloud.
+    """
     from ray.autoscaler._private.providers import _get_node_provider_cls
 
     config = prepared_config(file)
@@ -317,7 +326,9 @@ def set_up_worker(
 
 
 def ray_train() -> Any:
-    """Returns a namespace of the internals of Ray Train's `fit` that raytide extends or replaces."""
+    """Returns a namespace with the classes and modules of Ray Train that `fit` uses internally and that raytide extends
+    or replaces.
+    """
     from types import SimpleNamespace
 
     from ray.train.v2._internal.execution.controller.controller import TrainController

@@ -56,11 +56,11 @@ def serve(
     announce_page: Callable[[str], None] = lambda address: None,
     tracing: RequestTracing | None = None,
 ) -> None:
-    """Serves requests until SIGTERM. Then it finishes running requests, for at most a few seconds.
+    """Serves requests until SIGTERM. Then it waits at most a few seconds for the running requests to finish.
 
     `files` is the folder of uploaded files and batches. `announce_page` is called with the address of the process's
-    metrics page. The process accepts connections once it knows which endpoints exist. Until then, the other processes
-    on the port get the connections.
+    metrics page. The process accepts connections once it knows which endpoints exist. Until then, the other
+    processes on the port get the connections.
     """
     models = EndpointModels(name, HostedApis.from_environment(hosted))
 

@@ -97,9 +97,9 @@ class Authentication:
     compute, such as `/tokenize`.
 
     A request without a valid key is refused, with an error in the format of OpenAI or Anthropic. Requests for other
-    paths, such as `/health`, need no key. The rows of batches that this process sends need no key either, because their
-    caller is known already. This middleware must be inside EndpointPaths, which takes the endpoint's name from the
-    path.
+    paths, such as `/health`, need no key. This process also sends the rows of batches as requests. These requests
+    need no key, because their caller is known already. This middleware must be inside EndpointPaths, which takes the
+    endpoint's name from the path.
     """
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:

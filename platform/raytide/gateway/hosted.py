@@ -57,8 +57,8 @@ file.
 class UsageReader:
     """Reads one response of a hosted API, and counts its tokens.
 
-    `usage` is the token usage that the API has reported. Until the API reports usage, `usage` has the given number of
-    prompt tokens, and one generated token for each piece of text.
+    `usage` is the token usage that the API has reported. Until the API reports it, `usage` is an estimate: the given
+    number of prompt tokens, and one generated token for each piece of text.
     """
 
     def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
@@ -73,15 +73,15 @@ class UsageReader:
         return self._reported or TokenUsage(self._prompt_tokens, self._pieces)
 
     def whole(self, body: bytes) -> bytes:
-        """Returns the body of a response that is not streamed, with the model's name replaced by this endpoint's name,
-        and the answer's id by the given one. Raises EngineError if the body is not a JSON object.
+        """Returns the body of an unstreamed response, with two changes: the model's name becomes this endpoint's name,
+        and the answer's id becomes the constructor's `id`. Raises EngineError if the body is not a JSON object.
         """
         return json.dumps(self._read(_parsed(body))).encode()
 
     def events(self, piece: bytes) -> Iterator[bytes]:
-        """Yields the complete lines of a streamed response as bytes arrive, with the model's name replaced by this
-        endpoint's name, and the answer's id by the given one. The event that has only the usage is left out if the
-        client did not ask for it. Raises EngineError for a malformed line.
+        """Yields the complete lines of a streamed response as bytes arrive. The model's name in these lines is replaced
+        by this endpoint's name, and the answer's id is replaced by the constructor's `id`. An event that contains only
+        the usage is left out unless the client asked for it. Raises EngineError for a malformed line.
         """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > _MOST_LINE_BYTES:
@@ -168,8 +168,9 @@ class HostedApis:
         model.
 
         `track` counts the request when its response ends. It does not count a request for which this call raises an
-        error. Raises ApiError if the caller is not admitted, or if the API refuses the request (with the API's own
-        error), is full (429) or fails (503). Raises EngineError if the response is too large or not a JSON object.
+        error. Raises ApiError if the caller is not admitted. Also raises ApiError if the hosted API refuses the
+        request (with that API's own error), is full (429) or fails (503). Raises EngineError if the response is too
+        large or not a JSON object.
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")

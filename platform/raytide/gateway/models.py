@@ -74,8 +74,8 @@ class _Application:
 
 
 class EndpointModels:
-    """The models that a cluster serves. Each endpoint is a model with the endpoint's name. Use it from one event
-    loop."""
+    """The models that a cluster serves. Each endpoint is a model with the endpoint's name. Use this object from one
+    event loop."""
 
     def __init__(self, gateway: str, hosted: HostedApis | None = None) -> None:
         self._gateway, self._hosted = gateway, hosted or HostedApis({})
@@ -243,8 +243,7 @@ class EndpointModels:
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> Callable[[Server], Awaitable[T]]:
         """Returns `respond`. For a share of the requests in a shadow rollout, it returns a function that also sends a
-        copy to the challenger.
-        """
+        copy to the challenger."""
         entry = self._listing[endpoint_of_model(model)]
         if entry.rollout is None or entry.challenger is None or not isinstance(body, CompletionRequest | ChatRequest):
             return respond
@@ -294,8 +293,9 @@ class EndpointModels:
             yield from each.metrics.samples()
 
     async def endpoint_samples(self, request: Request) -> list[Sample]:
-        """Returns the metrics of the endpoint in the request's path, or of all endpoints if the path names none, as far
-        as the caller may use them. The metrics include the sums of the replicas' last reports."""
+        """Returns the metrics of the endpoint in the request's path. If the path names none, returns the metrics of all
+        endpoints. Endpoints that the caller may not use are left out. The metrics include the sums of the replicas'
+        last reports."""
         name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
             self._serving(name)
@@ -307,8 +307,8 @@ class EndpointModels:
         return found
 
     async def report_queues(self, directory: Directory) -> None:
-        """Until it is cancelled, reports how many requests of each endpoint wait for a replica. The controller scales
-        endpoints by these numbers."""
+        """Reports how many requests of each endpoint wait for a replica, and repeats the report at intervals. The
+        controller scales endpoints by these numbers. The task runs until it is cancelled."""
         reported: set[str] = set()
         while True:
             for name, found in self._applications.items():
@@ -390,7 +390,8 @@ def _marked(response: T, request: Request, revision: int) -> T:
 
 
 def endpoint_of_model(model: str) -> str:
-    """Returns the name of the endpoint that serves a model. The model is the endpoint itself or one of its adapters."""
+    """Returns the name of the endpoint that serves a model. The model name is the endpoint's name, alone or followed by
+    the name of one of its adapters."""
     return model.partition(ADAPTER_SEPARATOR)[0]
 
 

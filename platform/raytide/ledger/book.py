@@ -34,9 +34,9 @@ def book(
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
     """Returns the entries of the interval up to now, and the next open interval.
 
-    The interval is booked if the occupancy has changed, the interval is long, or `at_once` is set. Otherwise there are
-    no entries, and the interval stays open. `energy_mj` is the node's energy since its last entries. The clock may step
-    back.
+    The interval is booked if the occupancy has changed, the interval is long, or `at_once` is set. Otherwise there
+    are no entries, and the interval stays open. `energy_mj` is the node's energy since its last entries. If the
+    clock has stepped back to before the interval's start, there are no entries.
     """
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:

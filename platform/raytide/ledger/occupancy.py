@@ -144,8 +144,8 @@ class RecentlyReleased:
         return held
 
     def observe(self, now: Held, now_s: float) -> RecentlyReleased:
-        """Returns the updated record. It adds the resources that were released since the last call, and drops those
-        that were released longer than `GRACE_S` ago.
+        """Returns the updated record. The updated record includes the resources that were released since the last call.
+        It leaves out resources that were released more than `GRACE_S` seconds ago.
         """
         left = {key: released for key, released in self.released.items() if now_s < released.until_s}
         for node_id, holders in self.before.items():

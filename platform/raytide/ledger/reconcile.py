@@ -1,4 +1,4 @@
-"""Checks the ledger against the provider's bill. They must agree to the micro-dollar, without gaps or overlaps."""
+"""Checks the ledger against the provider's bill. The two must agree to the micro-dollar, without gaps or overlaps."""
 
 from __future__ import annotations
 

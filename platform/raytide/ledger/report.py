@@ -84,11 +84,12 @@ class CostRow:
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """Returns the rows of a cost report, the most expensive row first. Rows by day are in order of date.
+    """Returns the rows of a cost report, the most expensive row first. The rows of a report by day are in order of
+    date.
 
-    All rows sum to the total cost. In reports by team, project, job and model, costs of no job or endpoint have rows of
-    their own, such as `(idle)` or `(waste)`. The start-up of a node for a job and the lost work of a job count in the
-    job's row. `losses` are the lines for lost work, which are already contained in `lines`.
+    All rows sum to the total cost. In reports by team, project, job and model, costs that belong to no job or
+    endpoint have separate rows, such as `(idle)` or `(waste)`. A job's row includes the start-up of nodes for the
+    job and the job's lost work. `losses` are the lines for lost work, which are already contained in `lines`.
     """
     amounts: defaultdict[str, int] = defaultdict(int)
     energy: defaultdict[str, int] = defaultdict(int)

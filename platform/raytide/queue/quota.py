@@ -25,7 +25,9 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResourceNode:
-    """The constants of one team and one resource. The usage is in `Quotas`, at the index `number`."""
+    """The constants of one team for one resource. The team's usage of the resource is in `Quotas`, at the index
+    `number`.
+    """
 
     number: int
     team: str
@@ -104,7 +106,9 @@ class Quotas:
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
-        """Returns the amount of the resource that the team may still reserve, including borrowed quota."""
+        """Returns the amount of the resource that the team may still reserve. This includes the quota that the team may
+        borrow.
+        """
         return self._available(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
@@ -128,8 +132,9 @@ class Quotas:
     def nonpreemptible_left(self, team: str, name: str) -> float:
         """Returns the amount of the resource that non-preemptible jobs may still reserve.
 
-        The amount is what such jobs have left of the team's own quota. For a team without a quota, it is what they have
-        left of the capacity beyond all quotas.
+        For a team with a quota, the amount is the team's quota minus the use by its non-preemptible jobs. For a team
+        without a quota, the amount is the capacity beyond all quotas, minus the part that non-preemptible jobs
+        already use.
         """
         if name not in self.limited:
             return math.inf
@@ -138,8 +143,8 @@ class Quotas:
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
-        """Returns the amount of the resource that the team may reserve without borrowing. It is infinite if neither the
-        team nor an ancestor has a quota.
+        """Returns the amount of the resource that the team may reserve without borrowing. The amount is infinite if
+        neither the team nor an ancestor has a quota for the resource.
         """
         if name not in self.limited or not (node := self._node(team, name)).is_named:
             return math.inf

@@ -29,8 +29,8 @@ def digest_of_directory(url: str) -> ContentDigest:
     """Returns the digest of a model directory.
 
     It is the SHA-256 of a JSON list with one entry [relative path, size in bytes, SHA-256] for each file, sorted by
-    path. Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a model,
-    or if a file does not have the size with which it was listed.
+    path. Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a
+    model, or if the content of a file does not have the listed size.
     """
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"

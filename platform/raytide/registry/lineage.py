@@ -39,8 +39,8 @@ def exported_model(job: Job) -> str:
 
 
 def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpec:
-    """Returns the spec of a model version with the lineage and metrics from the record of the job that produced the
-    model.
+    """Returns the spec of a model version, completed with lineage and metrics. They come from the record of the job
+    that produced the model.
 
     `code` is the version of raytide's trainer. Metrics and a dataset digest that the spec already contains are kept.
     Raises ConfigError if the job did not produce this model.

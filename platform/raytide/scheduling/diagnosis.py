@@ -23,11 +23,12 @@ class Unschedulable:
     - `impossible`: no fleet of these node types could hold it.
     - `capacity`: other jobs and endpoints hold the nodes.
     - `stock`: the pools that could supply the nodes have refused, and are not asked again for some time.
-    - `budget`: buying its nodes would exceed a price limit or a budget.
+    - `budget`: buying the needed nodes would exceed a price limit or a budget.
     - `rate`: too many nodes were launched within a minute.
     - `quota`: the team's quota is too small.
-    - `behind`: it cannot be preempted and would take room for which the head of the queue waits, or too many jobs that
-      are ahead in the queue preempt others in this decision.
+    - `behind`: jobs that are ahead in the queue come first. Either the job cannot be preempted and would
+      take room for which the head of the queue waits, or too many jobs ahead of it have preempted others
+      in this decision.
     - `deadline`: the job still has time to wait for spot nodes.
     """
 

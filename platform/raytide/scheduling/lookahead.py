@@ -56,15 +56,17 @@ class PendingDemand:
         self._turn = 0
 
     def advance(self, node_table: NodeTable) -> bool:
-        """Advances to the next shape, and frees the resources that were held for it. Returns whether there were any."""
+        """Advances to the next shape, and frees the resources that were held for that next shape. Returns whether any
+        resources were held for it.
+        """
         self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1
         return self._free(self._turn - 1, node_table)
 
     def hold(self, node_table: NodeTable, rows: Sequence[int], fits: Floats) -> None:
-        """Holds resources for pending shapes on each of the nodes `rows`. `fits` has, for each shape, the number of
-        members whose resources are held on one node.
+        """Holds resources for pending shapes on each of the nodes `rows`. `fits[i]` is the number of members of shape i
+        for which resources are held on each node.
         """
         for at in np.flatnonzero(fits).tolist():
             members = int(fits[at])
@@ -84,12 +86,12 @@ class PendingDemand:
         return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """Returns two arrays about each offering in `rows`: the value of a node's remaining resources to the pending
-        shapes, and the number of members of each shape that these resources would hold.
+        """Computes the resources that remain on a node of each offering in `rows`, and their value to the pending
+        shapes. A node of the offering `rows[i]` first gets `members[i]` members with the resources `need`. `left` is,
+        for each shape, the number of members that are still to be placed.
 
-        A node of the offering `rows[i]` first gets `members[i]` members with the resources `need`, and the rest of the
-        node remains. `left` has, for each shape, the number of members that are still to be placed. The value is in
-        micro-dollars an hour.
+        Returns two arrays. The first is the value of the remaining resources to the pending shapes, in micro-dollars
+        an hour. The second is the number of members of each shape that would fit into the remaining resources.
         """
         need_R = self._table.vector(round_up_gpu_share(need))
         free_PR = self._table.totals_PR[rows] - members[:, None] * need_R

@@ -32,11 +32,11 @@ def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """Undoes `constrain` for a lease's shape: returns the shape as it was before it was restricted to a market.
+    """Undoes `constrain` for a lease's shape. Returns the shape as it was before `constrain` restricted it to a market.
     `shapes` are the shapes in the job's spec.
 
-    If the job's shapes allow every market, the result is not restricted to a market either, because a lease may change
-    its market.
+    If the job's shapes allow every market, the result is not restricted to a market either, because a lease may
+    change its market.
     """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]
@@ -44,8 +44,8 @@ def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """Returns the job's shapes restricted to `market`. The result is empty if the lease's shape already allows that
-    market.
+    """Returns those of the job's `shapes` that allow `market`, each restricted to `market`. The result is empty if
+    `shape`, the shape of the job's lease, already allows `market`.
     """
     return () if _allows(shape, market) else tuple(_in_market(each, market) for each in shapes if _allows(each, market))
 

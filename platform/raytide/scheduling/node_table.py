@@ -34,8 +34,9 @@ Need = tuple[tuple[int, float], ...]
 class NodeTable:
     """The free resources and labels of nodes as arrays, one row for each node.
 
-    `scale` has, for each resource, the largest amount on any one node. `scale` makes a free GPU comparable with a free
-    CPU. `usual` lists the usual resources of a member, with the frequency of each.
+    `scale` maps each resource to its largest amount on any one node. Amounts are divided by `scale`, so that a free
+    GPU and a free CPU can be compared. `usual` lists the most frequent resource requests of members. Each request
+    comes with its share of the members.
     """
 
     def __init__(self, scale: Resources, usual: Sequence[tuple[Resources, float]] = ()) -> None:
@@ -192,7 +193,7 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """Returns, for each row, whether the resources `amounts[row]` are free there."""
+        """Returns, for each row, whether the row's node has the resources `amounts[row]` free."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]

@@ -126,8 +126,8 @@ class OfferingTable:
         return total
 
     def member_price(self, offering: Offering, fit: int, shape: Shape) -> float:
-        """Returns the price in micro-dollars an hour of one member of this shape. The price is a share of the node's
-        price plus the cost of moving the member's data.
+        """Returns the price of one member of this shape, in micro-dollars an hour. The price is the member's share of
+        the node's price, plus the cost of moving the member's data.
 
         `fit` is the number of members that the node holds.
         """
@@ -265,8 +265,8 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """Returns the number of members of this shape that would fit on all nodes that can be bought. Each node type is
-        bought in its best zone.
+        """Returns how many members of this shape would fit on all nodes that can be bought. Counts each node type only
+        in the zone in which most members would fit.
         """
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))

@@ -1,7 +1,7 @@
 """Searches for a placement of members: on existing nodes first, then on the cheapest nodes that can be bought. The
 search reserves nothing.
 
-It compares the costs of `offerings.py`, which include the risk of losing spot nodes.
+The search compares the costs of `offerings.py`, which include the risk of losing spot nodes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if a launch of only `pace` of the new nodes would place fewer than `needed` members."""
+        """Returns True if launching only `pace` of the new nodes would place fewer than `needed` members."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -188,8 +188,9 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option, unless its zone already has more than half of the endpoint's members. In that case
-    it returns an option that costs little more, from the zone with the fewest members.
+    """Returns the cheapest option. If the zone of the cheapest option already has more than half of the endpoint's
+    members, chooses among the options that cost at most a little more, and returns the one whose zone has the fewest
+    members.
 
     An option is a tuple that begins with its cost and ends with an index. `zone` returns the zone of an index.
     """
@@ -261,7 +262,8 @@ def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
     """Returns the largest amount of each resource on any one node.
 
-    The amount is infinite for resources that no node type has. Free amounts of such resources then do not count.
+    The amount is infinite for resources that no node type has. A free amount that is divided by the infinite amount
+    therefore counts as zero.
     """
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
@@ -271,8 +273,9 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 def usual_shapes(
     leases: Iterable[Lease], jobs: Iterable[Job], endpoints: Iterable[EndpointView]
 ) -> list[tuple[Resources, float]]:
-    """Returns the resource requests that are most frequent among members with GPUs. Each request has its share: the
-    fraction of members that make it, among the members of all returned requests. Running and waiting members count.
+    """Returns the most frequent resource requests of members with GPUs, each with its share. The share is the number of
+    members that make this request, divided by the number of members that make any of the returned requests. Running and
+    waiting members count.
     """
     counted: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in leases:

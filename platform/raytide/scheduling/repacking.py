@@ -1,7 +1,8 @@
-"""Corrects a greedy plan. It drops new nodes whose members fit elsewhere, and replaces new nodes by cheaper ones.
+"""Corrects a greedy plan of purchases: drops new nodes whose members fit elsewhere, and replaces new nodes by cheaper
+ones.
 
-The greedy plan places shapes one after another, each in the way that is best for it alone. Nothing has been bought yet,
-so a correction costs nothing. Members that were spread over zones stay in their zones.
+The greedy plan places shapes one after another, each in the way that is best for it alone. Nothing has been bought
+yet, so a correction costs nothing. Members that were spread over zones stay in their zones.
 """
 
 from __future__ import annotations

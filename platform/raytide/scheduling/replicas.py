@@ -43,7 +43,7 @@ def replica_throughputs(view: EndpointView) -> Throughputs:
 
 
 def published_members(view: EndpointView) -> int:
-    """Returns the number of members of all replicas that the endpoint should have."""
+    """Returns the endpoint's target number of replicas, multiplied by the number of members of a replica."""
     return view.endpoint.target_replicas * view.endpoint.spec.members
 
 
@@ -60,11 +60,11 @@ def released_nodes(snapshot: Snapshot) -> frozenset[str]:
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Returns the number of members of the endpoint's replicas that still need a node.
+    """Returns the number of replica members for which the endpoint still needs nodes.
 
-    Members on draining nodes are included, because Ray Serve moves a replica with all its members. If there is no fresh
-    report, only members that Ray itself cannot place are counted. A restarted controller thus does not buy nodes for
-    replicas that already run.
+    Members on draining nodes are included, because Ray Serve moves a replica with all its members. If there is no
+    fresh report, only members that Ray itself cannot place are counted. A restarted controller thus does not buy
+    nodes for replicas that already run.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0

@@ -1,8 +1,8 @@
 """Reserves nodes for replicas that do not fit. Otherwise smaller jobs could starve a replica by taking every slot that
 becomes free.
 
-The nodes on which the fewest resources are missing for the replica take no new work. As their running work ends, the
-missing resources become free. Replicas of other endpoints may still use these nodes.
+The reserved nodes are those that lack the fewest resources for the replica. They take no new work. As their running
+work ends, the missing resources become free. Replicas of other endpoints may still use these nodes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _EPS = 1e-6
 
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
-    """Returns the snapshot with reserved nodes for the first unplaced replica of each endpoint. Endpoints whose policy
-    chooses their nodes get none.
+    """Returns the snapshot with nodes reserved for the first unplaced replica of each endpoint. An endpoint gets no
+    reserved nodes if its own policy chooses the nodes.
     """
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
@@ -46,9 +46,7 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
 
 
 def missing_members(room: SchedulingState, view: EndpointView) -> int:
-    """Returns the number of members of the endpoint's replicas that fit nowhere, not even on nodes that can be
-    bought.
-    """
+    """Returns the number of replica members of the endpoint that fit nowhere, not even on nodes that can be bought."""
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
 

@@ -1,5 +1,5 @@
-"""The resources that the fleet can still provide. The queue uses this state to start jobs, and the planner to place
-them."""
+"""The resources that the fleet can still provide. The queue uses this state to start jobs, and the planner uses it to
+place the jobs."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class Client:
     ) -> TrainRun:
         """Submits a training, which survives the loss of gang members.
 
-        Keywords for resources replace the spec's `gang`. `pip` replaces the spec's packages, and `image` its container
-        image.
+        Keywords for resources replace the spec's `gang`. `pip` replaces the spec's packages, and `image` replaces
+        the spec's container image.
         """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         if pip or image is not None:
@@ -261,7 +261,8 @@ class Client:
     def gang(self, *, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
         """Opens a context that holds leased nodes for any Ray code in this process. The gang is a job in the queue.
 
-        The lease ends with the context. It also ends ten seconds after this process last polled the lease.
+        The lease ends with the context. The lease also ends once ten seconds have passed without a poll from this
+        process.
         """
         with self.submit_gang(options, timeout_s) as gang:
             yield gang
@@ -292,7 +293,9 @@ class Client:
         return scaling(lambda: self.submit_gang(named, timeout_s), self.client, workers, dict(shape.resources))
 
     def submit_gang(self, options: GangOptions | NodeOptions, timeout_s: float) -> Gang:
-        """Queues a gang and returns it. Entering its context waits for the lease, at most `timeout_s` seconds."""
+        """Queues a gang and returns it. A `with` block over the gang begins by waiting for the gang's lease, for at
+        most `timeout_s` seconds.
+        """
         from raytide.actors.gang import Gang
 
         job, gang = job_and_gang(options)
@@ -341,9 +344,10 @@ def client_task(
 
 
 def connect(cluster: str | None = None) -> Client:
-    """Returns a client of the cluster `cluster` on this machine, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
+    """Returns a client of a cluster. If `cluster` is None and the variables RAYTIDE_API and RAYTIDE_TOKEN are set, the
+    client connects to the address in RAYTIDE_API. Otherwise it connects to the cluster named `cluster` on this machine.
 
-    It also works in drivers of `ray job submit`, which run on the head node.
+    `connect` also works in drivers of `ray job submit`, which run on the head node.
     """
     return Client(ApiClient.find(cluster))
 
@@ -351,7 +355,7 @@ def connect(cluster: str | None = None) -> Client:
 def local(config: str | Path | None = None, *, name: str = "local") -> Client:
     """Starts a cluster on this machine and returns its client.
 
-    The cluster ends with the `with` block, with `.close()`, or with this process.
+    The cluster ends when the client's `with` block ends, when its `close` is called, or when this process ends.
     """
     from raytide.control.bootstrap.local import down, up
     from raytide.core.io.process import Process

@@ -1,4 +1,5 @@
-"""Live views of jobs and endpoints: with rich on a terminal, in place in a notebook, and nothing elsewhere.
+"""Live views of jobs and endpoints. On a terminal, rich draws them. In a notebook, they are updated in place.
+Elsewhere, nothing is shown.
 
 Notebooks are recognised in the same way as by `tqdm.auto`. On a terminal, views are written to standard error.
 """
@@ -119,7 +120,7 @@ def is_notebook() -> bool:
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Returns a text that draws the values as a line of blocks. The last, smallest and largest value follow."""
+    """Draws the values as a line of blocks. Appends the last value and the range (smallest to largest)."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

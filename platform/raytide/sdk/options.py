@@ -89,8 +89,8 @@ _SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "gpu_memory_gb", "to
 def job_and_gang(
     options: GangOptions | NodeOptions | JobOptions,
 ) -> tuple[dict[str, object], dict[str, object] | None]:
-    """Splits options into the fields of a JobSpec and the fields of a GangSpec. The latter is None if no resources are
-    given.
+    """Splits options into the fields of a JobSpec and the fields of a GangSpec. The second result is None if no
+    resources are given.
 
     Options that are None are left out, so that the defaults apply.
     """

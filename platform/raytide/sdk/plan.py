@@ -45,8 +45,8 @@ class PlanReport:
 
     @property
     def best(self) -> TrainingPlan:
-        """The best plan. If no plan fits, it raises CapacityError with the cheapest change that would make the nearest
-        plan fit.
+        """The best plan. Raises CapacityError if no plan fits. The error states the cheapest change that would make the
+        nearest plan fit.
         """
         if self.search.plans:
             return self.search.plans[0]
@@ -54,7 +54,7 @@ class PlanReport:
 
     @property
     def miss(self) -> str:
-        """The reason why the plan that comes nearest does not fit. Empty if a plan fits."""
+        """The reason why even the closest plan does not fit. Empty if a plan fits."""
         if self.search.plans or not self.search.misses:
             return "" if self.search.plans else "no node type has GPUs that the planner knows."
         found = self._misfit()
@@ -62,7 +62,7 @@ class PlanReport:
 
     @property
     def fix(self) -> str:
-        """The cheapest change that would make the nearest plan fit."""
+        """The cheapest change that would make a plan fit. The change is for the plan that comes closest to fitting."""
         found = self._misfit() if self.search.misses else None
         if found is not None and found.fixes:
             return f"{found.fixes[0].describe()}."

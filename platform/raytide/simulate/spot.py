@@ -1,6 +1,7 @@
 """Recorded spot markets: how many nodes of one kind were available in one zone, tick by tick.
 
-A file is a JSON object from a trace's key to its fields. The counts are run-length encoded as [count, ticks] pairs.
+A file is a JSON object that maps each trace's key to the trace's fields. The node counts are run-length encoded as
+[count, ticks] pairs.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def select(
 ) -> tuple[SpotTrace, ...]:
     """Returns the traces whose key contains `collection`, one trace per zone, in the order of `zones`.
 
-    All of them have the same seconds per tick. Raises DataError for a missing zone or collection, and for an ambiguous
-    choice.
+    All returned traces have the same seconds per tick. Raises DataError if the collection or a zone has no matching
+    trace, if a zone has several matching traces, or if the traces differ in their seconds per tick.
     """
     found = [
         trace

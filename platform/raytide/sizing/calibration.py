@@ -1,5 +1,5 @@
-"""Corrects the planner by measured runs. It learns two factors for each kind of device: one on compute time (the pace),
-and one on the memory of activations.
+"""Corrects the planner's estimates with measured runs. Learns two factors for each kind of device: one on compute time
+(the pace), and one on the memory of activations.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Corrections:
 
 
 def learn(runs: Iterable[MeasuredRun]) -> Corrections:
-    """Returns, for each kind of device, the median of the correction factors of its runs.
+    """Returns the learned factors: for each kind of device, the median pace and the median memory factor of its runs.
 
-    The pace is the factor on compute time with which the predicted step time equals the measured one. Collectives and
-    other parts of the step time do not depend on the pace. Runs with implausible factors are left out.
+    The pace of a run is the factor on compute time that makes the predicted step time equal to the measured one.
+    Collectives and other parts of the step time do not depend on the pace. Implausible factors are left out.
     """
     paces: dict[str, list[float]] = defaultdict(list)
     scales: dict[str, list[float]] = defaultdict(list)
@@ -67,8 +67,8 @@ def learn(runs: Iterable[MeasuredRun]) -> Corrections:
 
 
 def solve_pace(run: MeasuredRun) -> float | None:
-    """Returns the pace with which the predicted step time equals the measured one. Returns None if there is no such
-    pace from 0.2 to 20.
+    """Returns the pace that makes the predicted step time equal to the measured one. Returns None if no pace between
+    0.2 and 20 does so.
     """
 
     def predicted(pace: float) -> float:

@@ -1,5 +1,5 @@
-"""Accelerators and the links between them: figures from the vendors' data sheets, and the share of them that real runs
-reach.
+"""Accelerators and the links between them: the figures of the vendors' data sheets, and the shares of the peak FLOP/s
+that real runs reach.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def with_figures(device: Accelerator, figures: Mapping[str, float]) -> Accelerat
     """Returns the device with the figures that `raytide bench node` measured: matrix products, memory, and the
     all-reduce between members.
 
-    A measured rate of matrix products already includes their efficiency. Their efficiency is therefore set to 1.
+    A measured rate of matrix products already includes the device's efficiency for matrix products. This efficiency
+    is therefore set to 1.
     """
     changes: dict[str, float] = {}
     if fp32 := figures.get("gemm_float32_flops"):

@@ -78,7 +78,8 @@ class ModelShape:
     def matrix_parameters(self) -> int:
         """The number of weights in the matrices by which a token is multiplied.
 
-        Embedding, norms and biases do not count. Of the experts, only those that the token uses count.
+        Embedding, norms and biases do not count. In a mixture of experts, only the experts that the token uses
+        count.
         """
         attention = 2 * self.width * (self.attention_width + self.kv_width)
         sparse = len(self.sparse_layers)

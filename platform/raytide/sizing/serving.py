@@ -1,9 +1,9 @@
 """Estimates the speed of one replica of a served model by a roofline model, and the number of replicas that a request
 rate and an SLO need.
 
-The estimate is a first guess of what fits and of the size of a fleet. Measured speeds replace it
-(`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for time to first token. The module
-also refuses specs whose replicas cannot fit into the memory of any GPU.
+The estimates are first guesses of whether a replica fits, and of how many replicas are needed. Measured speeds later
+replace the estimated speeds (`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for
+time to first token. The module also refuses specs whose replicas cannot fit into the memory of any GPU.
 """
 
 from __future__ import annotations
@@ -160,8 +160,9 @@ def plan_replicas(
 ) -> ReplicaPlan | None:
     """Returns the number of replicas that the load needs, and the speed of one replica. Each replica has `gpus` GPUs.
 
-    Returns None if the model does not fit on these GPUs, or if an idle replica already misses the SLO. A replica does
-    not decode while it prefills. A request therefore costs the time of its prefill plus its share of the decode slots.
+    Returns None if the model does not fit on these GPUs, or if an idle replica already misses the SLO. A replica
+    does not decode while it prefills. A request therefore takes two amounts of the replica's time: its prefill time,
+    and its decode time divided by the number of slots.
     """
     room = kv_room(model, device, gpus)
     context = load.prompt_tokens + load.output_tokens
@@ -225,8 +226,8 @@ def _most_slots(
 
 
 def check_memory(spec: ServeSpec, weight_bytes: int, node_types: Sequence[NodeType]) -> ServeSpec:
-    """Returns the spec restricted to the node types whose GPUs can hold a replica. Raises CapacityError if no node type
-    can.
+    """Returns the spec restricted to the node types whose GPUs can hold a replica. Raises CapacityError if there is no
+    such node type.
 
     `weight_bytes` is the size of the model's files. GPUs of unknown memory are assumed to be large enough. A replica
     without GPUs is checked only if it declares `memory`.

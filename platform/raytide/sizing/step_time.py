@@ -1,8 +1,8 @@
 """Predicts the time of a training step, split into the model's own arithmetic and each additional cost.
 
-Compute follows a roofline model. Matrix products and attention run at a share of the device's peak, and everything else
-at its memory bandwidth. Collectives follow the alpha-beta model with ring algorithms: T = alpha * hops + bytes /
-bandwidth. The part of a collective that overlaps with compute does not count.
+Compute follows a roofline model. Matrix products and attention run at a share of the device's peak. All other
+operations run at the device's memory bandwidth. Collectives follow the alpha-beta model with ring algorithms: T =
+alpha * hops + bytes / bandwidth. The part of a collective that overlaps with compute does not count.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class StepTime:
 
 
 def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
-    """Returns the pipeline's idle time divided by its ideal time: (p-1) / (v m), for p ranks with v stages each and m
+    """Returns the pipeline's idle time divided by its ideal time: (p-1) / (v m), for p ranks, v stages per rank, and m
     micro-batches (Narayanan et al. 2021).
     """
     return (ranks - 1) / (stages * microbatches)

@@ -56,7 +56,8 @@ def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
     """Returns the key of a stage, a SHA-256 in hex. All stages that this stage needs must be done. `code` is the digest
     of a script stage's files.
 
-    A script may have side effects. Its key therefore covers its name and the stages in its `needs` as well.
+    A script may have side effects. The key of a script stage therefore also covers the stage's name and the stages
+    in its `needs`.
     """
     stage = flow.stages[name]
 
@@ -99,10 +100,11 @@ def save_record(flow: FlowSpec, key: str, record: StageRecord) -> None:
 
 
 def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
-    """Returns the digest of a stage's result. The keys of later stages contain it.
+    """Returns the digest of a stage's result. The keys of later stages contain this digest.
 
-    For a dataset it is the digest of the shards and the tokenizer. If the dataset is rebuilt with the same bytes, the
-    stages that use it therefore do not run again. For any other result it is the stage's key.
+    For a dataset, the result's digest is the digest of the shards and the tokenizer. If the dataset is rebuilt with
+    the same bytes, the stages that use the dataset therefore do not run again. For any other result, the digest is
+    the stage's key.
     """
     if kind != "data":
         return key
@@ -112,7 +114,7 @@ def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
 
 
 def digest_of_code(package: bytes, patterns: Iterable[str]) -> str:
-    """Returns the digest of the files in a packed working directory whose names match one of the patterns."""
+    """Returns the digest of those files in a packed working directory whose names match one of the patterns."""
     chosen, files = tuple(patterns), []
     with zipfile.ZipFile(BytesIO(package)) as archive:
         for entry in sorted(archive.infolist(), key=lambda each: each.filename):

@@ -185,8 +185,8 @@ class FlowDriver:
 
 
 def main() -> int:
-    """Runs the flow in the environment variable RAYTIDE_FLOW and returns the exit code. SIGTERM ends the run after the
-    current tick.
+    """Runs the flow whose spec is in the environment variable RAYTIDE_FLOW, and returns the exit code. SIGTERM ends the
+    run after the current tick.
     """
     flow = FlowSpec.parse(json.loads(environment("FLOW") or "{}"), where="RAYTIDE_FLOW")
     try:

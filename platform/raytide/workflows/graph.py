@@ -34,10 +34,11 @@ def needs_of(stage: StageSpec) -> tuple[str, ...]:
 def order_of(flow: FlowSpec) -> tuple[str, ...]:
     """Returns the stages in an order in which every stage comes after the stages that it needs.
 
-    First come the stages that need none, then those that need only these, and so on. Each of these groups keeps the
-    order of the file.
+    The stages that need no other stage come first. Next come the stages that need only stages of this first group,
+    and so on. Each group keeps the order of the file.
 
-    Raises ConfigError for a cycle, which the error names, and for a reference to something that does not exist.
+    Raises ConfigError if stages need each other in a cycle, or if a stage refers to something that does not exist.
+    The message names the cycle or the reference.
     """
     for name, stage in flow.stages.items():
         _check_references(flow, name, stage)

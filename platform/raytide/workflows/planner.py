@@ -92,8 +92,8 @@ def _of_waiting(flow: FlowSpec, state: FlowState, name: str, now_s: float) -> St
 
 
 def root_reason(state: FlowState, name: str) -> str:
-    """Returns the original reason why a stage failed or was skipped. The names of the stages that passed the reason on
-    are removed.
+    """Returns the original reason why a stage failed or was skipped. A reason that came from another stage has a prefix
+    that names this other stage. The prefix is removed.
     """
     reason = state.stages[name].reason
     first, _, rest = reason.partition(": ")
@@ -158,8 +158,8 @@ def conclusion(name: str, stage: StageSpec, trials: tuple[TrialState, ...]) -> S
 
 
 def past_trials(trials: tuple[TrialState, ...]) -> tuple[PastTrial, ...]:
-    """Returns the trials from which the sampler learns, in the order of their numbers. These are the trials with
-    a known value that ran to the end or were ended early.
+    """Returns the trials from which the sampler learns, in the order of their numbers. These are the trials that ran to
+    the end and those that were ended early. A trial whose value is not known is left out.
     """
     past = []
     for trial in trials:

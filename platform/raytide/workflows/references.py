@@ -99,8 +99,8 @@ def references_in(value: object) -> Iterator[Reference]:
 def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
     """Returns the spec with every reference replaced by `lookup(reference)`.
 
-    A text that consists of a single reference becomes the value itself, for instance a number. In a longer text the
-    value is inserted as text.
+    A text that consists of a single reference becomes the looked-up value itself, for instance a number. In a longer
+    text, the looked-up value is inserted as text.
     """
     if isinstance(value, str):
         found = list(references_in(value))
@@ -115,7 +115,9 @@ def resolved(value: object, lookup: Callable[[Reference], object]) -> object:
 
 
 def with_value(spec: Mapping[str, object], path: str, value: object) -> dict[str, object]:
-    """Returns the spec with the field at a dotted path set to a value. Missing mappings on the path are created."""
+    """Returns a copy of the spec in which the field at the dotted path `path` has the value `value`. Missing mappings
+    on the path are created.
+    """
     first, _, rest = path.partition(".")
     if not rest:
         return {**spec, first: value}

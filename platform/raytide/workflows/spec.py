@@ -100,7 +100,9 @@ class StageSpec(Config):
 
 
 class ScheduleSpec(Config):
-    """The schedule by which a workflow runs repeatedly until it is stopped."""
+    """The conditions under which a workflow runs again: at scheduled times, or after a change of its input data. The
+    workflow repeats until it is stopped.
+    """
 
     cron: Annotated[str, Field(max_length=200)] = ""
     """A cron expression of five fields (minute, hour, day, month, weekday) in UTC: `0 3 * * *`."""

@@ -2,9 +2,10 @@
 returned states.
 
 A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. A failed stage that has retries left is
-`waiting` again. Each attempt has a number that is unique within the cycle, and the key of its submission contains this
-number. The number is stored before the submission. If the driver is killed in between, the same attempt is therefore
-submitted again, which returns the same job.
+`waiting` again. Each attempt has a number that is unique within the flow's present cycle (a scheduled flow has many
+cycles), and the key of its submission contains this number. The number is stored before the submission. If a driver
+is killed after the number is stored, it therefore submits the same attempt again after its restart, and the API
+returns the same job.
 """
 
 from __future__ import annotations
@@ -131,9 +132,10 @@ def next_cycle(state: FlowState, because: str, inputs: str) -> FlowState:
 
 
 def resumed(state: FlowState, driver: str) -> FlowState:
-    """Returns the state for a new driver job. Failed and skipped stages wait again, and finished stages stay done.
+    """Returns the state for a new driver job. Failed and skipped stages are set back to waiting. Finished stages stay
+    done.
 
-    Failed trials of a sweep run again. All other trials stay as they are.
+    Failed trials of a sweep run once more. All other trials stay as they are.
     """
     stages = {}
     for name, stage in state.stages.items():
@@ -195,8 +197,8 @@ def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, rea
 
 
 def metric_of(state: FlowState) -> Callable[[str, str], float]:
-    """Returns a function that maps the names of a stage and a metric to the metric's value. It raises KeyError for an
-    unknown metric.
+    """Returns a function that maps the names of a stage and a metric to the metric's value. The returned function
+    raises KeyError for an unknown metric.
     """
 
     def find(stage: str, name: str) -> float:

@@ -50,8 +50,8 @@ class StageView(ShownAsHtml):
 
 
 def as_progress(flow: FlowSpec, state: FlowState) -> dict[str, str]:
-    """Returns the progress that a driver reports. It contains `stage`, a short text for tables of jobs, and one text
-    for each stage, which `views_of` parses.
+    """Returns the progress that a driver reports. The key `stage` has a short text for tables of jobs. There is also
+    one key for each stage of the flow, with a text that `views_of` parses.
 
     The more stages there are, the shorter the texts, because a job's progress is limited to 16 KiB.
     """

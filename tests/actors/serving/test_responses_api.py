@@ -76,6 +76,15 @@ def test_a_call_is_an_item_of_its_own(caller: OpenAI, stream: bool) -> None:
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("left", [0, len('lo"}}</tool_call>')])
+def test_only_the_item_that_is_cut_is_incomplete(caller: OpenAI, stream: bool, left: int) -> None:
+    ask: Any = {"model": "fake", "input": "?", "tools": [TOOL], "max_output_tokens": len(CALL) - left}
+    answer = streamed(caller, **ask)[1] if stream else caller.responses.create(**ask)
+    assert answer.status == "incomplete"
+    assert [item.status for item in answer.output] == ["completed", "incomplete" if left else "completed"]
+
+
 def test_a_call_that_is_cut_before_its_name_is_no_item(caller: OpenAI) -> None:
     ends_in_name = len(CALL) + CALL.index("weather")
     answer = caller.responses.create(model="fake", input="?", tools=[TOOL], max_output_tokens=ends_in_name)

@@ -425,6 +425,13 @@ def test_a_replica_that_outlasts_the_loss_of_all_spot_is_bought_on_demand_where_
     assert values[0.9].standby == 0 < values[0.9999].standby < values[0.9999].spot
 
 
+def test_a_standby_takes_the_place_of_spot_where_no_more_replicas_are_allowed() -> None:
+    memory = ReplicaValueModel.from_goal(goal("a", max_replicas=8))
+    memory.spot.count, memory.standby.count = 7, 2
+    value = memory.value(ReclaimHazard())
+    assert (value.spot, value.standby) == (8, 2)
+
+
 def standing_by(nodes: Sequence[FleetNode], most_ondemand: int | None = None) -> FleetPlan:
     worth = ReplicaValue(4, 2, 0.0, (9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4, standby=1)
     pools = (ReplicaPool("a", 1.0, True), ReplicaPool(ONDEMAND, 3.0, False, most=most_ondemand))

@@ -175,7 +175,12 @@ class DeadlyPart:
 def test_the_task_that_ran_is_blamed_when_those_behind_it_are_lost_with_its_worker(
     ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    beside = set()
+
     def last_of_all(refs: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        for worker in runner._workers:
+            if any(item.crashes for item in worker.running.values()):
+                beside.add(len(worker.running))
         ready, rest = wait(refs, num_returns=len(refs), timeout=60)
         return ready[-1:], [*ready[:-1], *rest]
 
@@ -188,6 +193,7 @@ def test_the_task_that_ran_is_blamed_when_those_behind_it_are_lost_with_its_work
                 list(runner.map(DeadlyPart(), map(Part, range(6))))
         finally:
             runner.close()
+    assert beside == {1}, "a result that was not sent yet when the next task ended the worker would be blamed"
 
 
 def test_cleaning_on_a_gang_gives_the_bytes_that_one_process_gives(

@@ -173,12 +173,12 @@ class EngineCore:
         return salt_of(self.weights.version, adapter, cache_salt)
 
     def salt_again(self) -> None:
-        """Renews the salts of all requests after a change of weights."""
+        """Renews the salts of all requests. Call it after a change of weights."""
         for answer, sample in self._samples.values():
             sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
 
     def check_room(self, seqs: Items[Sequence]) -> None:
-        """Raises ConflictError if a request id is in use, OverloadedError if the queue is full."""
+        """Raises ConflictError if a request id is in use. Raises OverloadedError if the queue is full."""
         for seq in seqs:
             if seq.seq_id in self._samples:
                 raise ConflictError(
@@ -287,7 +287,9 @@ class EngineCore:
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
-        """Returns a sequence's adapter as `name@content-hash`, equal in all engines. None means the base model."""
+        """Returns a sequence's adapter as `name@content-hash`. All engines use the same text for the same adapter. None
+        means the base model.
+        """
         return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
 
     def uses_lora(self, name: str) -> bool:

@@ -32,9 +32,9 @@ class Prepared:
 
 
 class InputProcessor:
-    """Checks requests and turns them into sequences.
+    """Checks requests against the model's limits, and turns the requests into sequences.
 
-    It holds the model's limits. Requests without a seed get consecutive seeds.
+    Requests without a seed get consecutive seeds.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class InputProcessor:
         return list(prompt)
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """Returns the tokenized bad words of a request, or None if it has none. It prepares the request's stop strings
-        as well. Thread-safe.
+        """Returns the tokenized bad words of a request, or None if the request has no bad words. Also prepares the
+        request's stop strings. Thread-safe.
         """
         prepare_stops(params)
         if not params.bad_words:
@@ -93,9 +93,9 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """Returns one sequence for each sample of a request. If the request has a seed, sample i is drawn with
-        the seed `seed + i`. It thus has the same tokens as the only sample of a request with the seed `seed + i`. In a
-        resumed request, each sequence has the tokens so far, and a finish reason if its sample has ended.
+        """Returns one sequence for each sample of a request. If the request has a seed, sample i uses the seed `seed +
+        i`, and gets the same tokens as a request for one sample with the seed `seed + i`. In a resumed request, each
+        sequence has the tokens so far. If a sample has already ended, its sequence also has a finish reason.
 
         If `prepared` is None, this call prepares the grammar, bad words and images itself.
         """

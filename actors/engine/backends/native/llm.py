@@ -114,7 +114,7 @@ class LLM:
         return self._pool(prompts, lambda: PooledPrompt(pooling))
 
     def classify(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """Returns the logits of the labels for each prompt, by the model's classification head."""
+        """Returns, for each prompt, the logits of the labels from the model's classification head."""
         if not self.info.num_labels:
             raise UsageError(f"{self.info.model} has no classification head.", hint="Use embed() for vectors.")
         return self._pool(prompts, lambda: PooledPrompt("last", classify=True))

@@ -132,8 +132,9 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """Returns how many of a prompt's first tokens need no computation. These are the tokens in the prefix cache and, if
-    reading is cheaper than computing, the next tokens on disk. The prompt's last token is always computed.
+    """Returns the number of tokens at the start of a prompt that need no computation. These are the tokens in the
+    prefix cache and, if reading is cheaper than computing, the next tokens on disk. The prompt's last token is always
+    computed.
     """
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
@@ -145,8 +146,8 @@ def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_
 
 
 def export_kv(core: EngineCore, request_id: str) -> KvHandle:
-    """Ends a request in this engine and returns its KV, with which another engine can continue the request. Raises
-    NotFoundError for an unknown request, ConflictError for a request of several samples.
+    """Ends a request in this engine and returns the request's KV. Another engine can continue the request with this KV.
+    Raises NotFoundError for an unknown request, and ConflictError for a request with several samples.
     """
     answer = core.request_state(request_id)
     if len(answer.samples) > 1:
@@ -166,8 +167,8 @@ def import_kv(
     """Continues a request that another engine exported. If there is no room for the request's KV now, if the engine
     sleeps, or if the export has no KV, the request waits in the queue and this engine computes the KV again.
 
-    Raises the same errors as `EngineCore.add`. Raises UsageError for another request than the exported one,
-    ConflictError for KV of another model, version or layout.
+    Raises the same errors as `EngineCore.add`. Raises UsageError if `request` is not the exported request, and
+    ConflictError if the KV is from another model, version or layout.
     """
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)

@@ -21,7 +21,7 @@ class RequestFailure:
 
     @classmethod
     def of(cls, request_id: str, error: Exception) -> RequestFailure:
-        """Returns the failure of a request. An error that raytide did not raise itself is wrapped in EngineError."""
+        """Returns the failure of a request. An error that is not a RaytideError is wrapped in EngineError."""
         if isinstance(error, RaytideError):
             return cls(request_id, error)
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
@@ -110,7 +110,7 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """True once all samples have ended by themselves. An abort does not set it."""
+        """True once all samples have ended by themselves. An abort does not make it True."""
         return self._open == 0
 
     def emit(self, sample: SampleState, run: Items[Sampled], text: str, now_s: float) -> list[GenChunk]:

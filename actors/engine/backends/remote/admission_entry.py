@@ -45,7 +45,7 @@ class AdmissionEntry:
         return len(self.request.prompt) + 1 + self.tokens
 
     def remainder(self) -> GenRequest:
-        """Returns a request for the rest of the answer. Before the first token, that is the whole answer."""
+        """Returns a request for the rest of the answer. Before the first token, the rest is the whole answer."""
         return replace(self.progress.resumed(), gave_way=self.gave_way)
 
     @property

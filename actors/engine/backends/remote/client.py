@@ -98,10 +98,11 @@ class RemoteEngine(Engine):
     ) -> AsyncIterator[GenChunk]:
         """Streams the output of a request.
 
-        `prefix` describes the prompt's prefix, which the engine will have in its cache. The engine's process sends
-        `prefix` to all other clients, whose `on_prefix` callbacks get it. `prefill_at` has the host, port, secret and
-        name of another process, from which the engine fetches the prompt's KV. `new_tokens` is the number of prompt
-        tokens that are probably not cached. The engine's status reports the sum of `new_tokens` over its requests.
+        `prefix` describes the prompt's prefix, which the engine will have in its cache after the prefill. The
+        engine's process sends `prefix` to all other clients, whose `on_prefix` callbacks get it. `prefill_at` has
+        the host, port, secret and name of another process, from which the engine fetches the prompt's KV.
+        `new_tokens` is the number of prompt tokens that are probably not cached. The engine's status reports the sum
+        of `new_tokens` over its requests.
         """
         return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 
@@ -133,8 +134,8 @@ class RemoteEngine(Engine):
         return list(await self._call("chat_prompt", turns, wire.pack_tools(tools), *others))
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the text of a token. Only tokens for which log probabilities were received are known. For any other
-        token, returns b"".
+        """Returns the bytes of a token's text. The bytes are known only if a log probability of the token was received
+        before. Returns b"" for any other token.
         """
         return self._token_texts.get(token, b"")
 

@@ -1,11 +1,12 @@
 """Orders waiting requests so that as many first tokens as possible are in time.
 
-Requests that can still be in time go first, the earliest due time first. Late requests go after them, because serving
-late requests first would only make more requests late. Every twentieth start is reserved for a late request, so that no
-request waits for ever. Requests without a due time keep the order of their arrival.
+Requests that can still be in time go first, the earliest due time first. Late requests go after them, because
+serving late requests first would only make more requests late. Every twentieth start is reserved for a late request,
+so that no request waits for ever. Requests without a due time keep the order of their arrival.
 
-Assume one server, and the same time allowance for every request. If a request would be in time with service in order of
-arrival, the request is in time here as well, since only requests that are due earlier go before it.
+With one server and the same time allowance for every request, each request that would be in time under
+first-come-first-served is in time here as well. The reason is that only requests with an earlier due time go before
+such a request.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class DeadlineQueue(Generic[T]):
             heappush(self._waiting, (due_s, self._pushed, due_s - needs_s, request))
 
     def head(self, now_s: float = -math.inf) -> T:
-        """Returns the request that would start at `now_s`. Raises IndexError if none waits."""
+        """Returns the request that would start next at the time `now_s`. Raises IndexError if no request waits."""
         waiting, late = self._waiting, self._late
         while waiting and waiting[0][2] < now_s:
             late.append(heappop(waiting)[3])
@@ -60,7 +61,9 @@ class DeadlineQueue(Generic[T]):
         return waiting[0][3]
 
     def pop(self, now_s: float = -math.inf) -> T:
-        """Removes and returns the request that starts at `now_s`. Raises IndexError if none waits."""
+        """Removes and returns the next request to start, as of the time `now_s`. Raises IndexError if no request
+        waits.
+        """
         request = self.head(now_s)
         if self._late and self._late[0] is request:
             self._passed_over = 0

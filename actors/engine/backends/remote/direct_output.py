@@ -70,8 +70,8 @@ class DirectOutput:
             stream.is_begin = True
 
     def give(self, request_id: str) -> None:
-        """Counts a chunk that the event loop will write, but that never passed through the engine's thread. Call it
-        only when no output of the request is pending in the engine.
+        """Counts a chunk that never passed through the engine's thread and that the event loop will write. Call it only
+        when no output of the request is pending in the engine.
         """
         if (stream := self._streams.get(request_id)) is not None:
             stream.given += 1
@@ -88,8 +88,8 @@ class DirectOutput:
                 yield stream.sent.popleft()
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Takes the outputs of a step, and sends each output that may go directly, in one message for each connection.
-        Returns the outputs that were not sent, which go to the event loop. Runs on the engine's thread.
+        """Takes the outputs of a step, and sends those that may go directly to the clients. Each connection gets one
+        message. Returns the outputs that were not sent, which go to the event loop. Runs on the engine's thread.
         """
         rest: list[Any] = []
         direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)

@@ -46,7 +46,7 @@ class _Team:
 
 
 class Generator(Protocol):
-    """The methods of an engine that the admission calls."""
+    """The two engine methods that the admission calls."""
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]: ...
 
@@ -132,8 +132,8 @@ class FairAdmission:
         return True
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests and waits until all others have ended. After `timeout_s` seconds, the requests that
-        still wait in the queue are refused.
+        """Refuses new requests and waits until all earlier requests have ended. After `timeout_s` seconds, the requests
+        that still wait in the queue are refused.
         """
         self._is_draining = True
         with suppress(TimeoutError):

@@ -81,11 +81,13 @@ class HandoverEngine:
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
     def assign(self, request_id: str, peer: PrefillPeer) -> None:
-        """Assigns a request to a peer. When the request comes to `generate`, the peer computes its prompt."""
+        """Assigns a request to a peer. Once the request is passed to `generate`, the peer computes the KV of the
+        prompt.
+        """
         self._assigned[request_id] = peer
 
     def forget(self, request_id: str) -> None:
-        """Removes the assignment of a request, if `generate` has not used it."""
+        """Removes the peer that was assigned to a request, unless `generate` has used the assignment already."""
         self._assigned.pop(request_id, None)
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:

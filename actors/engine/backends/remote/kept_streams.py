@@ -50,8 +50,9 @@ class KeptStreams:
     async def generate(
         self, request: GenRequest, waited_s: float, is_lost: Callable[[], bool]
     ) -> AsyncGenerator[GenChunk]:
-        """Streams a request. If a stream with the request's key exists, yields that stream from its beginning. A stream
-        that has become too long for a second reader is stopped instead, and the request is computed from the start.
+        """Streams the answer to a request. If a stream with the request's key exists, yields that stream from its
+        beginning. If that stream has become too long to be read from its beginning, stops it and computes the request
+        again.
 
         When the last reader leaves on purpose, the request is aborted. When the last reader's connection was lost
         (`is_lost()`), the request continues.

@@ -1,4 +1,4 @@
-"""Counts an engine's requests and the times of their first tokens, for raytide's controller."""
+"""Counts an engine's requests and measures their times to the first token, for raytide's controller."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class LoadCounters:
             self._late += 1
 
     def load(self, stats: EngineStats) -> dict[str, float]:
-        """Returns the engine's load and the totals. The keys are the field names of `ReplicaLoad` and `Counters` in
-        `raytide.core.objects.endpoint_load`.
+        """Returns the engine's present load, and the totals counted so far. The keys are the field names of
+        `ReplicaLoad` and `Counters` in `raytide.core.objects.endpoint_load`.
         """
         for request in self._unanswered:
             self._count_if_late(request, is_refused=False)
@@ -74,8 +74,8 @@ class LoadCounters:
 
 
 class TrackedRequest:
-    """Measures one request's time to the first chunk, and reports it to the counters. As a context, it counts a request
-    that leaves without any chunk as ended. An OverloadedError counts as a refusal.
+    """Measures one request's time to the first chunk, and reports it to the counters. As a context manager, it counts
+    the request as ended if no chunk came before the exit. An exit with an OverloadedError counts as a refusal.
     """
 
     def __init__(self, counters: LoadCounters, began_s: float, new_tokens: int) -> None:

@@ -66,7 +66,7 @@ class SharedStream:
             await waiter
 
     async def stop(self) -> None:
-        """Ends a stream that is not complete. The source is closed when this returns."""
+        """Ends a stream that is not complete. The source is closed when this call returns."""
         if self.task is not None and not self.is_complete:
             self.task.cancel()
             await asyncio.wait({self.task})

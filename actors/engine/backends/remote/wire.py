@@ -187,7 +187,9 @@ def unpack_tools(packed: str) -> list[dict[str, Any]]:
 
 
 def pack_options(options: PromptOptions) -> str:
-    """Returns a prompt's options as JSON text. The options may have numbers beyond 64 bits, which msgpack lacks."""
+    """Returns a prompt's options as JSON text. JSON is used because the options may have numbers of more than 64 bits,
+    which msgpack cannot represent.
+    """
     return json.dumps({"template_kwargs": options.template_kwargs, "ending": options.ending})
 
 

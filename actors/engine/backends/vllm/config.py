@@ -26,8 +26,8 @@ _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "wor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One of the `size` nodes that compute an engine together. This node has the number `rank` and the address
-    `own_host`. Node 0 listens at `host` and `port`. All nodes use `seed` if the engine's options have no seed.
+    """One of the `size` nodes that run one engine together. This node has the number `rank` and the address `own_host`.
+    Node 0 listens at `host` and `port`. All nodes use `seed` if the engine's options have no seed.
     """
 
     size: int
@@ -38,7 +38,7 @@ class Span:
     seed: int
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the engine arguments with which vLLM's processes on all nodes find each other, without Ray."""
+        """Returns the engine arguments that let vLLM's processes on all nodes find each other without Ray."""
         return {
             "nnodes": self.size,
             "node_rank": self.rank,
@@ -72,8 +72,9 @@ def engine_arguments(
     config: VllmConfig, known: Collection[str], is_cpu: bool, span: Span | None = None
 ) -> dict[str, Any]:
     """Returns the arguments for vLLM's AsyncEngineArgs. `known` are the parameters of the installed AsyncEngineArgs.
-    `span` describes this node if several nodes compute the model. Raises ConfigError if `known` lacks an argument of
-    the options, or one that raytide needs.
+    `span` describes this node if several nodes compute the model.
+
+    Raises ConfigError if `known` lacks an argument that the user's options set, or one that raytide needs.
     """
     unknown = sorted(config.vllm.keys() - set(known))
     if unknown:

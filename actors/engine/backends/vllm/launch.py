@@ -92,8 +92,8 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Stops vLLM's process and blocks until it has ended. vLLM's own cleanup, which may take many seconds, is cut
-        off after 1 s if this vLLM has a timeout for it.
+        """Stops vLLM's process and blocks until it has ended. vLLM's own cleanup may take many seconds. If the
+        installed vLLM accepts a timeout for its shutdown, the cleanup is cut off after 1 s.
         """
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)
@@ -104,8 +104,9 @@ class VllmCore:
 def launch(config: VllmConfig, launcher: LocalMembers | None = None, size: int = 1) -> VllmCore:
     """Starts vLLM and returns it. Blocks while the model loads.
 
-    If `launcher` is set, `size` nodes compute the model. This node waits for the others at an address that the launcher
-    sends them. Raises ConfigError for problems that the user can fix, else EngineError.
+    If `launcher` is set, `size` nodes run the model together. The launcher sends an address of this node to the
+    other nodes, and this node waits there for their connections. Raises ConfigError for problems that the user can
+    fix, and EngineError for all other problems.
     """
     import torch
 
@@ -133,7 +134,7 @@ def launch(config: VllmConfig, launcher: LocalMembers | None = None, size: int =
 
 
 def engine_args(config: VllmConfig, modules: Mapping[str, Any], span: Span | None = None) -> Any:
-    """Returns vLLM's AsyncEngineArgs. `span` describes this node if several nodes compute the engine. All nodes need
+    """Returns vLLM's AsyncEngineArgs. If the engine runs on several nodes, `span` describes this node. All nodes need
     the same arguments, except for rank and address.
     """
     platform = modules["platforms"].current_platform

@@ -43,7 +43,7 @@ class SampleOutput:
             check_progress(self._request, self.index, is_over=self._stops.stopped)
 
     def take(self, output: Any) -> GenChunk:
-        """Returns the chunk for an output of vLLM with one or more new tokens."""
+        """Returns the chunk for one output of vLLM. The output has one or more new tokens."""
         part = output.outputs[0]
         tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
         text = ""

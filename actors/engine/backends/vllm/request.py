@@ -150,7 +150,8 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:
     """Translates vLLM's log probabilities at one position. `entry` maps token ids to vLLM's log probabilities and
-    ranks. It contains the chosen token `token` and the most likely tokens, of which the result has `count`.
+    ranks. It contains the chosen token, `token`, and the most likely tokens. The result contains the chosen token and
+    the `count` most likely tokens.
     """
     best = sorted((each.rank, token_id, each.logprob) for token_id, each in entry.items() if each.rank <= count)
     chosen = entry[token]

@@ -1,5 +1,5 @@
-"""Checks torchvision, torchaudio and torchcodec, which vLLM requires. CUDA builds of these packages next to a CPU build
-of torch break vLLM and transformers.
+"""Checks torchvision, torchaudio and torchcodec, which vLLM requires. If torch is a CPU build, CUDA builds of these
+packages break vLLM and transformers.
 """
 
 from __future__ import annotations

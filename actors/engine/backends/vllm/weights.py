@@ -1,5 +1,5 @@
-"""Replaces the weights of a running vLLM in place. Its workers read another directory, and vLLM computes the KV of
-running requests again.
+"""Replaces the weights of a running vLLM in place. vLLM's workers read another directory, and vLLM then computes the KV
+of running requests again.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ replaced sooner than that.
 
 
 def open_store(host: str) -> TCPStore:
-    """Opens the rendezvous store of a group on a free port of `host`. It listens on no other address, and lives as long
-    as the returned object.
+    """Opens the rendezvous store of a group on a free port of `host`. The store listens on no other address, and lives
+    as long as the returned object.
     """
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
@@ -94,8 +94,8 @@ class Collectives:
         return total
 
     def gather_vocabulary(self, own_RV: Tensor, arch: Architecture) -> Tensor:
-        """Returns logits. On the leader, they have the columns of all members of the first stage. On other members,
-        they have only the member's own columns.
+        """Returns logits. On the leader, the logits have the columns of all members of the first stage. On any other
+        member, the logits have only this member's columns.
         """
         shard, rows = self.shard, own_RV.shape[0]
         if not rows:
@@ -141,8 +141,8 @@ class Collectives:
         return self._receive(hidden_RN, last) if rows else hidden_RN
 
     def gather_bytes(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Sends this member's bytes to the leader. On the leader, returns the bytes of all members by rank; `sizes` are
-        their lengths. On other members, returns an empty list.
+        """Sends this member's bytes to the leader. On the leader, returns the bytes of all members by rank. `sizes` has
+        the number of bytes of each member. On other members, returns an empty list.
         """
         if self.shard.group_rank:
             self._send(own.to(self._device), 0)

@@ -1,5 +1,5 @@
 """A member process's part of the decoder. Each pipeline stage computes some of the layers. The members of a stage
-divide the heads and columns of its layers among them, and sum their results.
+divide the heads and columns of its layers among themselves, and sum their results.
 
 A stage sends two tensors to the next stage: the residual stream, and the tensor that must still be added to it. The
 addition is left to the next stage so that a pipeline computes the same bits as one process.

@@ -163,8 +163,8 @@ class GroupLeader:
         self._finish()
 
     def order(self, **command: Any) -> None:
-        """Sends a command to all members. The command is one keyword argument, such as `free=True`. Each member
-        executes its orders in turn.
+        """Sends a command to all members. The command is one keyword argument, such as `free=True`. Each member handles
+        its commands in the order in which they were sent.
         """
         if self.death is not None:
             raise self.death

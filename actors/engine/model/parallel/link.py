@@ -60,8 +60,8 @@ class MemberLink:
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str, rank: int) -> MemberLink:
-        """Connects to the leader and returns the link. Raises OSError if that fails, ValueError if the leader does not
-        know the secret.
+        """Connects to the leader and returns the link. Raises OSError if the connection fails, and ValueError if the
+        leader does not know the secret.
         """
         connection = socket.create_connection((host, port), _HANDSHAKE_S)
         _prepare(connection)
@@ -108,7 +108,7 @@ class MemberLink:
 
 def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
     """Starts a thread that waits until the other side of any of these sockets or pipes closes. The thread then calls
-    `ended` once, with the index of the closed one in `descriptors`.
+    `ended` once. The argument is the index in `descriptors` of the socket or pipe that closed.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -123,7 +123,7 @@ def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
 
 def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
     """Returns the inputs of a forward pass as an array of integers. Each adapter span becomes three integers: the
-    adapter's number, the span's first row and the row after its last.
+    adapter's number, the span's first row, and the row after the span's last row.
 
     `own_blocks` is 0 if the pass uses the engine's KV cache. Otherwise the pass uses a temporary cache of that many
     blocks.
@@ -143,8 +143,8 @@ def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
 
 
 class StepArrays:
-    """The inputs of a forward pass, unpacked from `pack_step` as tensors on a device. The adapter spans remain
-    integers.
+    """The inputs of a forward pass, unpacked from the result of `pack_step` into tensors on a device. The adapter spans
+    remain integers.
     """
 
     def __init__(self, packed: Ints, device: torch.device) -> None:

@@ -13,9 +13,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """The part of a linear module that one member has. If `by_input` is true, the module has `full` inputs, and
-    `ranges` has one range of them. Otherwise the module has `full` outputs, and `ranges` has one or more ranges of
-    them.
+    """One member's part of a linear module. If `by_input` is true, the module is cut by input: the whole module has
+    `full` inputs, and `ranges` has the member's one range of inputs. Otherwise the module is cut by output: the whole
+    module has `full` outputs, and `ranges` has the member's ranges of outputs, one or more.
     """
 
     full: int
@@ -52,8 +52,8 @@ class ModelShard:
         return range(*(edge * arch.num_layers // self.stages for edge in (self.stage, self.stage + 1)))
 
     def part(self, count: int) -> Range:
-        """Returns this member's share of `count` columns or rows: the first one, and the one after the last. The sizes
-        of any two members' shares differ by at most one.
+        """Returns this member's share of `count` columns or rows, as two indexes: the first column or row of the share,
+        and the one after the last. The sizes of any two members' shares differ by at most one.
         """
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
@@ -84,11 +84,11 @@ class ModelShard:
 
 
 def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, ModuleCut]:
-    """Returns the part that a member has of each linear module in a layer. The keys are the modules' paths in the
-    layer.
+    """Returns, for each linear module of a layer, the part of the module that a member holds. The keys are the modules'
+    paths in the layer.
 
-    Projections into heads and feed-forward columns are cut by output, and projections out of them by input (Shoeybi et
-    al. 2019). Members then exchange only two sums per layer.
+    Projections into heads and feed-forward columns are cut by output, and projections out of them by input (Shoeybi
+    et al. 2019). Members then exchange only two sums per layer.
     """
     dim = arch.head_dim
     heads = _scaled(shard.part(arch.num_heads), dim)

@@ -1,7 +1,7 @@
-"""Reads one member's part of a model's weights, as `shard.py` defines it.
+"""Reads one member's part of a model's weights. `shard.py` defines the parts.
 
-A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: from them, a
-member reads whole rows, even if it needs only some of a row's inputs.
+A member reads only its own part of the files, even for quantized modules. GGUF files are an exception: a member
+reads whole rows of them, even if the member needs only some of a row's inputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ShardedWeights:
         return name in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns this member's part of a tensor, which has the shape `shape`. Raises DataError if the shape of the
+        """Returns this member's part of a tensor. The part has the shape `shape`. Raises DataError if the shape of the
         whole tensor is wrong.
         """
         cut = self._cuts.get(name)
@@ -84,8 +84,8 @@ class ShardedWeights:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns this member's part of a quantized module, which has `rows` rows and `columns` columns. Returns None
-        if the module is not quantized. Raises ConfigError if the part would split a group of inputs.
+        """Returns this member's part of a quantized module. The part has `rows` rows and `columns` columns. Returns
+        None if the module is not quantized. Raises ConfigError if the part would split a group of inputs.
         """
         cut = self._modules.get(module)
         if cut is None:
@@ -165,7 +165,7 @@ class AdapterShard:
     """One member's part of LoRA adapters, which are cut in the same way as the modules. For a module that is cut by
     input, the products with A are summed over the members.
 
-    `arch` is the architecture of the member's part. `layers` are the layers of its stage.
+    `arch` is the architecture of the member's part. `layers` are the layers of the member's pipeline stage.
     """
 
     def __init__(self, arch: Architecture, group: Collectives) -> None:

@@ -61,8 +61,8 @@ class ImageProcessor:
             )
 
     def prepare(self, data: bytes, index: int = 0) -> PreparedImage:
-        """Returns an image's pixels. Raises UsageError if the data is not an image in one of the read formats, or if
-        the image is too large or too narrow.
+        """Returns an image's pixels. Raises UsageError if the data is not an image in a supported format, or if the
+        image is too large or too narrow.
         """
         pixels = self._scaled(self._resized(_decoded(data, f"image {index}")))
         return PreparedImage(pixels, blake2b(pixels.tobytes(), digest_size=16).digest())

@@ -1,1 +1,3 @@
-"""Speculative decoding: from which source next tokens are guessed, how many, and whether guessing pays at all."""
+"""Speculative decoding: the sources that guess the next tokens, the number of tokens to guess, and the decision whether
+guessing pays at all.
+"""

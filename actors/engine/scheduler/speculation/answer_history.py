@@ -1,8 +1,8 @@
-"""Earlier answers. If the last tokens of a new answer occur in an earlier answer, the tokens that follow there are a
-guess of how the new answer continues.
+"""Earlier answers. If the last tokens of a new answer occur in an earlier answer, the next tokens of the earlier answer
+are a guess of how the new answer continues.
 
-The answers are kept separately for each salt of the prefix cache. Otherwise a tenant could learn other tenants' answers
-from the speed of its own.
+The answers are kept separately for each salt of the prefix cache. Otherwise a tenant could learn other tenants'
+answers from the speed of its own answers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def cell_of(source: Source, length: int) -> int:
 
 
 class Acceptance:
-    """Counts guesses and right guesses, by their source and the length of their match. Older counts decay.
+    """Counts guesses and right guesses. There are separate counts for each source of guesses, and for each range of
+    lengths of the match that a guess comes from. Older counts decay.
 
     A guess is a single token. The next token shows whether the guess was right, so guesses count even if no step
-    verified them. The second token of a draft counts as a guess from a match that is longer by one, since it matters
-    only if the first token is right. The same holds for later tokens.
+    verified them. The second token of a draft matters only if the first token is right. The second token therefore
+    counts as a guess from a match that is longer by one. The same holds for later tokens.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Decides in each step how many tokens to guess for which sequences.
 
-A guess is verified if that lowers the expected time per token. The estimate uses the measured cost of a row and how
-often such guesses were right. Speculation therefore adapts to the model, the device, the load and the text, and stops
-by itself if guesses do not pay.
+A guess is verified if the verification lowers the expected time per token. This time is estimated from the measured
+cost of a row, and from the share of such guesses that were right. Speculation therefore adapts to the model, the
+device, the load and the text, and stops by itself if guesses do not pay.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class _Guesser:
 class Speculator:
     """Drafts tokens for decoding sequences, and counts drafts and right guesses by source.
 
-    `allowed(seq, draft)` returns a number of tokens: the grammar of the sequence allows this many tokens at the start
-    of the draft. The draft model, if there is one, guesses only for sequences that get no draft from a lookup.
+    `allowed(seq, draft)` returns how many tokens at the start of the draft the sequence's grammar allows. The draft
+    model, if there is one, guesses only for sequences that get no draft from a lookup.
     """
 
     def __init__(

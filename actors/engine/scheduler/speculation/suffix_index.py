@@ -20,8 +20,8 @@ _TRIGRAM = (1 << 3 * _BITS) - 1
 
 @dataclass(slots=True)
 class Match:
-    """An earlier occurrence of the end of a text: the text's last `length` tokens also stand before position `at` in
-    `tokens`. The tokens from `at` on are the guess of how the text continues.
+    """An earlier occurrence of the end of a text: the text's last `length` tokens also stand directly before position
+    `at` in `tokens`. The tokens from `at` on are taken as a guess of the text's next tokens.
     """
 
     tokens: list[int]
@@ -37,8 +37,8 @@ class Match:
         return True
 
     def draft(self, count: int) -> list[int]:
-        """Returns up to `count` tokens as a guess. If `tokens` ends before that, the guess repeats itself, as in
-        LZ77.
+        """Returns up to `count` tokens as a guess. If fewer than `count` tokens are left in `tokens`, the guess repeats
+        them, as in LZ77.
         """
         draft = self.tokens[self.at : self.at + count]
         if SEPARATOR in draft:
@@ -50,8 +50,8 @@ class Match:
 
 
 class SuffixIndex:
-    """An index of the trigrams in a list of tokens that grows at its end. The list's last token is left out, because no
-    token follows it that could be a guess.
+    """An index of the trigrams in a list of tokens that grows at its end. The list's last token is left out, because it
+    has no next token that could be a guess.
 
     An indexed token takes about 100 bytes and a third of a microsecond. Tokens before `start` are not indexed.
     """

@@ -1,1 +1,3 @@
-"""GGUF, llama.cpp's file format. One file has the weights in blocks, the architecture and the tokenizer."""
+"""GGUF, llama.cpp's file format. One file has the architecture, the tokenizer, and the weights, which are divided into
+blocks.
+"""

@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """Returns the family of a GGUF file. Raises ConfigError if it is not supported."""
+    """Returns the family of a GGUF file. Raises ConfigError if the file is not supported."""
     name = file.text("general.architecture")
     if name not in FAMILIES:
         raise ConfigError(
@@ -52,7 +52,9 @@ def family_of(file: GgufFile) -> GgufFamily:
 
 
 def gguf_config(file: GgufFile) -> dict[str, object]:
-    """Returns the fields of the equivalent `config.json`. `families.py` checks them like those of a directory."""
+    """Returns the fields that a `config.json` of the same model would have. `families.py` checks these fields like the
+    fields of a real `config.json`.
+    """
     family, name = family_of(file), file.text("general.architecture")
 
     def number(field: str, default: float | None = None) -> int | float:

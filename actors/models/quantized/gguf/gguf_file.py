@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file (versions 2 and 3, little endian): its fields, and the position of each tensor.
 
-A file may come from an unknown source. Every count is checked against the size of the file before memory is allocated
-for it. Texts are decoded only when they are requested.
+A file may come from an unknown source. Every count is checked against the size of the file before memory for the
+counted items is allocated. Texts are decoded only when they are requested.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class GgufFile:
         return name in self._fields
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Returns a field that is a text."""
+        """Returns the value of a text field. A missing field has the value `default`. Raises an error if the value is
+        not a text.
+        """
         value = self._fields.get(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, "a text")

@@ -56,8 +56,8 @@ _SPLITS: Mapping[str, Json] = {
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """Returns the tokenizer of a GGUF file as JSON. Raises ConfigError for a type of tokenizer that is not supported,
-    DataError if the file is damaged.
+    """Returns the tokenizer of a GGUF file as JSON. Raises ConfigError for a type of tokenizer that is not supported.
+    Raises DataError if the file is damaged.
     """
     kind, splits = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or splits not in _SPLITS:
@@ -109,7 +109,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> Json:
-    """Returns the fields of a `tokenizer_config.json`: special tokens and the chat template."""
+    """Returns a GGUF file's special tokens and chat template as the fields of a `tokenizer_config.json`."""
     tokens = file.texts("tokenizer.ggml.tokens")
     found: Json = {}
     for name in ("bos", "eos"):

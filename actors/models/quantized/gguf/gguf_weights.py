@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file under the names of Hugging Face directories."""
+"""Reads the weights of a GGUF file. Callers name the tensors as in Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_NAMED = 5
 
 
 class GgufWeights:
-    """A file's tensors, converted to a dtype and device. Implements `ModelWeights`."""
+    """The tensors of a GGUF file, converted to one dtype and moved to one device. Implements `ModelWeights`."""
 
     def __init__(self, file: GgufFile, dtype: torch.dtype, device: torch.device) -> None:
         self._file, self._dtype, self._device = file, dtype, device
@@ -58,8 +58,8 @@ class GgufWeights:
         return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns the block `where` of a tensor whose whole shape is `shape`. Reads whole rows from the file, even if
-        the block has only part of their columns.
+        """Returns the part of a tensor that the slices `where` select. `shape` is the shape of the whole tensor. Reads
+        whole rows from the file, even if the part has only some of their columns.
         """
         rows, *others = where
         return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()

@@ -1,4 +1,4 @@
-"""The bodies of answers of OpenAI's HTTP API, field for field as the official client types them."""
+"""The bodies of answers of OpenAI's HTTP API, with the same fields and types as in OpenAI's own client library."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def _delta(piece: Piece) -> Delta:
 
 
 def usage_of(choices: Iterable[ChoiceState]) -> Usage:
-    """Returns the usage summed over the prompts. A prompt with several choices counts once, as OpenAI bills it."""
+    """Returns the usage summed over the prompts. A prompt with several choices counts once, as in OpenAI's bills."""
     prompts = [choice.usage for choice in choices if choice.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in prompts)

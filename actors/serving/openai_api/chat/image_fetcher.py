@@ -1,8 +1,8 @@
 """Fetches the images to which requests link by URL. Only hosts that the endpoint allows are contacted.
 
-A host's name is resolved once, and all addresses of the host must be public. The connection goes to one of the checked
-addresses. This stops names that resolve to an internal address, even if the name changes between check and connection.
-Redirects are not followed.
+A host's name is resolved once, and all addresses of the host must be public. The connection goes to one of the
+checked addresses. A request therefore cannot reach an internal address, even if the name resolves to another address
+after the check. Redirects are not followed.
 """
 
 from __future__ import annotations

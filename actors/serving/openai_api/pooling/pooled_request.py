@@ -28,8 +28,8 @@ class PooledRequest(TruncationFields):
 async def compute(
     server: Server, caller: RequestCaller, prompts: Sequence[list[int]], work: Work, *, param: str
 ) -> tuple[Vectors, int]:
-    """Returns the vectors of the prompts, and the number of prompt tokens. `work` is the method of the engine that
-    computes the vectors. Raises ApiError if there are too many tokens or the caller is not admitted.
+    """Returns the vectors of the prompts, and the number of prompt tokens. `work` is the engine's method that computes
+    the vectors. Raises ApiError if there are too many tokens or the caller is not admitted.
     """
     tokens = sum(map(len, prompts))
     if tokens > MAX_EMBEDDING_TOKENS:

@@ -1,7 +1,8 @@
 """The routes /v1/score and /v1/rerank: how well texts match a query, in the formats that vLLM, Jina and Cohere share.
 
-A model with a classification head reads both texts at once (a cross-encoder). Any other model embeds each text, and the
-score is the cosine of the two vectors (a bi-encoder). The answer's field `method` names the one that was used.
+A model with a classification head reads both texts at once (a cross-encoder). Any other model embeds each text, and
+the score is the cosine of the two vectors (a bi-encoder). The answer's field `method` says which method computed the
+scores.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class MessagesError(BaseModel):
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Returns whether a request belongs to Anthropic's API. The path decides. For paths that both OpenAI's and
-    Anthropic's API have, the header `anthropic-version` decides, which only Anthropic's clients send.
+    """Returns whether a request belongs to Anthropic's API. The path decides. Some paths exist in both OpenAI's and
+    Anthropic's API. For these paths, the header `anthropic-version` decides, because only Anthropic's clients send it.
     """
     path: str = scope["path"]
     if path == _PATH or path.startswith(f"{_PATH}/"):

@@ -117,10 +117,11 @@ class MessagesRequest(PromptRequest):
 
 
 def chat_request(request: PromptRequest) -> ChatRequest:
-    """Returns the request as a chat request. Raises ApiError (400) for a field that cannot be honoured, and names the
-    field.
+    """Returns the request as a chat request. Raises ApiError (400), which names the field, for a field that cannot be
+    honoured.
 
-    Also raises pydantic's ValidationError, which has the chat's field names. `in_messages` translates these names.
+    Also raises pydantic's ValidationError. Its errors use the field names of the chat request, which `in_messages`
+    translates.
     """
     _refuse_unknown(request)
     fields = _prompt_fields(request)

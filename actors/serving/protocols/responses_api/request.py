@@ -84,7 +84,7 @@ class ResponsesRequest(BaseModel):
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Returns the request as a chat request. Raises ApiError (400) for a field that cannot be honoured, and names the
+    """Returns the request as a chat request. Raises ApiError (400) if a field cannot be honoured. The error names the
     field.
 
     Also raises pydantic's ValidationError, which has the chat's field names. `in_responses` translates these names.

@@ -23,8 +23,8 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOwner:
-    """The owner of a response: its team, and the account of the key that requested it. The account is empty if there
-    was no key.
+    """The owner of a response: the team, and the account of the key with which the response was requested. The account
+    is empty if there was no key.
     """
 
     team: str
@@ -44,8 +44,8 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Item]:
-        """The input and output items of the conversation up to this response. The prompt of a following response begins
-        with them.
+        """The input and output items of the conversation up to this response. The prompt of a later response that
+        continues the conversation begins with these items.
         """
         return [*self.input, *self.response["output"]]
 
@@ -111,8 +111,8 @@ class MemoryResponses:
 
 
 def input_items(given: str | Sequence[Item]) -> list[Item]:
-    """Returns a request's input as items in the form that clients list. Each item has a type and an id, and the content
-    of messages is a list of parts.
+    """Returns a request's input as a list of items, as the API shows them to clients. Each item has a type and an id,
+    and the content of messages is a list of parts.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]

@@ -40,15 +40,15 @@ class ResponsesWriter:
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Item:
         (choice,) = choices
+        self._is_cut = choice.finish_reason == "length"
         for piece in self._pieces(choice.text, choice.finish_reason):
             self._events_of(piece, [])
-        self._close([])
+        self._close([], self._last_status)
         if choice.logprobs:
             scored = chat_logprobs(choice.logprobs, bytes_of).model_dump()["content"]
             for item in self._items:
                 if item["type"] == "message":
                     item["content"][0]["logprobs"] = scored
-        self._is_cut = choice.finish_reason == "length"
         self.response = self._response(usage)
         return self.response
 
@@ -68,8 +68,8 @@ class ResponsesWriter:
 
     def closing(self, usage: Usage) -> bytes:
         out: list[bytes] = []
-        self._close(out)
-        kind = "response.incomplete" if self._is_cut else "response.completed"
+        self._close(out, self._last_status)
+        kind = f"response.{self._last_status}"
         self.response = self._response(usage)
         return b"".join([*out, self._event(kind, response=self.response)])
 
@@ -104,18 +104,25 @@ class ResponsesWriter:
         out.append(self._event(name, delta=text, content_index=0, **more, **self._place()))
 
     def _open(self, kind: str, prefix: str, fields: Item, out: list[bytes]) -> None:
-        self._close(out)
+        self._close(out, "completed")
         item = {"type": kind, "id": f"{prefix}_{uuid4().hex[:24]}", "status": "in_progress", **fields}
         self._items.append(item)
         out.append(self._event("response.output_item.added", item=item, output_index=len(self._items) - 1))
 
-    def _close(self, out: list[bytes]) -> None:
-        """Ends the open item, if there is one."""
+    @property
+    def _last_status(self) -> str:
+        """The status of the response, and of its last item: those before it are complete, also where it is cut."""
+        return "incomplete" if self._is_cut else "completed"
+
+    def _close(self, out: list[bytes], status: str) -> None:
+        """Ends the open item, if there is one, with this status."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
-        item["status"] = "incomplete" if self._is_cut else "completed"
+        item["status"] = status
         if item["type"] == "function_call":
+            if _is_json(item["arguments"]):  # the answer was cut behind the call
+                item["status"] = "completed"
             done = {"arguments": item["arguments"], "name": item["name"]}
             out.append(self._event("response.function_call_arguments.done", **done, **self._place()))
         else:
@@ -142,7 +149,7 @@ class ResponsesWriter:
             "id": self.id,
             "object": "response",
             "created_at": self._created_s,
-            "status": "incomplete" if self._is_cut else "completed",
+            "status": self._last_status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "instructions": asked.instructions,
@@ -180,3 +187,11 @@ def _usage(usage: Usage) -> Item:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.total_tokens,
     }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

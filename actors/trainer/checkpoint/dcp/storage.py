@@ -1,5 +1,5 @@
-"""DCP's file format over a CheckpointStorage. Torch's own readers can open the files. Files are hashed while they are
-written.
+"""Reads and writes DCP's file format in a CheckpointStorage. Torch's own readers can open the files. Files are hashed
+while they are written.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from raytide.core.errors import CheckpointError
 
 
 class SaveCancelled(BaseException):
-    """Raised when a save was cancelled. It derives from BaseException, so that no handler takes it for a storage
-    failure.
+    """Raised when a save was cancelled. It derives from BaseException, because a handler of Exception would treat it as
+    a storage failure.
     """
 
 
 class DcpWriter(FileSystemWriter):
-    """Writes a rank's files of a checkpoint into `folder` of a storage. `records` has the size and hash of each written
-    file. `raise_if_cancelled` is called before each write.
+    """Writes one rank's files of a checkpoint into the folder `folder` of a storage. `records` has the size and hash of
+    each written file. `raise_if_cancelled` is called before each write.
     """
 
     def __init__(self, store: CheckpointStorage, folder: str, raise_if_cancelled: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
-"""Assigns to each rank a peer that holds a copy of the rank's snapshot. Finds snapshots that are complete among the
-surviving copies.
+"""Assigns to each rank a peer that holds a copy of the rank's snapshot. After a loss of ranks, finds the newest
+snapshot that is complete in the copies that are left.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def count_elements(entries: Iterable[BufferEntry]) -> int:
 
 
 def latest_complete(all_copies: Sequence[SnapshotCopy]) -> SnapshotId | None:
-    """Returns the newest snapshot of which each element is in the memory of at least one rank. Returns None if there is
-    no such snapshot.
+    """Returns the newest complete snapshot, or None if there is none. In a complete snapshot, each element is in the
+    memory of at least one rank.
     """
     for snapshot in sorted({copy.snapshot for copy in all_copies}, reverse=True):
         copies = [copy for copy in all_copies if copy.snapshot == snapshot]

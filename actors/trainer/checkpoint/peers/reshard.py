@@ -1,5 +1,5 @@
 """Fills a new layout's shards from snapshot copies in the memory of several ranks. The ranks exchange data in rounds.
-In a round, a rank sends each other rank at most ROUND_BYTES, or one part that is larger.
+In a round, a rank sends at most ROUND_BYTES to each of the other ranks, or a single part if that part alone is larger.
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ class Average:
 class SnapshotCadence:
     """Decides when a snapshot is due. All ranks record the same measurements and reach the same decision.
 
-    The cost of a snapshot has two parts. One is the time that a step waits, for the copy and for an exchange that is
-    still running. The other is the time by which the background exchange slows down other steps.
+    The cost of a snapshot has two parts. The first part is the time for which a step waits: for the copy, and for an
+    earlier exchange that is still running. The second part is the time by which the background exchange slows down
+    other steps.
     """
 
     def __init__(self, every: int = FIRST) -> None:
@@ -162,7 +163,9 @@ class Snapshots:
         self._stall_s, self._is_beside = 0.0, False
 
     def join(self, group: ProcessGroup) -> None:
-        """Joins the process group of a generation and assigns to each rank the peer that holds the rank's copy."""
+        """Joins the process group of a generation. Assigns to each rank the peer that holds the copy of the rank's
+        state.
+        """
         self._group = group
         self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
         self.cadence = SnapshotCadence(every)
@@ -222,7 +225,9 @@ class Snapshots:
         self._task.wait()
 
     def close(self) -> None:
-        """Leaves the generation, healthy or not. Returns quickly and does not communicate."""
+        """Leaves the generation, even if its ranks can no longer communicate. Returns quickly and does not
+        communicate.
+        """
         self._group = self._exchange = None
         try:
             ended = self._task.wait(CLOSE_S)

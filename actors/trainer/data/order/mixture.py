@@ -43,8 +43,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSampler:
-    """Selects the rows of each step. The id of a row is its index in its source, plus the number of rows of all earlier
-    sources.
+    """Selects the rows of each step. The id of a row is the number of rows in all earlier sources, plus the row's index
+    in its own source.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class MixtureSampler:
         return out
 
     def counts(self, step: int) -> dict[str, int]:
-        """Returns the number of rows that each source has given before `step`."""
+        """Returns, for each source, the number of its rows that are used before `step`."""
         samples = step * self.global_batch
         phase = next(phase for phase in reversed(self.phases) if phase.first <= samples)
         drawn = _interleaving(phase.shares).counts(samples - phase.first)

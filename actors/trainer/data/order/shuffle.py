@@ -110,8 +110,8 @@ def balanced_rows(costs: Ids, ranks: int) -> list[Ids]:
 def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
     """Returns the image of each index under the permutation of [0, size) that `key` selects.
 
-    The permutation is a Feistel network over the next power of four. It is applied again to values outside the range
-    until they are inside.
+    The permutation is a Feistel network over the next power of four. A result outside of [0, size) is permuted again
+    until it lies inside.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)

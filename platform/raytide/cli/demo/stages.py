@@ -93,7 +93,7 @@ def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> No
 
 
 def calm(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
-    """Waits until the idle replicas and their nodes have scaled down to the minimum."""
+    """Waits until the endpoint has given up its idle replicas and their nodes, down to the minimum."""
     deadline = time.monotonic() + _STAGE_TIMEOUT_S
     while time.monotonic() < deadline:
         report.last_replicas = handle.refresh().status.ready_replicas

@@ -1,5 +1,5 @@
-"""The demo's live view. It has a line for each stage with its current activity. Without a terminal, it prints plain
-lines.
+"""The demo's live view. Each stage of the demo has a line, which shows the stage's current activity. Without a
+terminal, the view prints plain lines.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ def flows(
 
 
 def value_of(text: str) -> Value:
-    """Returns the value that YAML reads in a text: a number, a boolean, or the text itself."""
+    """Returns the value that results from parsing a text as YAML, if this is a number, a boolean or a string. Otherwise
+    returns the text itself.
+    """
     import yaml
 
     value = yaml.safe_load(text) if text else ""

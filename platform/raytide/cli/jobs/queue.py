@@ -37,7 +37,7 @@ def ps(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Print the table again whenever it changes.")] = False,
     json: Json = False,
 ) -> None:
-    """List jobs, with what each waits for and what it costs."""
+    """List jobs, and show for each job what it waits for and what it costs."""
     look = partial(ApiClient.find(cluster).jobs, limit=limit, active=active)
     views = look()
     _show(views, json)

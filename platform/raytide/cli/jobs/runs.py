@@ -46,7 +46,7 @@ def plot(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Plot the metrics of a training run over its steps, with its interruptions."""
+    """Plot a training run's metrics over its steps, and mark the interruptions of the run."""
     from raytide.dashboards.figures.style import check_format
     from raytide.dashboards.figures.training import picture
 
@@ -78,9 +78,9 @@ def checkpoint() -> None:
 
 @checkpoints.command()
 def verify(target: Target, json: Json = False) -> None:
-    """Read every byte of the checkpoints and compare it with their manifests.
+    """Read all bytes of the checkpoints and compare them with the checkpoints' manifests.
 
-    The exit code is 1 if a checkpoint is damaged or none is complete.
+    The exit code is 1 if any checkpoint is damaged, or if no checkpoint is complete.
     """
     from raytide.actors.trainer.checkpoint.verify import verify as read_all
 

@@ -112,12 +112,14 @@ def run(
 
 
 def end_with(job: Run, *, wait: bool, json: bool) -> None:
-    """Ends a command that has submitted a script. If asked to, follows the job and exits with 1 if the job failed."""
+    """Finishes a command that has submitted a script. With `wait`, follows the job and exits with 1 if the job
+    failed.
+    """
     finish(job, partial(_follow_script, job, quiet=json), wait=wait, json=json)
 
 
 def finish(job: Run, follow: Callable[[], None], how: str = "", *, wait: bool, json: bool) -> None:
-    """Follows a job if asked to, and exits with 1 if the job failed.
+    """Finishes a command that has submitted a job. With `wait`, calls `follow` and exits with 1 if the job failed.
 
     `how` is the text that tells the user how to follow the job later. By default it names `raytide logs -f`.
     """
@@ -145,7 +147,7 @@ data.command()(register)
 
 @data.callback()
 def datasets() -> None:
-    """Build datasets, and look at what they dropped."""
+    """Build datasets, and look at what the builds dropped."""
 
 
 @data.command()

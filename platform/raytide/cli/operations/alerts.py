@@ -31,7 +31,7 @@ def list_alerts(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """List the alerts that fire or are about to."""
+    """List the alerts that fire, and those that are about to fire."""
     found = ApiClient.find(cluster).call("GET", "/v1/alerts")
     shown = [alert for alert in found if ended or alert["state"] != "resolved"]
     as_list(shown, ("STATE", "SEVERITY", "ALERT", "LABELS", "SINCE", "ACTION", "SUMMARY"), _alert_row, json)
@@ -58,7 +58,7 @@ def history(
 
 @alerts.command()
 def probes(cluster: ClusterName = None, json: Json = False) -> None:
-    """Show for each probe if its last answer was correct, and how fast it was."""
+    """Show whether the last answer to each probe was correct, and how fast the answer was."""
     found = ApiClient.find(cluster).call("GET", "/v1/probes")
     as_list(found, ("ENDPOINT", "PROBE", "ANSWERED", "RIGHT", "SECONDS"), _probe_row, json)
 
@@ -94,14 +94,14 @@ def silence(
 
 @nodes.command("list")
 def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
-    """List the nodes, with those that are kept out of use."""
+    """List the nodes, including those that are kept out of use."""
     found = ApiClient.find(cluster).status().nodes
     as_list(found, ("NODE", "TYPE", "ZONE", "MARKET", "STATE", "QUARANTINED", "REASON"), _node_row, json)
 
 
 @nodes.command()
 def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Drain a node and keep its machine out of use, until `nodes release`.
+    """Drain a node, and keep its machine out of use until you run `nodes release`.
 
     NODE may also name one of your own machines in cluster.yaml. No new node is then started on that machine.
     """
@@ -110,10 +110,10 @@ def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, j
 
 @nodes.command()
 def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Lift the quarantine of a node or one of your own machines.
+    """Lift the quarantine of a node, which may run on one of your own machines.
 
-    The node itself is terminated, because Ray does not take a drained node back. A machine of your own can then be used
-    for a new node.
+    The node is still terminated, because Ray does not take a drained node back. If the node runs on a machine of
+    your own, that machine can then be used for a new node.
     """
     _order("release_node", node, reason, cluster, json)
 

@@ -54,7 +54,7 @@ def init(cluster: ClusterName = None, json: Json = False) -> None:
 
 @backups.command()
 def run(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -> None:
-    """Make a snapshot now, or copy the newest to the cold repository."""
+    """Make a snapshot now. With --cold, copy the newest snapshot to the cold repository instead."""
     from raytide.control.backup.run import back_up
     from raytide.control.backup.upkeep import copy_to_cold
 
@@ -140,7 +140,7 @@ def restore(
 
 @backups.command()
 def drill(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -> None:
-    """Restore the newest snapshot into a scratch folder, check it and measure it.
+    """Restore the newest snapshot into a scratch folder, check the restored state, and measure the time to restore.
 
     The exit code is 1 if anything is wrong.
     """
@@ -174,7 +174,9 @@ def forget(cluster: ClusterName = None, json: Json = False) -> None:
 
 
 def resume(cluster: ClusterName = None, json: Json = False) -> None:
-    """Let a restored controller act, after it has compared its records with the provider."""
+    """Let a restored controller act again. Before it acts, the controller corrects its records by the machines that the
+    provider lists.
+    """
     from raytide.control.client import ApiClient
 
     api = ApiClient.find(cluster)

@@ -31,7 +31,7 @@ _WIDTH = 110
 
 
 class EndpointFirst(TyperGroup):
-    """A command group that takes `bench chat` as `bench endpoint chat`."""
+    """A command group that runs `bench chat` as `bench endpoint chat`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help", "-h"):
@@ -49,7 +49,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def benchmarks() -> None:
-    """Load an endpoint or measure a node type."""
+    """Put load on an endpoint, or measure a node type."""
 
 
 @bench.command()
@@ -94,10 +94,11 @@ def endpoint(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Load an endpoint and measure its time to first token, inter-token latency, throughput, and goodput against its
-    SLO.
+    """Send requests to an endpoint and measure its time to first token, inter-token latency, throughput, and goodput
+    against its SLO.
 
-    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt ends the load and reports the results so far.
+    A key for the endpoint is taken from RAYTIDE_API_KEY. An interrupt stops the requests and reports the results so
+    far.
     """
     options: dict[str, Any] = {
         "api": "chat" if chat else "completions",
@@ -152,7 +153,8 @@ def node(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Measure a node type before it is used: memory, matrix products, all-reduce and disk, and its `speed`.
+    """Measure the memory, matrix products, all-reduce and disk of a node type before you use the type. With
+    --reference, also compute the type's `speed`.
 
     The measurement is a job of the queue. The job takes whole nodes and is charged for them.
     """

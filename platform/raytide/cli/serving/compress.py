@@ -1,4 +1,4 @@
-"""The command `compress`, which makes a model smaller by a recipe, on this machine or in a job of the queue."""
+"""The command `compress`, which follows a recipe to make a model smaller, on this machine or in a job of the queue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def compression(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file: model, steps, quality and out.")],
     json: Json = False,
 ) -> None:
-    """Make a model smaller by a recipe: prune, distil, quantise.
+    """Follow a recipe to make a model smaller: prune, distil, quantise.
 
-    After an interruption, run the command again to continue. The exit code is 1 if the model does not pass the recipe's
-    quality gate.
+    After an interruption, run the command again to continue. The exit code is 1 if the model does not pass the
+    recipe's quality gate.
     """
     from raytide.pipelines.compress.chain import compress
     from raytide.pipelines.compress.recipe import CompressRecipe

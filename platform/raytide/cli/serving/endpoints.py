@@ -1,4 +1,6 @@
-"""The commands `endpoint`, for an endpoint's revisions, rollouts and adapters, and for the starts of its replicas."""
+"""The subcommands of `endpoint`: an endpoint's revisions, rollouts and adapters, and the start-up times of its
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,10 @@ def history(
 def startup(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """Show how long each phase took in the starts of an endpoint's replicas.
+    """Show, for each replica of an endpoint, how long each phase of its start took.
 
-    A running phase shows its time so far. These are the phases of a start: wait for a node, wait for a Ray process on
-    the node, copy the model from the object store to the node, load the model, warm up the engine.
+    A running phase shows its time so far. These are the phases of a start: wait for a node, wait for a Ray process
+    on the node, copy the model from the object store to the node, load the model, warm up the engine.
     """
     startups = ApiClient.find(cluster).endpoint(name).startups
     if json:
@@ -81,7 +83,9 @@ def rollout(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the last rollout of an endpoint, with its state and the counts of both revisions, or end it."""
+    """Show the last rollout of an endpoint, with its state and the request counts of both revisions. With
+    --stop or --promote, end the rollout.
+    """
     if (stop and promote) or (why and not (stop or promote)):
         raise UsageError(
             "give one of --stop and --promote; --why explains it.", hint="`raytide endpoint rollout NAME`."

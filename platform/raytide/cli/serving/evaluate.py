@@ -1,5 +1,5 @@
-"""The command `eval`. It evaluates a model and its parent by a suite, which consists of held-out texts, tasks and a
-quality gate.
+"""The command `eval`, which evaluates a model and its parent with a suite. A suite consists of held-out texts, tasks
+and a quality gate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def evaluation(
     out: Annotated[Path | None, typer.Option(help="Write the results as JSON, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Evaluate a model by a suite, beside its parent.
+    """Evaluate a model and its parent with a suite, and show the results side by side.
 
     The exit code is 1 if the model does not pass the gate. A key for an endpoint is taken from RAYTIDE_API_KEY.
     """

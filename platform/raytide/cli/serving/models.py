@@ -102,8 +102,9 @@ def promote(
 ) -> None:
     """Point an alias of a model at a version.
 
-    The rule of --rule has bounds on the version's metrics and on their gains. It can also require a result of the last
-    A/B test of both versions. An endpoint that was started by the alias keeps its version until it is served again.
+    The rule that --rule names sets limits on the version's metrics, and on their gains over the version that the
+    alias names now. It can also require a result of the last A/B test between these two versions. An endpoint that
+    was started by the alias keeps its version until you serve the alias again.
     """
     models = _models(cluster)
     if remove:

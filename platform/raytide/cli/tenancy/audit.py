@@ -28,7 +28,7 @@ def list_entries(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """List entries of the log, newest first."""
+    """List entries of the audit log, newest first."""
     since_s = time.time() - seconds(since) if since else None
     which = {"actor": actor, "action": action, "object": subject, "since_s": since_s}
     entries = ApiClient.find(cluster).audit(before=before, limit=limit, **which)

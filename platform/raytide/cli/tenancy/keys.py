@@ -119,7 +119,7 @@ def usage(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the requests of the gateway: their tokens and cost, by key or otherwise."""
+    """Show the tokens and cost of the gateway's requests, summed by key or by another group."""
     client = ApiClient.find(cluster)
     since_s = time.time() - seconds(since) if since else None
     which = {"key": key_id, "team": team, "user": user, "model": model, "since_s": since_s}

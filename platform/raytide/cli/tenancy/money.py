@@ -37,7 +37,7 @@ budget = typer.Typer(rich_markup_mode=None, help="Show or change the budgets of 
 
 @quota.callback(invoke_without_command=True)
 def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """Shows the quota and usage of each team."""
+    """Show the quota and usage of each team."""
     if context.invoked_subcommand is not None:
         return
     teams = ApiClient.find(cluster).teams()
@@ -63,7 +63,9 @@ def set_quota(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Change a team's quota. Resources that are not named keep their quota and still follow cluster.yaml."""
+    """Change a team's quota. A resource that you do not name keeps its quota. If no earlier `quota set` named the
+    resource, its quota still follows cluster.yaml.
+    """
     changes: dict[str, object] = {} if weight is None else {"weight": weight}
     for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
         if given:
@@ -75,13 +77,13 @@ def set_quota(
 
 @quota.command("reset")
 def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
-    """Remove the changes of `quota set`, so that cluster.yaml applies again."""
+    """Remove the settings that `quota set` stored for a team. The settings in cluster.yaml then apply again."""
     _show_quota(team, ApiClient.find(cluster).change_team(team, **dict.fromkeys(_QUOTA)), json)
 
 
 @budget.callback(invoke_without_command=True)
 def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """Shows the budget and this month's cost of each team, and active jobs that have budgets of their own."""
+    """Show the budget and this month's cost of each team, and the active jobs that have budgets of their own."""
     if context.invoked_subcommand is not None:
         return
     client = ApiClient.find(cluster)
@@ -107,7 +109,9 @@ def set_budget(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Limit the cost of a team each month, or of a job in total or each month."""
+    """Limit the cost of a team or a job. A team's limit applies to each month. A job's limit applies to the whole job,
+    or to each month if the limit ends in `/month`.
+    """
     usd: float | None = None
     per: BudgetPer = "job"
     if limit != "none":
@@ -128,7 +132,7 @@ def set_budget(
 
 @budget.command("reset")
 def reset_budget(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
-    """Remove the changes of `budget set` for a team, so that cluster.yaml applies again."""
+    """Remove the limits that `budget set` stored for a team. The limits in cluster.yaml then apply again."""
     spec = ApiClient.find(cluster).change_team(team, budget=None)
     as_result(spec, f"{team} may spend what cluster.yaml says", json)
 
@@ -209,7 +213,7 @@ def cost(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the cost by job, endpoint and team, or grouped."""
+    """Show the cost by job, endpoint and team, or by the group that --by names."""
     client = ApiClient.find(cluster)
     if by is None and not (since or forecast or as_csv):
         _show_report(client.cost(), json)

@@ -34,11 +34,11 @@ def update_intervals(
     at_once: Collection[str] = (),
     pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
-    """Books the billing intervals of `nodes` that are due, up to `now_us`.
+    """Books those billing intervals of `nodes` that are due, up to `now_us`.
 
-    No node in `nodes` was GONE before this tick, so each interval is closed exactly once. Nodes held by jobs in
-    `at_once` are always due. `booked_after(node_id, time_us)` returns a node's ledger entries that end after a time.
-    `pending_mj` maps node ids to the energy in mJ that is not booked yet.
+    No node in `nodes` was GONE before this tick, so each interval is closed exactly once. The intervals of nodes
+    that jobs in `at_once` hold are always due. `booked_after(node_id, time_us)` returns a node's ledger entries that
+    end after a time. `pending_mj` maps node ids to the energy in mJ that is not booked yet.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []

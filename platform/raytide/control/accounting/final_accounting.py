@@ -78,8 +78,8 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
-    """Ends the records of a cluster whose processes are gone, and returns the final accounts. A repeated call changes
-    nothing more.
+    """Ends the records of a cluster whose processes are gone, and returns the final accounts. A second call changes
+    nothing.
     """
     records = store.load()
     by_id = {machine.node_id: machine for machine in machines}

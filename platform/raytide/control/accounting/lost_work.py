@@ -50,11 +50,11 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns a copy of the job that records a preemption with the causes `by`. If an earlier disruption explains the
-    loss of work, returns the job unchanged.
+    """Returns a copy of the job that records a preemption with the causes `by`. Returns the job unchanged if it
+    recently had a disruption and the driver has not reported the lost work yet.
 
-    A preempted gang saves its work first. Therefore a loss soon after a disruption is due to the disruption, unless the
-    driver has already reported the disruption's loss.
+    In that case the lost work is due to the disruption, because a preempted gang saves its work before it leaves its
+    nodes.
     """
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= CAUSE_WINDOW_S
     return job if is_struck and not _is_reported(job) else on_disruption(job, by, now_s)
@@ -75,9 +75,10 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
 def book_losses(
     jobs: Iterable[Job], new: Sequence[Entry], booked: Callable[[str, int], Sequence[Entry]], now_s: float
 ) -> Losses:
-    """Returns the jobs with their new losses counted, and the ledger entries for these losses.
+    """Returns the jobs with their newly reported lost time included, and the ledger entries for these new losses.
 
-    `new` are this tick's ledger entries. `booked(job_id, after_us)` returns earlier entries that end after `after_us`.
+    `new` are this tick's ledger entries. `booked(job_id, after_us)` returns earlier entries that end after
+    `after_us`.
     """
     settled, entries = list[Job](), list[Entry]()
     for job in jobs:

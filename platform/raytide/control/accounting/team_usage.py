@@ -59,9 +59,10 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
 
 
 def recent_usage(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
-    """Returns new values of the teams' recent usage, for teams whose value is due to be stored.
+    """Returns new values of the teams' recent usage, for those teams whose stored value is due for an update.
 
-    The new value is the stored value after decay, plus the GPU-seconds that the team's jobs have held since then.
+    The new value is the stored value after decay, plus the GPU-seconds of the team's jobs since the value was
+    stored.
     """
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()

@@ -133,8 +133,8 @@ class Tokens:
     async def caller(self, authorization: str | None) -> Caller:
         """Returns the caller that an Authorization header authenticates.
 
-        Raises AuthError if the token is not valid, and ClusterError if `tokens.json` has never been readable. The store
-        is read only for job tokens.
+        Raises AuthError if the token is not valid, and ClusterError if `tokens.json` has never been readable. Only a
+        job's token is checked against the store. For other tokens, the store is not read.
         """
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()

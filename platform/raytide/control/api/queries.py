@@ -1,8 +1,8 @@
 """The types of request paths, queries and bodies, with their bounds, and the thread pools for routes that block.
 
-Every route takes its input through these types. Therefore no number is infinite or beyond 64 bits, no name in a path or
-query contains control characters, no text in a body contains a NUL or half of a surrogate pair, and no body has more
-depth or values than a spec.
+Every route takes its input through these types. Therefore no number is infinite or beyond 64 bits, no name in a path
+or query contains control characters, no text in a body contains a NUL or half of a surrogate pair, and no body
+exceeds the depth or the number of values that a spec may have.
 """
 
 from __future__ import annotations

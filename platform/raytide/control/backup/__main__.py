@@ -31,8 +31,9 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 3600.0
 
 
 def run_due(place: BackupPlace, now_s: float) -> float:
-    """Runs the tasks that are due, and returns the seconds until the next run: at least one, at most an hour. A failure
-    is logged. It is also recorded, unless another backup, restore or drill of the cluster runs."""
+    """Runs the tasks that are due, and returns the seconds until the next run: between a second and an hour. A failure
+    is logged. It is also recorded, unless another backup, restore or drill of the cluster is running.
+    """
     due, _ = due_tasks(place.settings, read_results(place.work_dir), now_s)
     for task in due:
         try:

@@ -75,8 +75,9 @@ class _Named:
 
 
 def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
-    """Returns the folders and URLs that the copy `state` of the state store names, and the paths that the configuration
-    adds."""
+    """Returns the folders and URLs that the state store names, and the `paths` that the configuration adds. `state` is
+    a copy of the state store.
+    """
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
     named += [_Named("path", path, "metadata.raytide.backup.paths") for path in paths]
@@ -97,9 +98,10 @@ def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
 @contextmanager
 def pinned(contents: Contents) -> Iterator[Contents]:
     """Yields the contents with each checkpoint replaced by a folder of hard links to its files. The links keep the
-    files if the run removes the checkpoint during the backup. If a checkpoint was removed already, the run's newest one
-    takes its place; without one, the path becomes `missing`. If no links can be made, the checkpoint itself is
-    saved."""
+    files if the run removes the checkpoint during the backup. If a checkpoint was removed already, the run's newest
+    checkpoint takes its place. If the run has no checkpoint left, the path is added to `missing`. If no links can be
+    made, the checkpoint itself is saved.
+    """
     places = {Path(each.stored_as).parent / _PINNED for each in contents.folders if each.kind == "checkpoint"}
     try:
         folders = [_pin(each) if each.kind == "checkpoint" else each for each in contents.folders]
@@ -157,8 +159,9 @@ def _above(path: str) -> list[Path]:
 
 
 def is_there(folder: SavedFolder) -> bool:
-    """Returns whether a folder still exists after the backup; a dataset must also have the same manifest and all files.
-    The check is needed because restic skips files that disappear."""
+    """Returns whether a folder is still there after the backup. The folder must exist, and a dataset must have the same
+    manifest and all its files. The check is needed because restic skips files that disappear.
+    """
     path = Path(folder.stored_as)
     if folder.kind != "dataset":
         return path.exists()

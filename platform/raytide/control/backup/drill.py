@@ -107,9 +107,10 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
-    """Yields the problems of the restored state. It checks the ledger's sums, the audit log's hash chain, the specs of
-    jobs and the hold on the controller. It also checks that the controller could decide: it computes one decision from
-    the restored records."""
+    """Yields the problems of the restored state. Checks the ledger's sums, the audit log's hash chain, the specs of
+    jobs and the hold on the controller. To check that the controller could decide, computes one decision from the
+    restored records.
+    """
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         booked, kept = (
             c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)

@@ -59,8 +59,9 @@ class BackupSummary:
 
 
 def find_restic() -> str:
-    """Returns the path of the program restic. Searches the PATH, and then the folder into which `./dev setup` of a
-    checkout unpacks restic. Raises ConfigError if restic is in neither place."""
+    """Returns the path of the program restic. Searches the PATH first. Then searches the folder into which `./dev
+    setup` unpacks restic in a checkout. Raises ConfigError if restic is in neither place.
+    """
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     found = shutil.which("restic") or shutil.which("restic", path=unpacked)
     if found is None:
@@ -69,8 +70,11 @@ def find_restic() -> str:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Returns the variables of a file with lines NAME=VALUE. Raises ConfigError if the file cannot be read, belongs to
-    another user or may be read by others, and for any other line and a name that begins with RESTIC_."""
+    """Returns the variables of a file with lines NAME=VALUE. Empty lines and comments are skipped.
+
+    Raises ConfigError if the file cannot be read, belongs to another user, or may be read by others. Also raises
+    ConfigError if a line has another form, or if a name begins with RESTIC_.
+    """
     try:
         about, text = file.stat(), file.read_text()
     except OSError as error:
@@ -92,7 +96,8 @@ def read_environment(file: Path) -> dict[str, str]:
 class Repository:
     """A repository at a path or a URL that restic knows (`s3:...`, `sftp:...`), with the file of its password.
 
-    restic gets the URL and all secrets in its environment, never as arguments, which other users see.
+    restic gets the URL and all secrets in its environment, never as arguments, because other users can see the
+    arguments of a process.
     """
 
     url: str
@@ -196,14 +201,16 @@ class Repository:
         """Writes a snapshot's files below `target`, under their absolute paths. Returns restic's errors, which are
         empty if all files were restored.
 
-        All data is read from the repository, not from restic's cache. restic checks the data against its hashes.
+        All data is read from the repository, not from restic's cache. restic compares the data with the hashes in
+        the repository.
         """
         command = ["restore", snapshot, "--target", str(target), "--no-cache"]
         return _problems(self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S))
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
-        """Returns the problems of the repository's structure. If `part` is given, reads that part of the data as well,
-        and adds its problems. For this, the data is divided into `parts` parts, which are counted from 1."""
+        """Returns the problems of the repository's structure. With `part`, also reads one part of the data and returns
+        the problems of that part. The data is divided into `parts` parts, which are counted from 1.
+        """
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 

@@ -73,8 +73,10 @@ class Restored:
 
 
 def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest") -> RepositorySnapshot:
-    """Returns a cluster's snapshot with this id, or its newest snapshot. Without `cluster`, the snapshots of all
-    clusters are searched. Raises NotFoundError if none is found, or if those found belong to several clusters."""
+    """Returns a cluster's snapshot with this id. For the id `latest`, returns the cluster's newest snapshot. Without
+    `cluster`, the snapshots of all clusters are searched. Raises NotFoundError if no snapshot is found, or if the found
+    snapshots belong to several clusters.
+    """
     found = repository.snapshots(cluster)
     if id != "latest":
         found = tuple(each for each in found if each.id.startswith(id[:8]))
@@ -152,8 +154,8 @@ def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = N
     """Moves the unpacked files to their original paths. The result names the folders that were moved, and the problems.
 
     `state_url` replaces the URL of the state store in the restored configuration. Raises ConflictError if the run
-    folder or the state store contains a cluster. A second call continues where a killed restore stopped, unless the
-    state store was in place already: then it raises ConflictError, too.
+    folder or the state store contains a cluster. A second call continues where a killed restore stopped. However, if
+    the killed restore had already put the state store in place, the second call raises ConflictError, too.
     """
     check_is_free(run_dir)
     restored, problems = [], []

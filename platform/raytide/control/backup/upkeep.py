@@ -21,7 +21,8 @@ _FORGET_S = 86_400.0
 
 
 def due_tasks(settings: BackupSection, results: BackupResults, now_s: float) -> tuple[tuple[BackupTask, ...], float]:
-    """Returns the tasks that are due, in the order to run them, and the seconds until the next task is due.
+    """Returns the tasks that are due, in the order in which they should run. Also returns the seconds until the next
+    task is due.
 
     A failed task is tried again within five minutes. The first drill and the first clean-up are due one period after
     the first backup.
@@ -48,8 +49,9 @@ def _wait_s(run: LastRun, period_s: float, now_s: float) -> float:
 
 
 def create_hot(place: BackupPlace) -> bool:
-    """Creates the hot repository for the next backup. Returns False if it exists already. A failure is recorded as the
-    backup's."""
+    """Creates the hot repository for the next backup. Returns False if the repository exists already. A failure is
+    recorded as a failed backup.
+    """
     with working(place.cluster), failures_recorded(place, "backup"):
         return place.hot.init()
 
@@ -72,8 +74,9 @@ def forget(place: BackupPlace) -> tuple[int, int]:
 
 
 def copy_to_cold(place: BackupPlace) -> str:
-    """Copies the newest snapshot to the cold repository, and returns its id. Creates the cold repository if it does not
-    exist yet. Data that it has already is not sent again."""
+    """Copies the newest snapshot to the cold repository, and returns the snapshot's id. Creates the cold repository if
+    it does not exist yet. Data that is already in the cold repository is not sent again.
+    """
     if place.cold is None:
         raise ConfigError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
     with working(place.cluster), failures_recorded(place, "cold"):

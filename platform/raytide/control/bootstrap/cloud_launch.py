@@ -55,8 +55,8 @@ class SetUpStep:
 def up(path: Path, name: str | None = None, *, insecure: bool = False) -> LaunchedHead:
     """Starts the head on a cloud, or updates a running head.
 
-    Checks the file first. Raises an error, before anything is done, if the file cannot work, or if it would open Ray to
-    others. `insecure` skips the second check.
+    Checks the file first. Raises an error, before anything is done, if the file is unusable, or if the file would
+    open Ray to other machines. `insecure` skips the second check.
     """
     file, _ = _checked(path, name, insecure)
     from ray.autoscaler import sdk
@@ -72,8 +72,9 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
-    """Returns the steps that would set up the head and one node of each type. `up` would take the steps of the head,
-    and the controller those of the nodes. None of the steps is taken."""
+    """Returns the steps that would set up the head and one node of each type, but performs none of them. In a real
+    start, `up` performs the head's steps, and the controller performs the nodes' steps.
+    """
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []

@@ -201,8 +201,9 @@ class LocalCluster(RunningCluster):
 
     @property
     def ray_temp_dir(self) -> Path:
-        """The folder of Ray's session, sockets and logs. Ray makes it and the folders below it writable for all
-        users."""
+        """The folder of Ray's session, sockets and logs. Ray gives all users write access to this folder and to the
+        folders below it.
+        """
         return self.temp_dir / "r"
 
     @property

@@ -98,9 +98,10 @@ def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
 
 
 def end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """Terminates nodes until the provider lists no running node, because a cloud may list a new machine late. Returns
-    all machines that the provider lists, including ended ones. Raises ClusterError if some still run at `deadline`, a
-    time of the monotonic clock. Closes the provider."""
+    """Terminates nodes repeatedly until the provider lists no running node. One pass may not be enough, because a cloud
+    may list a new machine late. Returns all machines that the provider lists, including ended ones. Raises ClusterError
+    if some still run at `deadline`, a time of the monotonic clock. Closes the provider.
+    """
     try:
         while True:
             live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]

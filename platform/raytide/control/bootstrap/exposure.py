@@ -1,4 +1,4 @@
-"""Checks that Ray is not open to others, in a cluster.yaml or in a running cluster.
+"""Checks that neither a cluster.yaml nor a running cluster opens Ray to others.
 
 Ray runs any code for its callers. So Ray must use a token if others can reach its address. Ray's dashboard accepts
 jobs, so the dashboard must listen on loopback only.

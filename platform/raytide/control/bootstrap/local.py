@@ -69,9 +69,9 @@ def up(
     """Starts and returns a cluster. If a cluster of this name runs without its supervisor, restarts the supervisor and
     returns that cluster.
 
-    If the start of a new cluster fails, the cluster is ended again. A new cluster with an `owner` ends when the owner
-    process ends. With `monitoring`, Prometheus and Alertmanager run beside the cluster. Both must be installed. They
-    keep the measurements of an earlier cluster of this name.
+    If the start of a new cluster fails, the parts that have started are ended. A new cluster with an `owner` ends
+    when the owner process ends. With `monitoring`, Prometheus and Alertmanager run beside the cluster. Both must be
+    installed. They keep the measurements of an earlier cluster of this name.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
@@ -157,8 +157,9 @@ def temporary(
     children: Mapping[str, str] = CHILDREN,
     monitoring: bool = False,
 ) -> Iterator[LocalCluster]:
-    """Yields a new cluster, and ends it after the block. The cluster has a home folder of its own, to which
-    RAYTIDE_HOME of this process points inside the block."""
+    """Yields a new cluster, and ends it after the block. The cluster's home folder is `home_dir`. Inside the block, the
+    environment variable RAYTIDE_HOME of this process is set to `home_dir`.
+    """
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:

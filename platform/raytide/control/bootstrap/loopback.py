@@ -18,8 +18,8 @@ ANY = "0.0.0.0"  # only probed  # nosec B104
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
     """Returns the first K for which all addresses and ports are free, and the socket that claims this K.
 
-    The claim is a name in Linux's abstract socket namespace. It has the same scope as the address 127.0.K.1, and ends
-    with the last process that holds the socket. Raises ConflictError if no K is free.
+    The socket holds a name in Linux's abstract socket namespace. The name has the same scope as the address
+    127.0.K.1. The claim ends with the last process that holds the socket. Raises ConflictError if no K is free.
     """
     taken: list[str] = []
     for k, places in needs.items():

@@ -24,8 +24,8 @@ def watch_notices(cloud: str) -> Process:
     """Starts this node's watcher of the cloud's notices, or returns the running watcher. The watcher outlives the
     caller.
 
-    A new watcher's connections to the cloud and the GCS are tested first. If the test fails, only a message is printed:
-    the node has joined Ray, and the watcher retries.
+    A new watcher's connections to the cloud and the GCS are tested first. A failed test only prints a message,
+    because the node has already joined Ray and the watcher retries.
     """
     if cloud not in CLOUDS:
         raise UsageError(f"cloud {cloud!r} is not supported.", hint=f"Supported clouds: {', '.join(CLOUDS)}.")
@@ -42,8 +42,9 @@ def watch_notices(cloud: str) -> Process:
 
 
 def export_metrics() -> Process:
-    """Starts this node's metrics exporter, or returns the running exporter. The exporter outlives the caller. It ends
-    at once on a machine where it can measure nothing."""
+    """Starts this node's metrics exporter, or returns the running exporter. The exporter outlives the caller. On a
+    machine without anything to measure, the exporter ends at once.
+    """
     here = _here()
     return _start("exporter", ["raytide.autoscaler.nodes.exporter.server", *here], here, lambda: None)
 

@@ -43,7 +43,8 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
     """Waits until the head accepts nodes (its raylet is registered) and jobs (its agent listens). Raises ClusterError
-    if the head ends, or if this takes longer than `timeout_s`."""
+    if the head ends, or if it is not ready after `timeout_s` seconds.
+    """
     log = cluster.log("head")
     deadline = time.monotonic() + timeout_s
     missing = ""

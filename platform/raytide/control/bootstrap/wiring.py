@@ -1,4 +1,4 @@
-"""Builds the controller's connections to Ray and the provider from cluster.yaml."""
+"""Builds the controller's connections to Ray and to the provider. cluster.yaml describes both connections."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def sources(cluster: RunningCluster) -> Sources:
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock | None = None) -> Provider:
     """Returns one provider for all node types. It combines the provider of the `provider` section, further clouds, the
-    operator's own machines, and Slurm. An embedded cluster has only the local provider, unless the section's type is
-    `fake`.
+    operator's own machines, and Slurm. An embedded cluster has only the local provider, unless the type in the
+    `provider` section is `fake`.
 
     With `only_ends` the provider can end nodes, but not set them up.
     """

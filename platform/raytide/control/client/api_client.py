@@ -92,8 +92,7 @@ class ApiClient:
         """Returns a client for the managed driver of this job. It has the job's rights (docs/security.md) until the job
         is over.
 
-        Reads the cluster's key for job tokens, which only raytide's own user can read.
-        """
+        Reads the cluster's key for job tokens, which only raytide's own user can read."""
         folder = Path(run_dir)
         record = json.loads((folder / "cluster.json").read_text())
         return cls(record["api_url"], token_of(job_id, key_in(folder)))
@@ -201,7 +200,8 @@ class ApiClient:
         return from_json(list[EndpointRevision], self._get(f"/v1/endpoints/{name}/revisions"))
 
     def roll_back(self, name: str, revision: int | None = None) -> EndpointStatus:
-        """Gives an endpoint the spec of an earlier revision. The default is the revision that served before."""
+        """Gives an endpoint the spec of an earlier revision. The default is the revision that served before the present
+        one."""
         if revision is None:  # the request may be repeated, and must then mean the same
             revision = self.endpoint(name).previous
             if revision == 0:
@@ -285,7 +285,8 @@ class ApiClient:
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def create_key(self, spec: KeySpec) -> NewKey:
-        """Creates an API key. The request is not retried while the API is away: a lost response loses the secret."""
+        """Creates an API key. The request is not retried while the API is away. If the response is lost, so is the
+        secret."""
         return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
 
     def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:
@@ -313,7 +314,9 @@ class ApiClient:
         return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", which))
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
-        """Returns entries of the audit log, newest first. Filters: actor, action, object, since_s, until_s."""
+        """Returns entries of the audit log, newest first. `which` filters the entries by actor, action, object, since_s
+        and until_s.
+        """
         return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:

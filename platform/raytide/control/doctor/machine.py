@@ -51,8 +51,9 @@ def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, 
 
 
 def check() -> list[Finding]:
-    """Returns the findings of all checks, in the order in which a new machine is set up. It takes seconds, because it
-    imports torch."""
+    """Returns the findings of all checks, in the order in which a new machine is set up. The call takes seconds,
+    because the checks import torch.
+    """
     return [one() for one in CHECKS]
 
 

@@ -81,8 +81,9 @@ def data(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def require_own_user(job: Job, run_dir: Path) -> None:
-    """Raises DeniedError if the cluster's `run_as` gives the team's code a user of its own. A dataset build with stages
-    cannot respect this: the stages are users' code, but run as raytide's user."""
+    """Raises DeniedError if the cluster's `run_as` names a user of the operating system for the team's code. Call this
+    for a dataset build with stages. The stages are users' code, but they would run as raytide's user.
+    """
     if load_cluster(run_dir / "cluster.yaml").settings.user_of(job.spec.team):
         raise DeniedError(
             f"{job.spec.name}: cleaning.stages run as raytide's user, and this cluster's run_as gives users' code "

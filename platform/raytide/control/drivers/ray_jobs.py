@@ -1,7 +1,7 @@
 """Runs managed drivers as Ray jobs. Each attempt of a job is one Ray job with a fixed submission id, so no attempt is
 started twice.
 
-It uses Ray's job REST API and does not import Ray.
+The module uses Ray's job REST API and does not import Ray.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LOG = "job-driver-{}.log"
 
 class RayJobs:
     """Starts, lists and stops the drivers of jobs through Ray's dashboard. The HTTP `headers` authenticate the
-    requests. `head_epoch` is the number of the leading head in a cluster with several heads."""
+    requests. In a cluster with several heads, `head_epoch` is the epoch of the leading head.
+    """
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str], head_epoch: int = 0) -> None:
         # No proxy: the addresses are internal, and the headers contain the cluster's token.

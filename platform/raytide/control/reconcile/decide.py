@@ -89,8 +89,9 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
 
 
 def data_costs(snapshot: Snapshot) -> dict[str, str]:
-    """Returns a text for each job that pays for moving data to its nodes. The text has the cost that the data adds per
-    hour. If a job has no nodes yet, the cheapest nodes that could be bought are assumed."""
+    """Returns, by job id, a text with the hourly cost of moving a job's data to its nodes. Jobs without such a cost are
+    left out. If a job has no nodes yet, the text is for the cheapest nodes that could be bought.
+    """
     if snapshot.transfer is None:
         return {}
     table = OfferingTable.from_snapshot(snapshot)

@@ -25,9 +25,10 @@ _PAST_NODES = 1000
 
 
 class DecisionInputs:
-    """Computes the inputs of a decision that are not stored records, and keeps what it learned from tick to tick.
+    """Computes those inputs of a decision that are not stored records. Keeps learned values from tick to tick.
 
-    A new controller learns spot risk again from the records of nodes. It is given the models of endpoints with an SLO.
+    A new controller learns spot risk again from the records of nodes. The values that an earlier controller learned
+    about endpoints with an SLO are passed to the constructor.
     """
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:

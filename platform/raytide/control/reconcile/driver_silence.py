@@ -1,8 +1,8 @@
 """Measures, by the controller's clock, for how long the driver of each gang has not polled its lease.
 
-The API's clock sets the heartbeat times. So a heartbeat is only compared with the heartbeat before it: if the two
-differ, the driver is alive, unless the later one records that it disconnected. Such times are negative. A step of a
-clock thus cannot make a live driver look dead.
+The API's clock sets the heartbeat times. So the controller only compares the time of each heartbeat with the time of
+the previous heartbeat, and a step of a clock cannot make a live driver look dead. If the two times differ, the
+driver is alive, unless the later time is negative. A negative time records that the driver disconnected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ silence.
 def disconnected_heartbeat_s(now_s: float) -> float:
     """Returns the heartbeat time to store for a driver that disconnected during a pending poll.
 
-    The time is negative. The driver has DISCONNECT_GRACE_S left from when the controller reads it.
+    The time is negative. Once the controller has read this time, the driver has at most DISCONNECT_GRACE_S left.
     """
     return -max(1.0, now_s)
 

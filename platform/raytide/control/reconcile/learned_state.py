@@ -48,9 +48,10 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """The learned facts. For each endpoint, `speeds` has the speed of a replica by node type, and `starts` the last
-    starts of replicas. `fleets` has what was learned about endpoints with an SLO. `strides` has each job's steps per
-    second and GPU, by node type."""
+    """The learned facts. `speeds` has the speed of a replica by endpoint and node type. `starts` has the last starts of
+    replicas by endpoint. `fleets` has what was learned about endpoints with an SLO. `strides` has the steps per second
+    per GPU by job and node type.
+    """
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)

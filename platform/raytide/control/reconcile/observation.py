@@ -95,8 +95,8 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Queries every source once. If a source fails, `errors` names the source. Its value is then None, or empty if an
-    empty value does no harm. A failure is never taken as proof that something is gone.
+    """Queries every source once. If a source fails, `errors` names the source. The value of a failed source is None, or
+    empty if an empty value does no harm. A failure is never taken as proof that something is gone.
 
     `names` are the node names of the last observation. They are used if the provider does not answer.
     """
@@ -191,8 +191,9 @@ def _targets(
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
-    """Returns a mapping from Ray's name of a machine to raytide's node id. It has only the machines for which the two
-    differ."""
+    """Returns a mapping from Ray's name of a machine to raytide's node id. The mapping has only the machines for which
+    the name and the id differ.
+    """
     return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
 
 

@@ -1,8 +1,8 @@
-"""Isolates records that make a stage of the tick raise, so that all other records are still handled.
+"""Isolates records that cause an error in a stage of the tick, so that all other records are still handled.
 
-A stage is a function of the Snapshot. If a stage raises, a bisection finds the records that make it raise. These
-records are quarantined, with an error that `raytide ps` and `raytide why` show. A record leaves quarantine when it is
-retried without an error. Its retry comes sooner if the record changes.
+A stage is a function of the Snapshot. If a stage raises, a bisection finds the records that cause the error. These
+records are quarantined, and `raytide ps` and `raytide why` show the error. A quarantined record is retried after a
+while, or sooner if the record changes. The record leaves quarantine when a retry raises no error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Quarantine:
     """Errors of this tick that belong to no record."""
 
     def begin_tick(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
-        """Begins a tick. Takes out of quarantine the records that no longer exist, and selects the records to retry."""
+        """Begins a tick. Drops records that no longer exist from the quarantine, and selects the records to retry."""
         self.errors = []
         for subject, entry in tuple(self.held.items()):
             record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
@@ -94,7 +94,8 @@ class Quarantine:
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
         """Returns the result of `act`, which handles this one record. If `act` raises, returns `default` and
-        quarantines the record. A quarantined record is handled too, but its failures before its retry do not count.
+        quarantines the record. If the record is in quarantine already, `act` is called as well, but an error extends
+        the quarantine only if the record's retry is due.
         """
         try:
             return act()
@@ -107,8 +108,9 @@ class Quarantine:
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
         """Runs a stage of the tick. Quarantined records are left out of the snapshot, unless their retry is due.
 
-        If the stage raises, the records at fault are searched for and left out too. Returns the snapshot that the stage
-        handled in the end, and the stage's result. The result is None if the stage raises even with no records left.
+        If the stage raises, runs it again with parts of the snapshot, to find the records at fault and leave them
+        out. Returns the snapshot of the last run that succeeded, and the result of that run. If the stage raises
+        even for a snapshot without records, returns that snapshot and None.
         """
         known = self.held.keys() - self.trying
         subjects = [subject for subject in _subjects(snapshot) if subject not in known]
@@ -183,8 +185,9 @@ class Quarantine:
 
 
 def without_subjects(snapshot: Snapshot, subjects: Collection[str]) -> Snapshot:
-    """Returns the snapshot without these jobs and endpoints. The nodes that they use stay in it, marked as occupied, so
-    that nothing else is placed there."""
+    """Returns the snapshot without these jobs and endpoints. Their nodes stay in the snapshot and are marked as
+    occupied, so that nothing else is placed on them.
+    """
     jobs = tuple(job for job in snapshot.jobs if job.id not in subjects)
     leases = tuple(lease for lease in snapshot.leases if lease.job_id not in subjects)
     occupied = {

@@ -1,4 +1,4 @@
-"""Updates the records from an observation, and takes the Snapshot on which the tick decides."""
+"""Updates the records from an observation, and builds the Snapshot from which the tick makes its decisions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def served_names(records: ClusterRecords) -> tuple[str, ...]:
 
 
 def has_drivers(records: ClusterRecords) -> bool:
-    """Returns whether any job driver may exist. If none does, the tick does not ask Ray for drivers."""
+    """Returns whether any job driver may exist. If no driver can exist, the tick does not ask Ray for drivers."""
     return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
 
 

@@ -39,8 +39,9 @@ class ServeObservation:
 
 
 class ServeSync:
-    """Runs passes that make Ray Serve match the endpoints' records, one at a time. `check_lead` is called before each
-    change, and raises once another controller leads."""
+    """Runs passes, one at a time. A pass makes Ray Serve match the endpoints' records. `check_lead` is called before
+    each change, and raises once another controller leads.
+    """
 
     def __init__(self, control: ServeControl, check_lead: Callable[[], None] = lambda: None) -> None:
         self._control, self._check_lead = control, check_lead
@@ -52,8 +53,9 @@ class ServeSync:
         """None before the first pass has finished."""
 
     def sync(self, endpoints: Iterable[Endpoint], routes: Mapping[str, EndpointRoute] = MappingProxyType({})) -> None:
-        """Starts a pass, unless the last one still runs. If the last pass has ended, its result is stored in `served`
-        first. Endpoints with an unreadable spec keep running until they are deleted."""
+        """Starts a pass, unless the previous pass still runs. If the previous pass has ended, first stores its result
+        in `served`. Endpoints with an unreadable spec keep running until they are deleted.
+        """
         if self._pass is not None:
             if not self._pass.done():
                 return

@@ -1,4 +1,4 @@
-"""Starts the long-lived processes of a cluster, and locks each of them so that it runs only once."""
+"""Starts the long-lived processes of a cluster. Each of these processes holds a lock, so that it runs only once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spawn(
     """Starts a process in its own session. Its output goes to `logs/<what>.log`, and its pid is recorded in
     `pids/<what>.json`.
 
-    If the pid cannot be recorded, the process is ended again and StorageError is raised.
+    If the pid cannot be recorded, ends the process and raises StorageError.
     """
     process = start(what, argv, run_dir=run_dir, environment=environment, pass_fds=pass_fds)
     try:

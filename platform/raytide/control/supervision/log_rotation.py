@@ -45,8 +45,9 @@ _DROPPED = re.compile(rb"raytide dropped the first (\d{20}) bytes of this log, w
 
 
 def rotate(paths: Iterable[Path], *, most: int = MOST_BYTES) -> None:
-    """Moves the content of each log that is larger than `most` bytes to a numbered file. If the disk is full, the
-    content is dropped instead."""
+    """Rotates each log that is larger than `most` bytes: moves the log's content to a numbered file. If the disk is
+    full, drops the content instead.
+    """
     for path in paths:
         try:
             if path.stat().st_size > most:
@@ -71,8 +72,8 @@ def _rotate(path: Path) -> None:
 
 
 def bound_driver_log(fd: int = 1) -> None:
-    """Limits the log of this process, the driver of a job, while it runs and when it ends. It also deletes the oldest
-    logs of ended drivers.
+    """Limits the size of this process's log while the process runs, and once more when it ends. The process is the
+    driver of a job. Also deletes the oldest logs of ended drivers.
 
     Does nothing unless the process's output is a file opened for appending.
     """

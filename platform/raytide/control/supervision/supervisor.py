@@ -97,8 +97,9 @@ def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | Non
 
 
 def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
-    """Starts the process that ends the cluster once the owner is gone. Does nothing if there is no owner or that
-    process already runs."""
+    """Starts a process that ends the cluster once the cluster's owner is gone. Does nothing if the cluster has no
+    owner, or if such a process already runs.
+    """
     if (owned := owner_of(run_dir)) is None:
         return
     arguments = ["-m", "raytide.control.bootstrap.owner_watch", str(run_dir), owned.cluster_id]

@@ -14,7 +14,7 @@ _MOST_BYTES = 65_536
 
 
 def wake_controller(run_dir: Path) -> None:
-    """Wakes the controller from its rest. If it does not rest now, its next rest ends at once."""
+    """Wakes the controller from its rest. If the controller does not rest now, its next rest ends at once."""
     with suppress(OSError):  # no controller runs, or it has wake-ups pending
         fd = os.open(run_dir / _NAME, os.O_WRONLY | os.O_NONBLOCK)
         try:

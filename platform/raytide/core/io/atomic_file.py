@@ -28,7 +28,7 @@ def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True) -> None:
-    """Replaces the file with a text, as `write_json` does."""
+    """Replaces the file atomically by a text. `mode`, `is_kept` and errors are as in `write_json`."""
     staged = _staged(path, text, mode, is_kept=is_kept)
     try:
         os.replace(staged, path)
@@ -40,8 +40,9 @@ def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True
 
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
-    """Writes the file if it does not exist yet, and returns whether it did. If several writers call this concurrently,
-    exactly one of them gets True."""
+    """Writes the file if it does not exist yet. Returns True if this call wrote the file. If several writers call this
+    concurrently, exactly one of them gets True.
+    """
     staged = _staged(path, _json(data), mode, is_kept=True)
     try:
         os.link(staged, path)
@@ -66,8 +67,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def check_room(folder: Path, size: int = 4096) -> None:
-    """Raises OSError if a file of `size` bytes cannot be written to the folder now. It tests this with a temporary
-    file."""
+    """Raises OSError if a file of `size` bytes cannot be written to the folder now. The check writes a temporary file
+    and removes it.
+    """
     staged = folder / f".room.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
         _write(staged, b"\0" * size, 0o600, is_kept=True)
@@ -76,7 +78,9 @@ def check_room(folder: Path, size: int = 4096) -> None:
 
 
 def sweep(folders: Iterable[Path]) -> int:
-    """Removes from these folders the temporary files that killed writers left. Returns the number of removed files."""
+    """Removes temporary files from these folders. Such files are left when a process is killed while it writes. Returns
+    the number of removed files.
+    """
     removed = 0
     for folder in folders:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:

@@ -198,8 +198,8 @@ class Claim:
 
 @contextmanager
 def committing(places: Sequence[str], token: str) -> Iterator[None]:
-    """Opens a context in which the holder of this claim may publish. Raises ConflictError if another run holds the
-    claim.
+    """Opens a context in which this run may publish its results. Raises ConflictError unless `token` is the token of
+    the claim on each of `places`, for example if another run has taken over a claim.
 
     While the context is open, no other run can take over the claim on a local folder. An empty token disables the
     check.

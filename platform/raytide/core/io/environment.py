@@ -1,5 +1,5 @@
 """Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
-Keeps requests to this machine from the proxies that the variables name.
+Also ensures that requests to this machine bypass the proxies that these variables name.
 
 The variables that may pass are in an allowlist, so that the operator's credentials reach only the controller.
 """
@@ -85,8 +85,10 @@ def is_loopback(host: str) -> bool:
 
 
 def without_proxy(url: str) -> dict[str, None]:
-    """Returns the `mounts` with which an httpx client asks a loopback address without a proxy, as no proxy reaches it.
-    NO_PROXY seldom lists the addresses 127.0.K.* of local clusters. Returns no mounts for any other host."""
+    """Returns the `mounts` for an httpx client that calls `url`. For a loopback address, these mounts make the client
+    connect directly, because no proxy can reach that address. NO_PROXY seldom lists the addresses 127.0.K.* of local
+    clusters. For any other host, there are no mounts.
+    """
     host = urlsplit(url).hostname or ""
     shown = f"[{host}]" if ":" in host else host
     return {f"all://{shown}": None} if is_loopback(host) else {}

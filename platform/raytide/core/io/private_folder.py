@@ -1,7 +1,8 @@
 """This user's private cache folder on a machine, and locks between processes.
 
-The folder has a fixed name in the system's temporary folder (TMPDIR moves it), where any user may create files. It is
-used only if this user owns it and no other user may write to it.
+The private folder has a fixed name. It lies in the system's temporary folder, or in TMPDIR if that variable is set.
+Any user may create files in a temporary folder. Therefore the private folder is used only if this user owns it and
+no other user may write to it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _held: dict[Path, int] = {}
 
 
 def temporary_folder(*names: str) -> Path:
-    """Creates a folder of this process in a private folder. First removes the folders there whose processes have ended.
-    A lock on each folder, which the process's end releases, tells them apart.
+    """Removes the folders of ended processes from a private folder, and then creates a folder of this process in it. A
+    process holds a lock on its folder until the process ends, so a folder without a lock can be removed.
     """
     home = private_folder(*names)
     with lock(home.with_suffix(".lock")):

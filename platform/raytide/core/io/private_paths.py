@@ -53,8 +53,9 @@ def restrict_to(roots: Iterable[str]) -> None:
 
 
 def inherited_restriction() -> dict[str, dict[str, str]] | None:
-    """Returns the `runtime_env` for `ray.init` with which all actors and tasks get this process's restriction. Returns
-    None if this process has no restriction."""
+    """Returns the `runtime_env` for `ray.init` that gives all actors and tasks this process's restriction. Returns None
+    if this process has no restriction.
+    """
     return {"env_vars": {ROOTS: os.environ[ROOTS]}} if _roots() else None
 
 
@@ -139,10 +140,10 @@ def _check_part(part: str, what: str, *, links: bool) -> None:
 
 
 def safe_opener(path: str, flags: int) -> int:
-    """Opens a file and returns its descriptor: an `opener` for Python's `open`. Raises DeniedError if the opened file
-    is private, even if links changed after an earlier check.
+    """Opens a file and returns the file's descriptor. The function is an `opener` for Python's `open`. Raises
+    DeniedError if the opened file is private, even if links changed after an earlier check.
 
-    It does not write through a link at the end of the path, and opens only regular files.
+    The function does not write through a link at the end of the path, and opens only regular files.
     """
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     emptied = flags & os.O_TRUNC

@@ -59,8 +59,9 @@ class Process:
         return _start_time(self.pid) == self.start_time
 
     def open(self) -> int | None:
-        """Returns a pidfd of the process, which becomes readable when the process ends. Returns None if it has ended
-        already. The caller closes the pidfd."""
+        """Returns a pidfd of the process. The pidfd becomes readable when the process ends. Returns None if the process
+        has already ended. The caller closes the pidfd.
+        """
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:

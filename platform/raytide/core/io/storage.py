@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def open_url(url: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URL and the path in it. Raises DeniedError for private paths, and DataError if
-    fsspec cannot open the URL."""
+    """Returns the file system of a URL, and the path in that file system. Raises DeniedError for private paths, and
+    DataError if fsspec cannot open the URL.
+    """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
@@ -100,8 +101,8 @@ _AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloud
 def check_url(url: str) -> None:
     """Raises DataError unless the URL is a local path or a plain URL of an object store.
 
-    Rejected are http, chained URLs (`simplecache::http://...`), credentials, ports and hosts in the URL, and options in
-    its query. Such a URL could make a reader open something else.
+    Rejects http URLs, chained URLs (`simplecache::http://...`), URLs with credentials, a port or a host, and URLs
+    with options in the query. Such a URL could make a reader open something else.
     """
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
@@ -145,7 +146,9 @@ def sha256(*parts: bytes | memoryview) -> str:
 
 
 class FullDiskError(StorageError):
-    """Raised when a disk is full or a quota is exhausted. Another process gets the error without its cause."""
+    """Raised when a disk is full or a quota is exhausted. The error has a class of its own, because an error loses its
+    cause when it is passed to another process.
+    """
 
 
 @contextmanager
@@ -163,7 +166,9 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Returns whether a full disk or an exhausted quota caused the error, in this process or in another one."""
+    """Returns whether the error was caused by a full disk or an exhausted quota. The error may come from another
+    process.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (OSError, FullDiskError)):
         cause = cause.__cause__

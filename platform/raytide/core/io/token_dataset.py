@@ -214,8 +214,8 @@ def parse_manifest(text: bytes, where: str) -> TokenManifest:
 def document_ends(url: str, manifest: TokenManifest) -> NDArray[np.int64]:
     """Returns the exclusive end of each document as a global token position, in increasing order: int64 [documents].
 
-    A dataset of version 1 has no index. All its tokens are then read. A document ends after each `eos_id`, or with its
-    row in Parquet shards. Raises DataError if an index contradicts the manifest.
+    A dataset of version 1 has no index. All its tokens are then read to find the ends: a document ends after each
+    `eos_id`, or, in Parquet shards, at the end of its row. Raises DataError if an index contradicts the manifest.
     """
     import numpy as np
 

@@ -45,8 +45,9 @@ class KeyBudget(Config):
 
 
 class KeySpec(Config):
-    """The specification of a new key, as `raytide key create` sends it: what the key may use. A limit that is left out
-    does not apply."""
+    """The specification of a new key, as `raytide key create` sends it. It says what the key may use. A limit that is
+    left out does not apply.
+    """
 
     name: bounds.Name
     team: bounds.Name = "default"
@@ -154,7 +155,7 @@ class TokenPrice(Config):
 
 
 class HostedBackend(Config):
-    """A model that a hosted API serves instead of replicas. `metadata.raytide.gateway.hosted` lists these APIs."""
+    """A model that is served by a hosted API, not by replicas. `metadata.raytide.gateway.hosted` lists these APIs."""
 
     base_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -230,8 +231,9 @@ class UsageBatch(Config):
 
 @dataclass(frozen=True, slots=True)
 class KeyTableChange:
-    """The API keys, prices and weights that a gateway needs. It has all keys, or only those that changed since the
-    gateway's last revision."""
+    """The API keys, prices and weights that a gateway needs. The change has all keys, or only those that changed since
+    the gateway's last revision.
+    """
 
     revision: int
     is_whole: bool

@@ -33,8 +33,8 @@ UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 
 
 class NodeTypeSection(Config):
-    """The section `metadata.raytide.node_types.<name>`. It has the properties of a node type that are missing from
-    Ray's node type of the same name."""
+    """The section `metadata.raytide.node_types.<name>`. It adds the properties that Ray's node type of the same name
+    does not have."""
 
     price_usd_h: float | None = Field(default=None, ge=0)
     power_w: float | None = Field(default=None, gt=0, le=1_000_000)
@@ -53,14 +53,12 @@ class NodeTypeSection(Config):
     """Physical use, from 0 to 1, by meter, above which a node is kept although it is idle in Ray.
 
     The default is `{gpu: 0.05}` for types with GPUs, and nothing for others. Set `{}` for GPUs that Ray's agent cannot
-    measure: otherwise none of their nodes is ever removed.
-    """
+    measure: otherwise none of their nodes is ever removed."""
     speed: float = Field(default=1.0, gt=0)
     """The speed of work on one of the type's GPUs (without GPUs, on the whole node), relative to types of speed 1,
     until it is measured.
 
-    Nodes are bought by cost per work, not per hour.
-    """
+    Nodes are bought by cost per work, not per hour."""
     gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
     """The memory of each GPU in 10^9 bytes, for shapes that ask for GPU memory and for plans. By default it is the
     known size for the accelerator in the type's label."""
@@ -69,7 +67,8 @@ class NodeTypeSection(Config):
 
 
 class LimitsSection(Config):
-    """Limits on the cost of the whole fleet and on the rate of change. A limit that is left out does not apply."""
+    """Limits on the cost of the whole fleet, and on the rate at which the fleet changes. A limit that is left out does
+    not apply."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
     """The cost in dollars an hour above which only spot nodes are bought."""
@@ -80,8 +79,7 @@ class LimitsSection(Config):
     """The limit in dollars of a calendar month (UTC).
 
     Nothing is bought that would exceed it if all that runs stayed until the month's end. Running nodes that would
-    exceed it are removed as above `hard_usd_h`.
-    """
+    exceed it are removed as above `hard_usd_h`."""
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
     """The age in seconds from which replicas and gangs may leave a node for a cheaper one; null: never."""
@@ -148,8 +146,8 @@ class SftpSection(Config):
 
 
 class BackupSection(Config):
-    """The settings of backups through restic, made by `raytide backup` or, on a schedule, by a process of the
-    cluster."""
+    """The settings of backups. Backups are made with restic: one by each `raytide backup`, and others on a schedule by
+    a process of the cluster."""
 
     repository: Annotated[str, Field(min_length=1, max_length=4096)]
     """The repository: a path or a restic URL, such as `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path` or
@@ -160,8 +158,7 @@ class BackupSection(Config):
     """The file with credentials of the object store, such as `AWS_SECRET_ACCESS_KEY=...`, one in each line; only this
     user may read it.
 
-    Without it these variables come from the environment in which the cluster was started.
-    """
+    Without it these variables come from the environment in which the cluster was started."""
     sftp: SftpSection | None = None
     every_s: float = Field(default=900.0, ge=60, le=30 * 86_400)
     """The seconds between two backups: the most work that a loss of the head can cost."""
@@ -228,8 +225,7 @@ class RaytideSection(Config):
     data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
     """The paths and URLs of object stores below which all files of trainings, builds and endpoints must be.
 
-    By default specs may name everything that raytide's user can read and that is not private.
-    """
+    By default specs may name everything that raytide's user can read and that is not private."""
     run_as: UserName | dict[str, UserName] = ""
     """The user as which scripts run, for all teams or by team; raytide's own user if empty. Needs root."""
 
@@ -261,17 +257,22 @@ class RaytideSection(Config):
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """Returns the operating system's user under which the team's scripts run. Empty means raytide's own user."""
+        """Returns the user of the operating system that runs the team's scripts. An empty text means raytide's own
+        user.
+        """
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError if a training or an endpoint names pip packages although the team's code has a user of its
-        own."""
+        """Raises DeniedError if a training or an endpoint names pip packages although `run_as` names a separate user of
+        the operating system for the team's code.
+        """
         hint = "Install them on the nodes, or run a script: its packages are its user's."
         self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
 
     def check_image(self, image: str | None, team: str, what: str) -> None:
-        """Raises DeniedError if a job names a container image although the team's code has a user of its own."""
+        """Raises DeniedError if a job names a container image although `run_as` names a separate user of the operating
+        system for the team's code.
+        """
         hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
         self._check_user(None if image is None else f"the image {image}", team, what, hint)
 

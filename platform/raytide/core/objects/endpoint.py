@@ -52,8 +52,9 @@ METERS = ("cpu", "gpu", "memory")
 
 
 class ScaleSignal(Config):
-    """A value, other than the number of requests, by which an endpoint scales. It is measured on the endpoint's nodes
-    or reported by users."""
+    """A value, other than the number of requests, by which an endpoint scales. The value is measured on the endpoint's
+    nodes or reported by users.
+    """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
     """The name: `gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that `POST
@@ -72,8 +73,9 @@ class ScaleSignal(Config):
 
 
 class Replicas(Config):
-    """The rules for an endpoint's number of replicas. The number is the largest that requests, KV caches, work or
-    signals need, within `min` and `max`."""
+    """The rules for an endpoint's number of replicas. Requests, KV caches, work and signals each need a number of
+    replicas. The endpoint gets the largest of these numbers, within `min` and `max`.
+    """
 
     min: int = Field(default=1, ge=0, le=bounds.MOST_REPLICAS)
     """With 0 the last replica ends after `downscale_delay_s` without a request; the next request waits for a new
@@ -138,7 +140,7 @@ class Replicas(Config):
 
     @property
     def least(self) -> int:
-        """The smallest minimum of replicas at any time."""
+        """The smallest of the minimum replica counts: the usual one and those of the schedule."""
         return min(self.min, *(entry.min for entry in self.schedule)) if self.schedule else self.min
 
     @property
@@ -253,8 +255,9 @@ class ServeSpec(Config):
 
     @property
     def served(self) -> str:
-        """A digest of the model, resources, members and engine options. If it is equal for two specs, their replicas do
-        the same work on the same share of a node."""
+        """A digest of the model, resources, members and engine options. If two specs have the same digest, their
+        replicas do the same work on the same share of a node.
+        """
         work = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
         return blake2s(json.dumps(work, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -330,7 +333,9 @@ class Endpoint:
         return self.spec.name
 
     def at(self, at_s: float) -> Endpoint:
-        """Returns the endpoint with the minimum of replicas scheduled for that time (seconds since the epoch)."""
+        """Returns the endpoint with its minimum number of replicas replaced by the minimum that is scheduled for this
+        time (seconds since the epoch).
+        """
         if not self.spec.replicas.schedule:
             return self
         replicas = self.spec.replicas.at(at_s)

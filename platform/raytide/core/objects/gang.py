@@ -107,8 +107,9 @@ class Shape(Config):
 
 
 class GangSpec(Config):
-    """A job's acceptable shapes in order of preference. If the cost of the work is known, shapes on which it costs less
-    are tried first."""
+    """A job's acceptable shapes in order of preference. If the cost of the job's work is known for the shapes, the
+    cheapest shape is tried first.
+    """
 
     shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
     form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
@@ -189,7 +190,9 @@ class Member(ShownAsHtml):
 
 @dataclass(frozen=True, slots=True)
 class Lease(ShownAsHtml):
-    """The grant of a job's gang. `epoch` grows with every change to which the lease's holder must react."""
+    """The nodes that the queue grants to a job's gang. `epoch` grows with every change to which the lease's holder must
+    react.
+    """
 
     id: str
     job_id: str
@@ -204,8 +207,9 @@ class Lease(ShownAsHtml):
 
     @property
     def version(self) -> str:
-        """The lease's id and epoch. A holder reports this value as `settled` once nothing runs any more on the members
-        that the epoch takes away."""
+        """The lease's id and epoch. The holder reports this value as `settled` once nothing runs any more on the
+        members that leave in this epoch.
+        """
         return f"{self.id}@{self.epoch}"
 
     @property
@@ -240,7 +244,9 @@ class LeaseClient(Protocol):
 
 
 class GangClient(LeaseClient, Protocol):
-    """A LeaseClient that can release the lease, too. The holder of a GANG job uses it."""
+    """A LeaseClient that can also release the lease. The process that holds the lease of a GANG job uses this
+    client.
+    """
 
     def release(self, job_id: str, *, error: str = "") -> None:
         """Releases the lease. `error` is empty if the work is done, else it describes why the work failed."""

@@ -99,7 +99,7 @@ class JobSpec(Config):
 
     @property
     def due_at_s(self) -> float | None:
-        """The deadline in seconds since the epoch. None before the job is submitted, or if it has no deadline."""
+        """The deadline in seconds since the epoch. None if the job has no deadline, or has not been submitted yet."""
         return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
 
 
@@ -165,7 +165,7 @@ class Job:
     def remaining_s(self, now_s: float) -> float | None:
         """Returns the seconds of work left on the job's present gang, or None if unknown.
 
-        The first of these that is known counts: the reported `left_s`, the remaining steps at their present rate, the
+        Uses the first of these that is known: the reported `left_s`, the remaining steps at their present rate, the
         job's estimate.
         """
         left_s = self._left_s(now_s)

@@ -1,4 +1,4 @@
-"""The entries of the ledger, and the occupancies of nodes from which they are computed."""
+"""The entries of the ledger, and the node occupancies from which the entries are computed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a node that one job or endpoint holds. `weight` is its share of the node's dominant resource. 1.0 is
-    the whole node."""
+    """The part of a node that one job or endpoint holds. `weight` is the largest share that the job or endpoint holds
+    of any one resource of the node. 1.0 is the whole node.
+    """
 
     kind: EntryKind
     subject: str

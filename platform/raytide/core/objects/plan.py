@@ -69,10 +69,10 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unassign:
-    """Takes the node from a member of a gang that has not started.
+    """Takes the node from a member whose gang has not started.
 
-    Either the rest of the gang cannot be placed, and an incomplete gang must not hold nodes, or the deadline of its job
-    now requires on-demand nodes. `reason` says which.
+    `reason` says which of two cases applies. In the first, the rest of the gang cannot be placed, and an incomplete
+    gang must not hold nodes. In the second, the deadline of the gang's job now requires on-demand nodes.
     """
 
     lease_id: str
@@ -119,7 +119,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Brings parked members of a gang back. They wait for nodes again."""
+    """Unparks members of a gang. From then on, these members wait for nodes."""
 
     job_id: str
     lease_id: str

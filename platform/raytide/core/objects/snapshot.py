@@ -60,8 +60,9 @@ class EndpointView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work without a lease that Ray cannot place: `count` requests, each for `resources` on a node that matches
-    `labels`."""
+    """Work that has no lease and that Ray cannot place: `count` requests, each for `resources` on a node that matches
+    `labels`.
+    """
 
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +81,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The launch backoff of one pool, which is a node type in one zone. A node that joins resets it."""
+    """The launch backoff of one pool, which is a node type in one zone. The backoff is reset when a node of the pool
+    joins.
+    """
 
     node_type: str
     zone: str
@@ -142,7 +145,9 @@ class SpotForecast:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the fleet's cost an hour and on the rate of its changes. A limit that is None does not apply."""
+    """Limits on the fleet's cost an hour, and on the rate at which the fleet changes. A limit that is None does not
+    apply.
+    """
 
     soft_micro_usd_h: int | None = None
     """The cost above which only spot is bought."""

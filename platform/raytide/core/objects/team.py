@@ -34,9 +34,10 @@ class Budget(Config):
 
 class TeamSpec(Config):
     """The section `metadata.raytide.teams.<name>`. `raytide quota set` and `raytide budget set` override single amounts
-    until these are reset.
+    of the section, until the overrides are reset.
 
-    A quota limits a resource by Ray's name (`GPU`, `CPU`), or accelerators by the name of their type (`H100`).
+    The name of a quota is a Ray resource (`GPU`, `CPU`) or a type of accelerator (`H100`). The quota limits the
+    team's use of this resource or type.
     """
 
     parent: str = ""
@@ -70,8 +71,9 @@ def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
-    """Returns the team's spec from the file with the stored overrides applied. The overrides were validated when they
-    were set. A later change of the file thus cannot make them fail."""
+    """Applies the stored overrides to the team's spec from the file, and returns the result. The overrides were
+    validated when they were set, and are not validated again. A later change of the file thus cannot make them fail.
+    """
     known = {name: value for name, value in given.items() if name in TeamSpec.model_fields and name != "parent"}
     fields = merged(spec, known)
     return TeamSpec.model_construct(**{**fields, "budget": Budget.model_construct(**fields["budget"])})
@@ -93,7 +95,7 @@ HALF_LIFE_S = 7 * 86400.0
 
 
 def decayed_usage(gpu_s: float, age_s: float) -> float:
-    """Returns how much of a usage in GPU-seconds still counts after `age_s` seconds, because usage decays with time."""
+    """Returns the part of a usage, in GPU-seconds, that still counts after `age_s` seconds. Usage decays with time."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 
 

@@ -1,4 +1,6 @@
-"""The specification of cleaning: rules that drop or change documents. The default thresholds are the published ones."""
+"""The specification of cleaning: rules that drop or change documents. The default thresholds are those of the papers
+that introduced the rules.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,12 @@ class GopherRules(Config):
 
 
 class GopherRepetitionRules(Config):
-    """Repetition rules of Gopher (table A1). Each rule sets the largest share of a document that repeated lines,
-    paragraphs or n-grams may have.
+    """Repetition rules of Gopher (table A1). Each rule limits the share of a document that repeated lines, paragraphs
+    or n-grams may make up.
 
-    In a pair (n, share), `share` is a share of the document's characters. In `top_n_grams`, it limits the most frequent
-    n-gram of n words. In `duplicate_n_grams`, it limits all n-grams that occurred before in the document.
+    In a pair (n, share), `share` is a share of the document's characters. A pair in `top_n_grams` limits the share
+    of the most frequent n-gram of n words. A pair in `duplicate_n_grams` limits the share of all n-grams of n words
+    that occurred before in the document.
     """
 
     max_duplicate_lines: float = Field(default=0.3, ge=0, le=1)
@@ -115,7 +118,7 @@ class PiiRule(Config):
 
 
 class SecretsRule(Config):
-    """Finds keys and passwords in documents. They are replaced, or the document is dropped."""
+    """Finds keys and passwords in documents. Replaces the keys and passwords, or drops the document."""
 
     action: Literal["replace", "drop"] = "replace"
 
@@ -241,7 +244,7 @@ class CleaningSpec(Config):
 
     @property
     def stages(self) -> tuple[UserStage, ...]:
-        """The users' own stages of all sources."""
+        """All cleaning stages that users added: the stages in `rules`, and then the stages of each source."""
         return tuple(stage for rules in (self.rules, *self.sources.values()) for stage in rules.stages)
 
     @property

@@ -19,8 +19,9 @@ class AdapterChange(Config):
     unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
 
     def applied_to(self, spec: ServeSpec) -> dict[str, str]:
-        """Returns the adapters of this spec after the change. Raises NotFoundError if the spec does not have an adapter
-        to unload."""
+        """Returns the adapters of this spec after the change. Raises NotFoundError if the change unloads an adapter
+        that the spec does not have.
+        """
         for name in self.unload:
             if name not in spec.adapters:
                 raise NotFoundError(f"endpoint {spec.name} has no adapter {name}.", hint="List them without options.")

@@ -47,8 +47,9 @@ class MixtureSource(Config):
 
 
 class MixturePhase(Config):
-    """Weights that replace the sources' own weights from one step until the next phase. A source without a weight here
-    has weight 0."""
+    """Weights that replace the sources' own weights from `from_step` until the next phase begins. A source that is not
+    in `weights` has weight 0.
+    """
 
     from_step: int = Field(ge=1)
     """The first step with these weights; steps are counted from 0."""
@@ -179,8 +180,9 @@ class HeldOutSpec(Config):
 
 
 class StreamSpec(Config):
-    """Reads shards of a remote dataset when steps need them. Without it, the whole dataset is copied before the first
-    step."""
+    """Options for streaming: each shard of a remote dataset is read when a step needs it. Without these options, the
+    whole dataset is copied before the first step.
+    """
 
     cache_gb: float = Field(default=50.0, gt=0)
     """The most local disk in GB, for all runs of this user on a machine. The least recently used shards are removed

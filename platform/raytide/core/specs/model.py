@@ -1,4 +1,4 @@
-"""The specifications of the model, of finetuning and of chat data. Does not import torch."""
+"""The specifications of the model, of finetuning and of chat data. The module does not import torch."""
 
 from __future__ import annotations
 

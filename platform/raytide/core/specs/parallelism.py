@@ -102,8 +102,10 @@ class Parallelism(Config):
         return [rank + turn * self.pipeline for turn in range(self.rank_stages if self.pipeline > 1 else 1)]
 
     def stage_layers(self, stage: int, layers: int) -> range:
-        """Returns the layers of one pipeline stage. If the layers do not divide evenly, middle stages get the
-        additional layers, because the first stage has the embedding and the last one the output head."""
+        """Returns the layers of one pipeline stage. If the layers do not divide evenly, middle stages are the first to
+        get an additional layer, because the first stage also has the embedding, and the last stage also has the output
+        head.
+        """
         count, more = divmod(layers, self.total_stages)
         skip = (self.total_stages - more) // 2
         sizes = [count + (skip <= index < skip + more) for index in range(self.total_stages)]

@@ -158,7 +158,7 @@ def check_one_judgement(score: Score | None, metric: str | None, value: float | 
 
 @dataclass(frozen=True, slots=True)
 class RevisionFeedback:
-    """The judgements of the answers of one revision."""
+    """The users' judgements of the answers that one revision gave."""
 
     revision: int
     up: int
@@ -197,8 +197,9 @@ def served_revision(served: str) -> int:
 
 
 def id_in_group(request_id: str, group: int) -> str:
-    """Returns the request's id with its last two digits replaced by the number of the user's group (0 to 99) in an A/B
-    test. When the answer is judged later, the id shows the group."""
+    """Returns the request's id with the last two digits replaced by the number (0 to 99) of the user's group in an A/B
+    test. When the answer is judged later, the id shows the group.
+    """
     return f"{request_id[:-2]}{group:02d}"
 
 

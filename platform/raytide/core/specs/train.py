@@ -1,7 +1,6 @@
-"""The specification of a training run: model, data order, optimizer, memory, guards and gang. Does not import torch.
+"""The specification of a training run: model, data order, optimizer, memory, guards and gang. Without torch.
 
-The data order does not depend on the gang: a step has `global_batch` sequences at any number of ranks.
-"""
+The data order does not depend on the gang: a step has `global_batch` sequences with any number of ranks."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ class MemorySpec(Config):
 class MlflowSpec(Config):
     """An MLflow server that receives the run's metrics. `metrics.jsonl` is always written as well.
 
-    RAYTIDE_MLFLOW_TOKEN, set by the operator, is sent as bearer token only to the server of RAYTIDE_MLFLOW_URI.
-    """
+    The operator may set a bearer token in RAYTIDE_MLFLOW_TOKEN. The token is sent only to the server of
+    RAYTIDE_MLFLOW_URI."""
 
     tracking_uri: str = Field(pattern="^https?://")
     """The address of an MLflow server."""
@@ -110,8 +109,7 @@ class ProfileSpec(Config):
 class GuardSpec(Config):
     """The reaction to a batch whose loss is not finite, or far above the losses before it.
 
-    `skip` keeps weights, optimizer and learning rate unchanged and continues with the next batch.
-    """
+    `skip` keeps weights, optimizer and learning rate unchanged and continues with the next batch."""
 
     nan: Literal["stop", "skip"] = "stop"
     """The reaction to a loss or gradient norm that is not finite."""
@@ -128,7 +126,8 @@ class GuardSpec(Config):
 
 
 class TrainSpec(Config):
-    """The specification of one training run. It determines the losses, so a resume repeats them."""
+    """The specification of one training run. The specification determines the losses, so a resumed run repeats the same
+    losses."""
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
@@ -336,7 +335,7 @@ class TrainSpec(Config):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The token datasets on which the run trains. Empty for a run on conversations."""
+        """The token datasets on which the run trains. The result is empty for a run on conversations."""
         if isinstance(self.dataset, MixtureSpec):
             return tuple(source.dataset for source in self.dataset.sources)
         return () if self.dataset is None else (self.dataset,)
@@ -356,7 +355,8 @@ class TrainSpec(Config):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the state in memory. False without snapshots, or for a state on disk."""
+        """Returns whether peers keep copies of the state in memory. They do if `snapshot_every` is not 0, unless the
+        parameters are on disk."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
@@ -375,20 +375,20 @@ class TrainSpec(Config):
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def are_replicas_equal(self, step: int) -> bool:
-        """Returns whether all replicas have equal weights after `step`: with an OuterSpec, only at meetings."""
+        """Returns whether all replicas have equal weights after `step`. With an OuterSpec, the weights are equal only
+        after a meeting, which synchronises the replicas, and after the last step."""
         return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:
-        """Returns the micro-batch size to start with, in sequences. `auto` gives each pipeline rank one micro-batch."""
+        """Returns the first micro-batch size, in sequences. `auto` makes one micro-batch for each pipeline rank."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Returns a hash of the fields that determine the samples. A checkpoint resumes only with the same hash.
+        """Returns a hash of the fields that determine the samples. A run resumes only from checkpoints of its own hash.
 
-        Packing, mixtures and held-out documents are covered by the dataset's own digest.
-        """
+        Packing, mixtures and held-out documents are covered by the dataset's own digest."""
         keys = {"seed", "global_batch", "seq_len"}
         body = self.model_dump(mode="json", include=keys)
         if self.masks_documents:

@@ -48,8 +48,9 @@ def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
 
 
 def check_live_endpoints(c: sa.Connection, spec: ServeSpec) -> None:
-    """Raises QuotaError if the team cannot add this endpoint: it has too many endpoints already, or together they could
-    have too many replicas."""
+    """Raises QuotaError if the team already has the largest allowed number of endpoints. Also raises QuotaError if the
+    team's endpoints, including this one, could together have too many replicas.
+    """
     e = t.endpoints.c
     live = sa.and_(e.state != EndpointState.DELETED, e.team == spec.team, e.name != spec.name)
     replicas = [_most_members(row.spec) for row in c.execute(sa.select(e.spec).where(live))]

@@ -129,7 +129,7 @@ def member_values(lease_id: str, member: Member) -> Values:
 
 
 def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
-    """Returns the lease that a row describes. `members` has the rows of its members, ordered by index."""
+    """Returns the lease that a row describes. `members` are the rows of the lease's members, ordered by index."""
     shape = read_config(Shape, row.shape)[0] or _ONE_CPU  # its job is unreadable too, and ends
     fields = {**fields_of(row, _LEASE), "state": LeaseState(row.state)}
     found = tuple(Member(**{**fields_of(each, _MEMBER), "state": MemberState(each.state)}) for each in members)

@@ -42,7 +42,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, slots=True)
 class WriteFailure:
-    """The last write to the store that failed."""
+    """The failure of the last write to the store: the error's text, and the failure's age in seconds."""
 
     text: str
     age_s: float
@@ -90,8 +90,9 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Yields a write transaction. It is committed as a whole after the block, or rolled back if the block
-        raises."""
+        """Yields a connection in a write transaction. The transaction is committed as a whole after the block, or
+        rolled back if the block raises.
+        """
         try:
             with _clear_errors(self.engine), self._my_turn(), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
@@ -123,8 +124,9 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     def upgrade(self) -> None:
-        """Runs the missing migrations, in one process at a time. Raises ConflictError if a newer raytide wrote the
-        schema."""
+        """Runs the missing migrations, under a lock that admits one process at a time. Raises ConflictError if a newer
+        raytide wrote the schema.
+        """
         from alembic import command
         from alembic.config import Config
         from alembic.runtime.migration import MigrationContext

@@ -1,10 +1,10 @@
-"""Leader election among controllers that share one store. The leader holds a lease, which it renews, and an epoch,
-which fences the others.
+"""Leader election among controllers that share one store. The leader holds a lease, which it renews. The leader's epoch
+prevents earlier leaders from writing.
 
-A controller that takes over raises the epoch. Each commit checks, in its own transaction, that the controller's epoch
-is still current. So a controller that was replaced while it was paused or cut off can no longer write. It cannot act
-either, because intents are stored before they are carried out. Clocks of different machines are never compared: a
-waiting controller watches whether the lease changes.
+A controller that takes over raises the epoch. Each commit checks, in its own transaction, that the controller's
+epoch is still current. So a controller that was replaced while it was paused or cut off can no longer write. Such a
+controller cannot act either, because intents are stored before they are carried out. Clocks of different machines
+are never compared: a waiting controller watches whether the lease changes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NAME = "controller"
 class Leader:
     """The leadership of one controller, as this controller sees it.
 
-    A lease under this controller's own name belongs to its predecessor. A lock on the machine has shown that the
-    predecessor is dead, so the lease can be taken at once.
+    If the lease already has this controller's name, the controller takes the lease at once. The holder was the
+    controller's predecessor, and a lock on the machine has shown that the predecessor is dead.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class Leader:
             self._renewed_s = self._monotonic_s()
 
     def check(self) -> None:
-        """Raises ConflictError if another controller took over. Reads the store only if the last renewal is so old that
-        another one may have. Call it before acting."""
+        """Raises ConflictError if another controller has taken over. Call it before acting. It reads the store only if
+        the last renewal is so old that another controller may have taken over since.
+        """
         if self._monotonic_s() - self._renewed_s >= self._checked_s:
             with self._db.write() as c:
                 self.fence(c)

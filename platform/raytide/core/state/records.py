@@ -73,7 +73,8 @@ class Event:
 class Changes:
     """The changes of one tick, written in one transaction.
 
-    State changes of jobs, leases, nodes and endpoints become events automatically. `events` has any further events.
+    State changes of jobs, leases, nodes and endpoints become events automatically. `events` lists the events that
+    are written in addition.
     """
 
     at_s: float

@@ -1,8 +1,7 @@
 """The state store. Its methods are in three groups: those of the API, those of the controller, and reads.
 
 Each method is one transaction. Each column of a job, node or endpoint has a single writer (see `tables`), so the API
-and the controller never conflict.
-"""
+and the controller never conflict."""
 
 from __future__ import annotations
 
@@ -84,8 +83,9 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, head_epoch: int = 0) -> Self:
-        """Opens the store and migrates its schema, in one process at a time. Raises ConflictError if a newer raytide
-        wrote the schema. With `head_epoch`, all writes of this process fail once another head has taken over."""
+        """Opens the store and migrates its schema, under a lock that admits one process at a time. Raises ConflictError
+        if a newer raytide wrote the schema. With `head_epoch`, all writes of this process fail once another head has
+        taken over."""
         database = Database(url)
         try:
             database.upgrade()
@@ -113,11 +113,11 @@ class Store:
         digest: str | None = None,
         most_live: int = bounds.LIVE_JOBS,
     ) -> Job:
-        """Queues a job. If the team used the same `key` before, returns that job, so that clients may retry.
+        """Queues a job and returns it. If the team has already used `key`, returns the job of that earlier request, so
+        that clients may retry.
 
-        Raises ConflictError if the request that used the key had another `digest`. Raises QuotaError if the team has
-        `most_live` unfinished jobs, or if their specs are too large together.
-        """
+        Raises ConflictError if the earlier request had another `digest`. Raises QuotaError if the team has
+        `most_live` unfinished jobs, or if the specs of its unfinished jobs are too large together."""
         with self._db.write() as c:
             of_key = t.jobs.select().where(t.jobs.c.team == spec.team, t.jobs.c.client_key == key)
             if key is not None and (row := c.execute(of_key).first()):
@@ -146,8 +146,7 @@ class Store:
         """Records that the drivers of these jobs were alive at these times.
 
         Rows that another process is writing are skipped, because two statements that wait for each other's rows would
-        deadlock.
-        """
+        deadlock."""
         with self._db.write() as c:
             for moment in sorted(set(at_s.values())):
                 for part in chunked(job_id for job_id, each in at_s.items() if each == moment):
@@ -179,8 +178,9 @@ class Store:
             return save_endpoint(c, spec, user, now_s, why)
 
     def request_delete(self, name: str) -> Endpoint:
-        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint. Raises ConflictError for the name
-        of a challenger that now serves its endpoint."""
+        """Requests the deletion of an endpoint. Has no effect on a deleted endpoint. Raises ConflictError if `name` is
+        the application of a promoted challenger, because that application now serves the challenger's endpoint.
+        """
         with self._db.write() as c:
             return request_delete(c, name)
 
@@ -197,7 +197,8 @@ class Store:
 
     def lead(self, holder: str) -> str:
         """Tries to make the controller `holder` the leader. Returns an empty string on success. Otherwise returns the
-        present leader's name, and the caller tries later."""
+        present leader's name. The caller should then try again later.
+        """
         if self._leader is None:
             self._leader = Leader(self._db, holder, always_asks=self._db.fence is not None)
         return self._leader.take()
@@ -215,7 +216,9 @@ class Store:
         return HeadLease(self._db, holder, lease_s)
 
     def heads(self) -> HeadView | None:
-        """Returns the machine that leads and the machines that wait. Returns None in a cluster with one head."""
+        """Returns the machine that leads and the machines that wait. Returns None in a cluster that is configured
+        without standbys.
+        """
         with self._db.read() as c:
             return view_heads(c)
 
@@ -337,8 +340,9 @@ class Store:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included, except
-        those of revisions that do not serve."""
+        """Returns the records of all applications, sorted by name. Deleted applications are left out, unless `ended` is
+        true. Even then, a deleted challenger that serves no endpoint is left out.
+        """
         with self._db.read() as c:
             return endpoints(c, ended=ended)
 

@@ -1,9 +1,10 @@
 """The database tables, as the newest migration leaves them.
 
-The API and the controller write different columns of a row, so they never conflict. The API inserts jobs, endpoints and
-orders, and writes the columns marked `API`. The controller writes the other columns of these tables, and the tables of
-leases, nodes, plans and the ledger. The API writes the tables from `keys` on, and the controller deletes their old
-rows. Both append events and audit entries.
+The API and the controller write different columns of a row, so they never conflict. The API inserts jobs, endpoints
+and orders, and writes the columns marked `API`. The controller writes the other columns of these tables, and the
+tables of leases, nodes, plans and the ledger. The API also writes the table `keys` and all tables below it in this
+module, and the controller deletes the old rows of those tables. The API and the controller both append events and
+audit entries.
 
 Times are seconds since the epoch, but whole microseconds in the ledger. Money is in whole micro-dollars. The tables
 hold no secrets. For API keys, they hold only hashes.

@@ -33,7 +33,7 @@ def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def note(c: sa.Connection, noted: Sequence[Event]) -> None:
-    """Appends the events in `noted`. Of each of their subjects, only the newest KEPT_EVENTS events are kept."""
+    """Appends the events in `noted`. Then deletes all but the newest KEPT_EVENTS events of each subject in `noted`."""
     append(c, events, [values_of(event, EVENT) for event in noted])
     for subject in {event.subject for event in noted}:
         newest = sa.select(events.c.number).where(events.c.subject == subject).order_by(events.c.number.desc())
@@ -56,7 +56,9 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: str) -> None:
-    """Inserts rows. If a row with the same primary key exists, the new row's columns `amounts` are added to it."""
+    """Inserts rows. If a row with the same primary key exists, the new row's values in the columns `amounts` are added
+    to the existing row's values.
+    """
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
@@ -107,8 +109,9 @@ def transitions(
 
 
 def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT_ONCE) -> int:
-    """Deletes the oldest jobs in a final state that ended before this time, with their leases and events. Returns the
-    number of deleted jobs."""
+    """Deletes the oldest jobs that ended before `ended_before_s` and are in a final state, with their leases and
+    events. Returns the number of deleted jobs.
+    """
     is_old = sa.and_(jobs.c.state.in_(FINAL_STATES), jobs.c.ended_at_s < ended_before_s)
     held = sa.select(leases.c.job_id).where(leases.c.state != LeaseState.RELEASED)
     query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.number).limit(limit)

@@ -71,8 +71,9 @@ def _states(parent: SpanId, prefix: str, events: Sequence[Event], end_s: float) 
 
 
 class StepTraces:
-    """Adds spans to the jobs' traces for the training steps that jobs report. One span covers all steps within
-    `_STEPS_S` seconds."""
+    """Adds spans for training steps to the traces of jobs. The spans are made from the progress that jobs report. One
+    span covers all steps within `_STEPS_S` seconds.
+    """
 
     def __init__(self, section: TracingSection, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or Tracer.over_otlp(section, _STEPS_SERVICE)
@@ -82,7 +83,8 @@ class StepTraces:
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
         """Handles a job's report of its progress. If `_STEPS_S` seconds have passed since the job's last span, exports
-        one span for the steps since then. If the job went back to an earlier step, a new span begins there."""
+        one span for the steps since then. If the job went back to an earlier step, a new span begins at that step.
+        """
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):
             return
@@ -111,8 +113,9 @@ class JobTraces:
         self._store, self._tracer = store, tracer or Tracer.over_otlp(section, _SERVICE)
 
     def export(self, before: Iterable[Job], after: Mapping[str, Job]) -> None:
-        """Exports the traces of the jobs in `before` that have ended since. `after` maps the ids of jobs to their
-        current state."""
+        """Exports the traces of the jobs that were unfinished in `before` and have ended in the meantime. `after` maps
+        the ids of jobs to their current state.
+        """
         if self._tracer is None:
             return
         for job in before:

@@ -1,7 +1,7 @@
-"""The types of metrics and samples, their text in Prometheus' format, and recorders in which a process counts.
+"""The types of metrics and samples, their text in Prometheus' format, and the recorders that hold a process's counts.
 
-`raytide.core.telemetry.catalogue` declares all metrics. prometheus_client is not used to write the text. It would take
-70 ms for a page of 50 endpoints, and stop a gateway's event loop for that time.
+`raytide.core.telemetry.catalogue` declares all metrics. The text is not written by prometheus_client, because that
+would take 70 ms for a page of 50 endpoints, and stop a gateway's event loop for that time.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge with several values. Each value is recorded under the metric's last labels. The metric's first
-    labels are the same for all values, and are given when the values are read. Only one thread may change the
-    values."""
+    """A counter or gauge with several values, one for each combination of the metric's last labels. The metric's first
+    labels are the same for all values, and are passed to `samples`. Only one thread may change the values.
+    """
 
     __slots__ = ("_metric", "_values")
 

@@ -1,4 +1,6 @@
-"""Limits the number of series on a metrics page, whatever names users give to things."""
+"""Limits the number of series on a metrics page, even if users choose very many names for endpoints, jobs and the
+like.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,10 @@ MOST_OTHER_VALUES = 100
 class SeriesLimits:
     """Limits how many values each label has on one page.
 
-    The first values of a label are kept. For later values, counters and histograms are added up under the value
-    `other`. Gauges of later values are left out, because ratios and prices do not add up. A value that was kept once
-    stays on the page as long as it occurs. A value that was added to `other` stays in `other` as long as it occurs.
-    Otherwise counters would jump. A value that is missing on one page is treated as new when it returns.
+    The first values of a label are kept, up to the label's limit. Counters and histograms with later values are
+    added up under the value `other`. Gauges with later values are left out, because ratios and prices do not add up.
+    Counters would jump if a value changed between its own series and `other`. So each value keeps its place as long
+    as it occurs on every page. A value that is missing on one page is treated as new when it returns.
     """
 
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
@@ -57,7 +59,9 @@ class SeriesLimits:
         limit."""
 
     def apply(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Returns the samples of one page, reduced to the limits."""
+        """Returns the samples of one page within the limits. Samples beyond the limits are summed under the label value
+        OTHER. Gauges beyond the limits are left out.
+        """
         found = list(samples)
         self._names = self._named(found)
         kept: dict[tuple[Metric, tuple[str, ...]], Sample] = {}

@@ -48,9 +48,9 @@ def discovery(targets: Iterable[Target]) -> list[dict[str, object]]:
 
 
 def announce(folder: Path, process: str, target: Target) -> None:
-    """Records the metrics page of a process of the head in the run folder. The API lists the recorded pages. A
-    restarted process overwrites its record. The record of a stopped process stays, so Prometheus shows the target as
-    down.
+    """Records the metrics page of one of the head's processes as a file in the run folder. The API lists the recorded
+    pages. A restarted process overwrites its record. The record of a stopped process stays, so Prometheus shows the
+    target as down.
 
     If the disk is full, the process runs without a record, because its work matters more than its metrics.
     """

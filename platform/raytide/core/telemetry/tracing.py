@@ -1,9 +1,9 @@
-"""Traces of requests and jobs. Spans are exported when they have ended, with given ids and times, by OpenTelemetry's
-SDK over OTLP.
+"""Traces of requests and jobs. A span is exported after its end, with ids and times that the caller provides. The
+export uses OpenTelemetry's SDK over OTLP.
 
-A process that traces nothing does not import OpenTelemetry. The id of a request's trace appears in three other places:
-in the request's log lines (see `raytide.core.logs`), in the response's header `x-trace-id`, and in the exemplars of
-histograms.
+A process that traces nothing does not import OpenTelemetry. Besides the exported spans, three places show the id of
+a request's trace: the request's log lines (see `raytide.core.logs`), the response's header `x-trace-id`, and the
+exemplars of histograms.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class SpanId:
         return cls(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
 
     def child(self, name: str = "") -> SpanId:
-        """Returns a child of this span. With a name, the child always has the same id. Otherwise it has a random id."""
+        """Returns a child of this span. Children with the same name have the same id. A child without a name has a
+        random id.
+        """
         own = sha256(f"{self.trace:x} {self.span:x} {name}".encode()).digest()[:8] if name else None
         span = random.getrandbits(64) if own is None else int.from_bytes(own)
         return SpanId(self.trace, span or 1, self.span)
@@ -171,7 +173,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Exports the remaining spans. It gives up after a few seconds."""
+        """Exports the remaining spans. Gives up after a few seconds."""
         self._processor.shutdown()
 
 

@@ -79,9 +79,10 @@ class AnswerCache:
 
 
 def answer_key(request: GenRequest, version: str) -> bytes | None:
-    """Returns a key that is equal for requests with the same answer. Returns None if the answer is not determined.
-    Returns None for answers with log probabilities as well, because these would take much more memory than the
-    tokens."""
+    """Returns a key that is equal for requests with the same answer. Returns None if a repeated request may get another
+    answer. Returns None for answers with log probabilities as well, because these would take much more memory than the
+    tokens.
+    """
     params = request.sampling
     if not (params.is_greedy or params.seed is not None) or request.resume:
         return None
@@ -107,8 +108,9 @@ class _Stream(SharedStream):
 
 
 class SharedAnswers:
-    """The running streams and the cache of one endpoint, through which equal requests share answers. `version` returns
-    the version of the weights. Use this object from a single event loop only."""
+    """Lets equal requests to one endpoint share answers. A request joins a running stream, or takes its answer from the
+    cache. `version` returns the version of the weights. Use this object from a single event loop only.
+    """
 
     def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
         self.cache = AnswerCache()

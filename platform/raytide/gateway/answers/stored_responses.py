@@ -1,5 +1,6 @@
-"""The responses that all gateway processes store, in a database in a folder of the head. Their size and age are
-limited."""
+"""The store of responses that all gateway processes share: a database in a folder of the head. The size and the age of
+the stored responses are limited.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ END;
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """The limits on the stored responses of a key's account, of a team, and of all teams together. If one of these
-    exceeds its limit, its oldest responses are removed."""
+    """The limits on stored responses: those of one key's account, of one team, and of all teams together. When a limit
+    is exceeded, the oldest responses that count towards this limit are removed.
+    """
 
     account_responses: int = 10_000
     account_bytes: int = 256 << 20

@@ -1,10 +1,10 @@
 """Works on the batches of all teams, at a lower priority than clients' requests. One gateway process at a time works on
 a batch.
 
-The process holds the lock of its batch. The kernel frees the lock when the process dies. Any gateway process can then
-continue the batch after the last row in the batch's progress file. Replicas finish the rows that the dead process had
-sent to them, and give the answers to the next process that requests the same rows. A process that is being stopped
-starts no more rows, and records the rows in flight.
+The process holds the lock of its batch. The kernel frees the lock when the process dies. Any gateway process can
+then continue the batch with the rows that have no result in the batch's progress file. Replicas finish the rows that
+the dead process had sent to them, and give the answers to the next process that requests the same rows. A process
+that is being stopped starts no more rows, and records the results of those rows in flight that end in time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ScopeOf = Callable[[str, BatchRow], Mapping[str, Any]]
 class BatchRunner:
     """Works on batches in one gateway process.
 
-    `scope_of(account, row)` returns the entries of the ASGI scope with which a row runs, such as the caller. `account`
+    `scope_of(account, row)` returns entries of the ASGI scope for the row's request, such as the caller. `account`
     is the account of the API key that created the batch.
     """
 
@@ -83,9 +83,10 @@ class BatchRunner:
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
-        """Works on batches until it is cancelled.
+        """Works on batches until the call is cancelled.
 
-        It then gives the rows in flight a few seconds to finish. Another process continues the unfinished batches.
+        After the cancellation, the rows in flight have a few seconds to finish. Another process continues the
+        unfinished batches.
         """
         swept_s = 0.0
         try:

@@ -53,8 +53,8 @@ class BatchStore:
         """Creates a batch whose requests are the rows of an uploaded file. The file cannot be deleted until the batch
         ends.
 
-        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose, if the team has
-        too many unfinished batches, or if files take all the room that they may.
+        Raises an ApiError: 404 if the team has no such file, and 400 if the file has another purpose, if the team
+        has too many unfinished batches, or if the files of the team or of the cluster have reached a limit.
         """
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
@@ -129,7 +129,7 @@ class BatchStore:
             return _moved(connection, batch, "cancelling", int(self._now_s()))
 
     def unfinished(self) -> list[UnfinishedBatch]:
-        """Returns the batches of all teams that have not ended, oldest first."""
+        """Returns the unfinished batches of all teams, oldest first."""
         with self._database.read() as connection:
             rows = connection.execute(
                 "SELECT id, team, account FROM batches WHERE is_final = 0 ORDER BY seq"
@@ -190,8 +190,8 @@ class BatchStore:
             return _moved(connection, batch, status, now)
 
     def sweep(self) -> None:
-        """Deletes batches that ended more than 30 days ago, and the files that `FileStore.sweep` removes. The results
-        of a deleted batch are kept.
+        """Calls `FileStore.sweep`, and deletes batches that ended more than 30 days ago. The results of a deleted batch
+        are kept.
         """
         self.files.sweep()
         ends = ", ".join(f"json_extract(record, '$.{status}_at')" for status in sorted(FINAL))

@@ -134,7 +134,7 @@ def _checked(form: UploadForm) -> tuple[str, int | None]:
 
 
 def expiry_of(fields: Mapping[str, Any], param: str) -> int:
-    """Returns the seconds of an expiry `{anchor, seconds}`, which comes as form fields or as JSON.
+    """Returns the number of seconds in the expiry `{anchor, seconds}`. `fields` are its form fields or its JSON object.
 
     Raises an ApiError about the parameter `param` if the expiry is invalid.
     """

@@ -182,7 +182,7 @@ class FileStore:
         )
 
     def check_room(self, connection: sqlite3.Connection, team: str, size: int) -> None:
-        """Raises ApiError if a file of `size` bytes of this team would exceed a limit."""
+        """Raises ApiError if one more file, of `size` bytes, would exceed a limit of the team or of the cluster."""
         query = "SELECT coalesce(sum(bytes), 0), count(*) FROM files"
         own, count = connection.execute(f"{query} WHERE team = ?", (team,)).fetchone()
         total = connection.execute(query).fetchone()[0]

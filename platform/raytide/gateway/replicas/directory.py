@@ -44,8 +44,8 @@ Listing = dict[str, EndpointEntry]
 
 
 class Directory:
-    """Polls the GCS in a thread of its own, and calls `on_change` in this thread with each changed listing of the
-    endpoints. While the GCS does not answer, the last listing stays valid.
+    """Polls the GCS in a background thread. If the listing of the endpoints has changed, the background thread calls
+    `on_change` with the new listing. While the GCS does not answer, the last listing stays valid.
     """
 
     def __init__(self, gcs_address: str, on_change: Callable[[Listing], None]) -> None:

@@ -25,9 +25,9 @@ class PrefillPool:
         the request.
 
         Returns None if `replica` should compute the prompt itself, for one of these reasons:
-        - The cache of `replica` lacks fewer than `min_tokens` tokens of the prompt.
-        - The KV cache of this request cannot be handed over: the request has several samples, wants log probabilities
-          of the prompt, generates a single token, or continues an interrupted stream.
+        - Fewer than `min_tokens` tokens of the prompt are missing from the cache of `replica`.
+        - The KV cache of this request cannot be handed over: the request has several samples, wants log
+          probabilities of the prompt, generates a single token, or continues an interrupted stream.
         - No replica of the pool can hand over to `replica`.
         """
         params = request.sampling

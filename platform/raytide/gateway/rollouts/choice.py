@@ -53,8 +53,8 @@ def is_overload(error: Exception) -> bool:
 
 
 def is_for_fallback(error: Exception) -> bool:
-    """Returns whether the fallback API may answer a request that failed with this error. It may if every replica was
-    full, dead or gone.
+    """Returns whether the fallback API may answer a request that failed with this error. The result is True if every
+    replica was full, dead or gone.
     """
     causes = (error, error.__cause__)
     return is_overload(error) or any(isinstance(each, EngineDeadError | WaitTimeoutError) for each in causes)

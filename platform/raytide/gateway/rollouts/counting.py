@@ -46,7 +46,7 @@ class RevisionTally:
 
 
 class CountedMetrics(ServingMetrics):
-    """The metrics of one revision's server. If `tally` is set, the revision's requests are also counted there."""
+    """The metrics of one revision's server. If `tally` is set, the revision's requests are also counted in `tally`."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)
@@ -104,7 +104,7 @@ class RolloutReporter:
         self._reported: Sequence[CountedRevision] = ()
 
     async def run(self) -> None:
-        """Reports the totals periodically until it is cancelled."""
+        """Reports the totals periodically until the task is cancelled."""
         problem = ""
         while True:
             try:

@@ -1,5 +1,5 @@
-"""The route `/v1/feedback`, on which users rate an answer. A rating names the answer's response id. It is thumbs up,
-thumbs down, or values of metrics that the users define.
+"""The route `/v1/feedback`, on which users rate an answer. A rating contains the answer's response id. It also contains
+either thumbs up or thumbs down, or the value of a metric that users define.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _LONGEST_S = 300.0
 class RecordedEngine:
     """A wrapper of an engine that records the output of one HTTP request.
 
-    `on_begin` is called once, when the engine is first asked to generate, and so only for an admitted request.
+    `on_begin` is called once, at the first call of `generate`. The server makes that call only after it has admitted
+    the request.
     """
 
     def __init__(self, engine: Engine, on_begin: Callable[[RecordedEngine], None]) -> None:
@@ -80,8 +81,8 @@ class ShadowTraffic:
         caller: RequestCaller,
         tally: RevisionTally,
     ) -> Server:
-        """Returns the server that answers a request itself, and that starts a copy of the request on the challenger
-        when the request has been admitted.
+        """Returns a server that answers the request as `champion` does. Once the request has been admitted, the server
+        also starts a copy of the request on the challenger.
 
         The returned server is the champion's, with an engine that records the answer for the comparison. If too many
         copies run already, no copy starts.

@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 class KeyTable:
-    """The API keys by the hash of their secret, the token prices of endpoints, and the fair-share weights of teams."""
+    """The API keys (by the hashes of their secrets), the token prices of endpoints, and the fair-share weights of
+    teams.
+    """
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class KeyTable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def apply(self, change: KeyTableChange) -> None:
-        """Applies changes to the table. Changes that are older than the table are ignored, unless they are the whole
-        table.
+        """Applies changes to the table. Changes that are older than the table are ignored, unless they contain the
+        whole table.
         """
         if change.is_whole:
             self._keys.clear()
@@ -100,8 +102,8 @@ class KeyTable:
         return key
 
     def key_of_account(self, account: str) -> ApiKey:
-        """Returns the newest key of an account. Work that continues after its request, such as a batch, is checked by
-        this key.
+        """Returns the newest key of an account. Work that continues after its request has ended, such as a batch, is
+        checked against this key.
 
         Raises an ApiError: 401 if the account has no valid key, and 503 if the keys cannot be checked.
         """
@@ -113,8 +115,8 @@ class KeyTable:
         return key
 
     def price(self, model: str) -> TokenPrice:
-        """Returns the token prices of the endpoint that serves `model`. The model is the endpoint or one of its
-        adapters.
+        """Returns the token prices of the endpoint that serves `model`. `model` is the name of the endpoint or of one
+        of its adapters.
         """
         return self._prices.get(model.partition(":")[0], _FREE)
 

@@ -34,7 +34,9 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RateState:
-    """The rate limits of an account, and the current usage of each. A limit is None if the account does not have it."""
+    """The rate limits of an account, and the current usage under each limit. A limit that the account does not have is
+    None.
+    """
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None

@@ -1,4 +1,4 @@
-"""Authenticates the caller of each request, admits the request, and bills it at its end.
+"""Authenticates the caller of each request, admits the request, and bills the request when it ends.
 
 caller = await tenancy.authenticate(request.headers)      # before the body is read
 grant = await caller.admit(model, prompt_tokens, most_completion_tokens)
@@ -81,10 +81,10 @@ class Tenancy:
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Starts to follow the key table and to report usage. Until the table has been read, requests with a key get a
-        503.
+        """Starts two tasks and returns them: one follows the key table, the other reports usage. Until the table has
+        been read, requests with a key get a 503.
 
-        Returns the tasks that do this. A task that ends before `close` has failed.
+        Both tasks run until `close` is called. A task that ends earlier has failed.
         """
         self._following = asyncio.create_task(self.keys.follow())
         return [self._following, self.reporter.start()]
@@ -166,7 +166,7 @@ class GatewayCaller:
 
     @property
     def account(self) -> str:
-        """The account of the caller's key. Empty if the caller has no key."""
+        """The account of the caller's key, or an empty text if the caller has no key."""
         return "" if self.key is None else self.key.account
 
     @property
@@ -199,9 +199,9 @@ class GatewayCaller:
     ) -> GatewayGrant:
         """Admits a request that uses at most the given numbers of tokens. `price` replaces the endpoint's token prices.
 
-        Raises an ApiError: 403 if the key may not use the model, 429 beyond a rate limit or the budget, 401 if the key
-        has become invalid, and 503 if the limits cannot be checked now. The caller must settle or release the returned
-        grant.
+        Raises an ApiError: 403 if the key may not use the model, 429 if the request exceeds a rate limit or the
+        budget, 401 if the key has become invalid, and 503 if the limits cannot be checked now. The caller must
+        settle or release the returned grant.
         """
         grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
         if self.key is None:
@@ -251,8 +251,8 @@ class GatewayGrant:
         self._cost_pico_usd: int | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns the response headers of the request: `x-ratelimit-*`, and its cost if it is settled and the caller
-        has a key.
+        """Returns the response headers of the request: `x-ratelimit-*`, and the cost of the request. The cost is left
+        out if it is not settled yet or if the caller has no key.
         """
         if self.caller.key is None or self._cost_pico_usd is None:
             return self.rates.headers()

@@ -62,7 +62,7 @@ class UsageReporter:
         return len(self._requests) >= MOST_QUEUED
 
     def report(self, request: RequestUsage) -> None:
-        """Queues a finished request. The report also ends the request's budget reservation.
+        """Queues a finished request for the next report. The report also ends the request's budget reservation.
 
         If the queue is full, requests without a key are dropped.
         """

@@ -32,7 +32,9 @@ class UsageJournal:
         self._has_failed = False
 
     def add(self, request: RequestUsage) -> None:
-        """Appends a request to the file. If the disk is full, the request stays only in memory and does not fail."""
+        """Appends the usage of a request to the file. If the disk is full, the usage stays only in memory, and the
+        request does not fail.
+        """
         line = request.model_dump_json().encode() + b"\n"
         try:
             self._size += os.write(self._file, line)

@@ -27,7 +27,7 @@ class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
         """Returns the index in `waiting` of the first row that may fit. Returns None if no row may fit.
 
-        The cycle skips the rows before it.
+        The cycle skips all rows before that index.
         """
         ...
 

@@ -54,11 +54,11 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a job of `team` may preempt while its team borrows quota. `lower` contains
-        the candidates that come after the job in the scheduling order.
+        """Yields the rows of `lower` that a job may preempt when its team, `team`, borrows quota. `lower` contains the
+        candidates that come after the job in the scheduling order.
 
-        Rows of teams that borrow quota come first. The rows of teams that do not borrow follow. Without `any_team`,
-        the rows of other teams that do not borrow are left out.
+        Rows whose team borrows quota come first, and rows whose team does not borrow follow. Without `any_team`,
+        rows of other teams are left out if their team does not borrow.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
@@ -66,11 +66,11 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Yields the rows that a job of `team` may preempt to reclaim its team's nominal quota. `lower` contains the
+        """Yields the rows that a job of `team` may preempt to reclaim the nominal quota of `team`. `lower` contains the
         candidates that come after the job in the scheduling order.
 
-        All candidates of other teams that borrow quota come first, even if they are not in `lower`. The other rows of
-        `lower` follow.
+        `borrowing` are the teams that have borrowed quota. Candidates of these teams, except `team` itself, come
+        first, even if they are not in `lower`. The other rows of `lower` follow.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True
@@ -96,7 +96,7 @@ class PreemptionCandidates:
 class PreemptibleCapacity:
     """The capacity and quota that would be free if every candidate were preempted.
 
-    A job that does not fit even then needs no search for victims. This is the usual case.
+    If a job would not fit even then, no search for victims is needed. This is the usual case.
     """
 
     index: FitIndex
@@ -127,7 +127,9 @@ class PreemptibleCapacity:
 
 @dataclass(slots=True, eq=False)
 class Preemptor:
-    """The `Capacity` of the live queue. It admits jobs to free capacity, or preempts other jobs for them."""
+    """The `Capacity` of the live queue. It admits a job if the job fits into the free capacity. Otherwise it may
+    preempt other jobs for this job.
+    """
 
     state: AdmissionState
     candidates: PreemptionCandidates

@@ -1,10 +1,12 @@
-"""The scheduling order of all jobs, waiting or running: by priority class, and within a class least attained service
-first, with corrections.
+"""The scheduling order of all jobs, both waiting and running. Jobs are ordered by priority class. Within a class, the
+job with the least attained service goes first, with some corrections.
 
 Pure least attained service starves large gangs and preempts long jobs late. The corrections are:
-- An overdue gang goes before all jobs except urgent and new ones. A gang is overdue once it has waited at least four
-  hours, and also longer than every smaller job or longer than it would wait under first come, first served.
-- A gang that has waited nearly as long as it would under first come, first served goes before other long jobs.
+- An overdue gang goes before all jobs except urgent and new ones. A gang is overdue only if it has
+  waited at least four hours. It must also have waited longer than every smaller job, or longer than it
+  would wait under first come, first served.
+- A gang that has waited nearly as long as it would under first come, first served goes before other long
+  jobs.
 - A job that has already run for long is preempted only for short jobs.
 - The few oldest jobs go last, because they are late in any case.
 
@@ -84,7 +86,7 @@ def waiting(table: QueueTable, order: Ints) -> Ints:
     """Returns the waiting rows in scheduling order. Rows within their team's nominal quota come before rows that borrow
     quota.
 
-    Otherwise a borrowing job would be admitted in one cycle and preempted in the next.
+    In any other order, a borrowing job could be admitted in one cycle and preempted in the next.
     """
     rows = order[~table.is_held[order]]
     return rows[np.argsort(~table.within_nominal_quota[rows], kind="stable")]
@@ -108,9 +110,9 @@ def bands(table: QueueTable) -> Ints:
 
 
 def fair_wait_s(table: QueueTable) -> float:
-    """Returns the wait in seconds that first come, first served would cause.
+    """Returns the wait in seconds in a first-come-first-served queue.
 
-    It is the age of the oldest job that would not fit if all earlier jobs held their GPUs.
+    This wait is the age of the oldest job that would not fit if all earlier jobs held their GPUs.
     """
     first = np.argsort(table.submitted_s, kind="stable")
     is_behind = np.cumsum(table.gpus[first]) > table.gpus[table.is_held].sum()

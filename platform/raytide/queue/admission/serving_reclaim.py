@@ -39,8 +39,8 @@ _Key = tuple[bool, int, float, int, int]
 
 
 def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
-    """Preempts spare members so that the wanted replicas of the endpoints fit. Replicas for which the spare members are
-    not enough keep waiting. Endpoints of the highest priority class go first.
+    """Preempts spare gang members so that the wanted replicas of the endpoints fit. Replicas that would not fit even
+    then keep waiting. Endpoints of the highest priority class go first.
     """
     state, times = preemptor.state, _StartTimes.of(preemptor.state.snapshot.nodes, preemptor.state.snapshot.at_s)
     rank = {row: place for place, row in enumerate(ranked(table).tolist())}

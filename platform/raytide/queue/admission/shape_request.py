@@ -110,7 +110,9 @@ class ShapeRequests:
 
 @dataclass(slots=True, eq=False)
 class AffordableShapes:
-    """A job's shapes that the budgets of the job and its team allow. It is valid until `Budgets.version` changes."""
+    """The shapes of a job that the budgets of the job and its team allow. This object is valid until `Budgets.version`
+    changes.
+    """
 
     requests: tuple[ShapeRequest, ...]
     """The requests, for spot nodes only beyond a soft limit; empty while the job waits for spot."""

@@ -1,4 +1,6 @@
-"""Forecasts when queued jobs will start. It repeats the queue's decision at each predictable end of a running job."""
+"""Forecasts when queued jobs will start. The forecast makes the queue's decision anew for the predicted end of each
+running job.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ class AdmissionState:
         self.index.mark_changed(node_id)
 
     def place(self, shape: Shape, count: int, subject: str, *, max_new: int | None = None) -> bool:
-        """Reserves slots for all of `count` members or for none. Returns whether the slots were reserved."""
+        """Reserves slots for `count` members, either for all of them or for none. Returns whether the slots were
+        reserved.
+        """
         placed = self.room.place(shape, count, subject=subject, max_new=max_new)
         if isinstance(placed, Unschedulable):
             return False
@@ -130,8 +132,8 @@ class AdmissionState:
         return True
 
     def node_of(self, row: int, member: Member) -> str:
-        """Returns the id of the member's node, or of the node that is nominated for the member. Returns "" if there is
-        neither.
+        """Returns the id of the member's node. If the member has no node yet, returns the id of the node that is
+        nominated for the member, or "" if no node is nominated.
         """
         return member.node_id or self.nominated.get((row, member.index), "")
 

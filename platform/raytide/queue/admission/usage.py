@@ -38,7 +38,8 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the lease's members use. Members without a node count. Parked and yielding members do not.
+    """Returns the quota that the lease's members use. This includes the members that have no node yet, but not parked
+    or yielding members.
 
     `types` maps node ids to node types.
     """
@@ -51,7 +52,7 @@ def least_quota(shape: Shape) -> Resources:
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the endpoint's replicas use. Replicas without a node count as well.
+    """Returns the quota that the endpoint's replicas use. This includes the replicas that have no node yet.
 
     `types` maps Ray's node ids to node types.
     """

@@ -1,4 +1,6 @@
-"""Chooses the victims of a preemption: the fewest, in a given order, whose resources let a gang or a replica fit."""
+"""Chooses the victims of a preemption. Candidates are preempted in a given order until a gang or a replica fits. Of
+these, only the necessary ones remain victims.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """The members of one gang as victims: its spare members, the last one first, and the members that make up its
-    minimum size.
+    """The members of one gang as victims: its spare members, the least useful first, and the members that make up the
+    gang's minimum size.
     """
 
     spare: tuple[Victim, ...]
@@ -68,7 +70,8 @@ class GangVictims:
 class Simulation:
     """The capacity and quota as they would be if some victims were preempted.
 
-    Capacity is only counted. Quotas are really changed once the capacity is enough, and `close` restores them.
+    The capacity is only computed. The quotas are changed in place once the capacity is enough, and `close` restores
+    them.
     """
 
     def __init__(
@@ -148,10 +151,11 @@ class _Request:
 
 
 def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list[Victim]:
-    """Returns the candidates that must be preempted so that one of the requests fits, and no unnecessary ones.
+    """Returns the candidates that must be preempted so that one of the requests fits. Candidates that are not needed
+    for this are left out.
 
-    Candidates are considered in the given order. The result is empty if preempting all candidates would not be enough,
-    or if a request already fits.
+    Candidates are considered in the given order. The result is empty if preempting all candidates would not be
+    enough, or if a request already fits.
     """
     victims = iter(candidates)
     if (first := next(victims, None)) is None:

@@ -6,8 +6,9 @@
   QUEUED <--------+----------+
        +----------+----------+-> STOPPING -> STOPPED
 
-TRAIN, DATA and SCRIPT jobs have a driver that raytide starts: `wanted_drivers` returns those that should be alive. The
-driver of a GANG job is a user's process: it keeps the job alive by polling its lease, and releases it at the end.
+TRAIN, DATA and SCRIPT jobs have a driver that raytide starts: `wanted_drivers` returns those that should be alive.
+The driver of a GANG job is a user's process. It keeps the job alive by polling the job's lease, and it releases the
+lease at the end.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 class DriverKey:
     """The identity of one attempt at running a job's driver.
 
-    By this key, a restarted controller recognises an attempt that is already running. It does not start the attempt
-    twice.
+    A restarted controller uses this key to recognise an attempt that is already running, so it does not start the
+    attempt twice.
     """
 
     job_id: str

@@ -66,8 +66,8 @@ def unassign(lease: Lease, index: int) -> Lease:
 
 
 def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
-    """Returns the lease after a decision of the queue. With Shrink and Preempt, members yield and are parked later.
-    With Grow, parked members look for nodes again.
+    """Returns the lease after a decision of the queue. After a Shrink or Preempt, the affected members yield and are
+    parked later. After a Grow, those of the listed members that are parked look for nodes.
     """
     match action:
         case Shrink(members=members):
@@ -80,10 +80,11 @@ def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) ->
 
 
 def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
-    """Returns the lease after its holder has reported that nothing runs on the leaving members. They are freed at once.
+    """Returns the lease after its holder has reported that nothing runs on the leaving members. The leaving members are
+    freed at once.
 
-    Yielding members are parked. Members whose node is leaving the fleet look for another node. `settled` is the version
-    of the lease that the holder's report is about.
+    Yielding members are parked. Members whose node is leaving the fleet look for another node. `settled` is the
+    version of the lease to which the holder's report refers.
     """
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
@@ -102,7 +103,7 @@ def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member
 
 
 def release(lease: Lease, reason: str) -> Lease:
-    """Ends the lease. None of its placement groups is wanted any more."""
+    """Returns the lease in its ended state. None of the lease's placement groups is wanted any more."""
     if lease.state is LeaseState.RELEASED:
         return lease
     return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)

@@ -193,9 +193,9 @@ def _holds(shape: Shape, node_type: NodeType) -> bool:
 
 
 def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:
-    """Returns the gang with the `gpu_memory_gb` of each shape replaced by a label selector of node types.
+    """Returns the gang with a label selector of node types in place of the `gpu_memory_gb` of each shape.
 
-    Raises CapacityError if no node type that the shape's labels allow has GPUs with that much memory.
+    Raises CapacityError if the shape's labels allow no node type whose GPUs have that much memory.
     """
     if all(shape.gpu_memory_gb is None for shape in gang.shapes):
         return gang

@@ -1,5 +1,5 @@
-"""A canary rollout: the challenger gets more traffic step by step. When the challenger proves worse than the champion,
-it is rolled back.
+"""A canary rollout: the challenger gets more traffic step by step. If the challenger proves worse than the champion,
+the rollout is rolled back.
 """
 
 from __future__ import annotations

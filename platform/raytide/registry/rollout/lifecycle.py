@@ -65,7 +65,7 @@ def advance_all(
 ) -> dict[int, Rollout]:
     """Returns all rollouts, by number, after one step of each.
 
-    `endpoints` maps the names of Ray Serve applications to endpoints. Deleted endpoints are left out.
+    `endpoints` maps the names of Ray Serve applications to endpoints. It does not contain deleted endpoints.
     """
     moved = {}
     for rollout in rollouts:
@@ -112,7 +112,7 @@ def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
 def losing_endpoints(
     rollouts: Iterable[Rollout], endpoints: Mapping[str, Endpoint], now_s: float
 ) -> dict[str, Endpoint]:
-    """Returns the endpoints that lost their rollout and must now drain and end."""
+    """Returns, by name, the applications that lost their rollout and must now drain and end."""
     found = {}
     for rollout in rollouts:
         loser = endpoints.get(rollout.loser)
@@ -287,11 +287,12 @@ def intervals(
 def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
-    """Returns all endpoints. The replica bounds of endpoints in a live rollout follow their share of traffic.
+    """Returns all endpoints. The replica bounds of the champion and the challenger of a live rollout follow their
+    shares of the traffic.
 
     Within these bounds the number of replicas follows the load as usual. The champion's maximum falls as the
-    challenger's replicas become ready. The challenger's maximum rises as the champion's replicas end. An application
-    that has lost its rollout keeps its replicas until it drains.
+    challenger's replicas become ready. The challenger's maximum rises as the champion's replicas end. After a
+    rollout, the application that lost keeps its replicas until it drains.
     """
     found = dict(endpoints)
     for rollout in rollouts:

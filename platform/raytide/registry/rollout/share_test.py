@@ -42,7 +42,7 @@ class BadShare:
         return self.bad / self.total if self.total else 0.0
 
     def lower(self, alpha: float) -> float:
-        """Returns the lower limit of Wilson's one-sided interval of the true share."""
+        """Returns the lower limit of Wilson's one-sided interval for the true share."""
         return 1.0 - BadShare(self.total, self.total - self.bad).upper(alpha)
 
     def upper(self, alpha: float) -> float:
@@ -76,8 +76,8 @@ class ShareTest:
         return ShareTest(self.a.plus(a), self.b.plus(b), tuple(logs))
 
     def against(self, limit: float, b: BadShare) -> ShareTest:
-        """Returns the test after new observations of b alone. They are compared with `limit`, a share that is known to
-        be good enough.
+        """Returns the test after new observations of b alone. These observations are compared with `limit`, a share
+        that is known to be good enough.
         """
         limit = _within(limit)
         logs = (

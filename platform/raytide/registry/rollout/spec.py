@@ -23,7 +23,7 @@ class ShadowSpec(Config):
 
 
 class AbTestSpec(Config):
-    """A fixed split between two revisions, until a user ends it."""
+    """A fixed split of users between two revisions. The split lasts until somebody ends the rollout."""
 
     percent: float = Field(default=50.0, gt=0, lt=100)
     """The challenger's share of users."""

@@ -44,7 +44,9 @@ class TrafficSplit(Config):
         return self.challenger if self._slot(unit) < self.percent * SLOTS / 100 else self.champion
 
     def is_shadowed(self, request_id: str) -> bool:
-        """Returns whether the challenger gets a copy of this request, which the champion answers."""
+        """Returns whether the challenger gets a copy of this request. The champion answers the request in either
+        case.
+        """
         return slot_of(request_id, f"{self._salt}/shadow") < self.shadow_percent * SLOTS / 100
 
     def group_of(self, unit: str) -> int:

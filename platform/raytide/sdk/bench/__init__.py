@@ -1,5 +1,5 @@
-"""Sends a load to an endpoint and measures it: time to first token, inter-token latency, throughput and goodput.
-`raytide bench` uses this package.
+"""Sends load to an endpoint and measures the endpoint's time to first token, inter-token latency, throughput and
+goodput. `raytide bench` uses this package.
 """
 
 from raytide.sdk.bench.load.generator import BenchProgress, LoadGenerator

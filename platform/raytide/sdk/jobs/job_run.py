@@ -48,7 +48,9 @@ class Run:
 
     @property
     def out(self) -> str:
-        """The directory or URL to which the job writes, from the `out` of its spec. Empty for scripts and gangs."""
+        """The directory or URL to which the job writes: the `out` of the job's spec. An empty text for scripts and
+        gangs.
+        """
         return str(self.view.job.spec.config.get("out", ""))
 
     def refresh(self) -> Self:
@@ -142,8 +144,8 @@ class Run:
                 time.sleep(_POLL_S)
 
     def log_parts(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
-        """Yields the job's output in parts, from the position `after` on. It comes in parts because a log may be larger
-        than memory.
+        """Yields the parts of the job's output that follow the position `after`. The output is divided into parts
+        because a log may be larger than memory.
         """
         part = LogPart("", after, has_more=True)
         while part.has_more:
@@ -161,8 +163,8 @@ class Run:
         return ShownText(explain(self.refresh().view))
 
     def waits_for(self) -> WhyView:
-        """Returns the first unmet constraint of the waiting job, what would meet the constraint, and when the job would
-        start.
+        """Returns why the job waits: the first unmet constraint, what would meet this constraint, and the expected
+        start time.
         """
         return self._client.why(self.id)
 

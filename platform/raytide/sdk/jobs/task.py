@@ -74,8 +74,8 @@ class Task(Generic[P, T]):
 def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `work` on the only member of the gang. Returns its result or raises its exception.
 
-    If the member's process or node is lost, `work` runs again on the replacement. Raises ClusterError if that happens
-    more than `retries` times.
+    If the member's process or node is lost, `work` runs again on the replacement. Raises ClusterError if the member
+    is lost more than `retries` times.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError

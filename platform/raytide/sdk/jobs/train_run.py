@@ -59,8 +59,8 @@ class TrainRun(Run):
         return self._picture(self.history())
 
     def profile(self, steps: int = 3) -> None:
-        """Requests a profile of the next `steps` steps. Traces and tables appear in the folder `profile` of the spec's
-        `out`.
+        """Requests a profile of the next `steps` steps. The traces and tables appear in the folder `profile` inside the
+        folder that the spec's `out` names.
 
         The run is not restarted. This machine must be able to write to `out`.
         """

@@ -87,9 +87,9 @@ class ModelRegistry:
     ) -> AliasChange:
         """Points an alias at this version.
 
-        `if_version` is the version at which the alias must point now, or 0 if the alias must not exist. `rule` compares
-        the new version with the version at which the alias points now. Raises ConflictError if either condition does
-        not hold.
+        `if_version` is the version at which the alias must point now, or 0 if the alias must not exist. `rule`
+        compares the new version with the version at which the alias points now. Raises ConflictError if the alias
+        does not point at `if_version`, or if the new version does not satisfy `rule`.
         """
         version = self.get(reference)
         change = AliasSpec(version=version.version, why=why, if_version=if_version, rule=rule)
@@ -101,7 +101,7 @@ class ModelRegistry:
     def history(
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
-        """Returns changes of the model's aliases, the newest first. `until_s` limits them to changes up to that
+        """Returns changes of the model's aliases, the newest first. With `until_s`, returns only changes up to that
         time.
         """
         found = self._client.model_history(name, alias=alias, until_s=until_s, limit=limit)

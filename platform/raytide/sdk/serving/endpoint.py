@@ -61,8 +61,8 @@ class EndpointHandle:
         return self
 
     def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
-        """Blocks until this many replicas answer, and returns the endpoint. A notebook or a terminal shows its progress
-        meanwhile.
+        """Blocks until this many replicas answer, and returns the endpoint. Meanwhile, the endpoint's progress is shown
+        in a notebook or on a terminal.
 
         Raises EngineError if the endpoint fails, and WaitTimeoutError after `timeout_s` seconds.
         """
@@ -187,8 +187,8 @@ class EndpointHandle:
     def feedback(
         self, request_id: str, score: Score | None = None, comment: str = "", *, api_key: str = "none", **metrics: float
     ) -> int:
-        """Judges an answer by its response id, with "up" or "down" or with your own metrics: `feedback(id,
-        accepted=1.0)`. Returns the revision that gave the answer.
+        """Stores a judgement of the answer with this response id: "up" or "down", or values of your own metrics, as in
+        `feedback(id, accepted=1.0)`. Returns the revision that gave the answer.
 
         A later judgement replaces an earlier one of the same metric. Raises NotFoundError for a request that has not
         ended or does not belong to the team of the API key, and EngineError if the judgement is refused.

@@ -17,8 +17,8 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs,
 
 
 def greedy(terms: Terms) -> TickPolicy:
-    """Returns a policy that uses spot nodes when a zone is up, and waits otherwise. It switches to on-demand when the
-    deadline requires it.
+    """Returns a policy that uses spot nodes when a zone is up, and waits otherwise. The policy switches to an on-demand
+    node when the deadline leaves no more time to wait.
     """
 
     def choose(view: TickView) -> int:
@@ -30,8 +30,8 @@ def greedy(terms: Terms) -> TickPolicy:
 
 
 def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], TickPolicy]:
-    """Returns the Uniform Progress policy. `leaves(is_ahead, has_spot)` returns whether to release an on-demand
-    node.
+    """Returns the Uniform Progress policy. `leaves(is_ahead, has_spot)` returns True if the job should release its
+    on-demand node.
     """
 
     def policy(terms: Terms) -> TickPolicy:

@@ -54,13 +54,13 @@ class Terms:
 
     @property
     def ondemand_usd(self) -> float:
-        """The cost of running the whole job on demand."""
+        """The cost of running the whole job on an on-demand node."""
         return self.usd(ON_DEMAND) * (self.work + self.restart)
 
 
 @dataclass(frozen=True, slots=True)
 class TickView:
-    """The view that a policy has at one tick. `held` is NONE if the held zone was just lost."""
+    """The data that a policy sees at one tick. If the held zone was just lost, `held` is NONE."""
 
     tick: int
     """The number of ticks since the job's start."""
@@ -90,9 +90,9 @@ that tick may be known.
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
-    """Runs a job under a policy until the work is done. `up` is the availability of spot.
+    """Runs a job under a policy until the work is done. `up` tells in which zones and ticks spot nodes are available.
 
-    After the deadline the job runs on demand.
+    After the deadline the job runs on an on-demand node.
     """
     held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
     while work:

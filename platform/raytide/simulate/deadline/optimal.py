@@ -15,8 +15,8 @@ from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
 def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """Returns a function that runs the optimal policy. This policy never misses the deadline, because a job that runs
-    only on demand finishes in time.
+    """Returns a function that runs the optimal policy. This policy never misses the deadline, because a job that uses
+    only an on-demand node finishes in time.
     """
     return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 

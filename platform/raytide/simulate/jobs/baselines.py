@@ -12,7 +12,9 @@ LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
 def fifo(queue: JobQueue) -> Ints:
-    """Returns the jobs to run in order of submission. No job overtakes the first job that must wait."""
+    """Returns the jobs that should run. Jobs start in the order of their submission: no job overtakes the first job
+    that must wait.
+    """
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
@@ -21,7 +23,7 @@ def fifo(queue: JobQueue) -> Ints:
 def easy(queue: JobQueue) -> Ints:
     """Returns the jobs to run under EASY backfilling, with exactly known durations.
 
-    A job is backfilled if it ends before the first waiting job can start, or if it leaves that job enough GPUs.
+    A job is backfilled if it ends before the first waiting job can start, or if it leaves enough GPUs for that job.
     """
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
@@ -57,8 +59,8 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """Returns the jobs to run. The next job is always one of the team that holds the fewest GPUs. Within a team, first
-    come, first served.
+    """Returns the jobs to run. Repeatedly selects the team that holds the fewest GPUs, and takes that team's oldest
+    waiting job.
     """
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):

@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class JobQueue:
-    """The view that a queue policy has of the jobs: one array per column, with all jobs of the trace. `active` are the
-    jobs that were submitted and are not done.
+    """The jobs as a queue policy sees them. Each column is one array with a value for every job of the trace. `active`
+    holds the indices of the jobs that were submitted and are not done.
     """
 
     now_s: float
@@ -112,8 +112,9 @@ def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> Replay
 def lower_bound_s(trace: JobTrace, gpus: int) -> float:
     """Returns a lower bound of the mean job completion time in seconds.
 
-    It is the larger mean of two ideal cases. In the first, every job runs alone. In the second, one machine with the
-    cluster's total speed runs all jobs by shortest remaining processing time (SRPT).
+    Computes the mean for two ideal cases and returns the larger mean. In the first case, every job runs alone. In
+    the second case, one machine with the cluster's total speed runs all jobs by shortest remaining processing time
+    (SRPT).
     """
     work_s = trace.duration_s * trace.gpus / gpus
     heap: list[float] = []

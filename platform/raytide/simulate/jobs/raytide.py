@@ -53,8 +53,8 @@ class GpuCapacity:
         return floor
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index in `waiting` of the first row whose GPUs are free, or are held by preemptible rows that
-        come later in the order. Returns None if there is no such row.
+        """Returns the index in `waiting` of the first row for which enough GPUs are free. GPUs of preemptible rows that
+        come later in the order count as free, if the waiting row may preempt. Returns None if there is no such row.
         """
         able = self.need[waiting] <= self.free
         return int(able.argmax()) if able.any() else None

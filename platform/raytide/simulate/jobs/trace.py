@@ -62,7 +62,7 @@ def read(path: Path) -> JobTrace:
 def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
     """Returns the jobs that were submitted in `days` days from `first_day`, with times that start at 0.
 
-    By default these are the days with the most GPU-hours.
+    If `first_day` is None, the days with the most GPU-hours are chosen.
     """
     day = (trace.submit_s // DAY_S).astype(np.int64)
     if first_day is None:

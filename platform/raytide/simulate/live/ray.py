@@ -96,7 +96,7 @@ class LiveRay:
         return not any(self._used(node).values())
 
     def groups(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Returns the wanted placement groups on nodes that exist. All of them are ready."""
+        """Returns the placement groups that the leases need on nodes that exist. All returned groups are ready."""
         known = {
             GroupKey(lease.id, member.index, member.incarnation): member.placement_group_id
             for lease in self._leases

@@ -1,5 +1,5 @@
-"""Forecasts a live cluster to which no new work is submitted: node launches, the starts of waiting jobs, and the
-cost.
+"""Forecasts how a live cluster continues if no new work is submitted: its node launches, the starts of waiting jobs,
+and the cost.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ DOWNSCALE_DELAY_S = 600.0
 class ServeTarget:
     """Ray Serve's scaling rule: one replica for every `TARGET_ONGOING` requests in flight, rounded up.
 
-    The target rises after more replicas have been wanted for 30 s. It falls after fewer have been wanted for 600 s, to
-    the highest number wanted in these 600 s.
+    The target rises once the rule has asked for more replicas for 30 s. Once the rule has asked for fewer replicas
+    for 600 s, the target falls to the highest number that it asked for in these 600 s.
     """
 
     most: int

@@ -1,4 +1,4 @@
-"""Runs one serving policy on recorded days in virtual time. Returns its cost and SLO attainment."""
+"""Simulates one serving policy on recorded days in virtual time, and computes the policy's cost and SLO attainment."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class SimulatedFleet:
         return self.router.arrived
 
     def of(self, market: CapacityType) -> list[SimulatedReplica]:
-        """Returns the replicas of a market that are not being released. Replicas that are still launching are
-        included.
+        """Returns the replicas of a market, including replicas that are still launching. Replicas that are being
+        released are left out.
         """
         is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]

@@ -31,8 +31,8 @@ _STYLE = (
 
 
 def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
-    """Writes the HTML page. The call takes many times as long as one simulation, because it also simulates the other
-    policies, and raytide with several SLO targets.
+    """Writes the HTML page. The call takes many times as long as one simulation, because it runs one simulation for
+    each policy in `OTHERS`, and one of raytide's policy for each SLO target in `CURVE`.
     """
     others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
@@ -62,8 +62,8 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
 def tradeoff(
     axes: Axes, curve: Sequence[Point], others: Mapping[str, Point], chosen: Mapping[str, Point], title: str = ""
 ) -> None:
-    """Draws each policy as a point: its cost, and the share of requests that were answered in time. Draws raytide as a
-    curve over several SLO targets.
+    """Draws each policy as a point. The axes are the policy's cost and the share of requests that were answered in
+    time. raytide's results for several SLO targets form a curve.
     """
     label(axes, title, x="$", y="requests in time, %")
     if curve:

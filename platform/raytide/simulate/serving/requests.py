@@ -1,5 +1,5 @@
-"""The requests of a simulation. The token counts and the gaps between arrivals come from a recording, which repeats.
-The gaps are scaled so that the request rate follows an envelope.
+"""The requests of a simulation. The token counts and the gaps between arrivals come from a recording. The recording
+starts over when it ends. The gaps are scaled so that the request rate follows an envelope.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class FirstComeRouter:
             del self._routed[at], self._starts[at]
 
     def send_again(self, jobs: Iterable[int], now_s: float) -> None:
-        """Sends the unfinished requests of a lost replica to other replicas. The requests continue after the tokens
-        that were already generated, or start again.
+        """Sends the unfinished requests of a lost replica to other replicas. If the setup has `resumes`, a request that
+        already has tokens continues after these tokens. All other requests start from the beginning.
         """
         last = len(self.departures) - 1
         for job in jobs:

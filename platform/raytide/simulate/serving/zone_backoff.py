@@ -1,8 +1,9 @@
-"""The back-off of spot zones in the serving simulation, after refusals and reclaims.
+"""The back-off of spot zones in the serving simulation. It begins when a zone refuses a launch or reclaims a node.
 
 The back-off doubles with each refusal (launch_backoff.py), up to a short maximum. The maximum is short because a
 request for a node costs nothing, but each minute in which the policy misses an available zone costs the on-demand
-price. After the back-off, one node is requested from the zone. More are requested once that node was launched.
+price. After the back-off, only one node may be requested from the zone. Once that node is launched, any number may
+be requested.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Slice:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that attention and feed-forward compute on this rank. It includes the tokens of all
-        tensor ranks.
+        """The number of tokens that this rank processes in attention and feed-forward. It includes the tokens that the
+        other tensor ranks hold in the residual stream.
         """
         return self.sequences * self.seq_len // self.context
 
@@ -72,8 +72,8 @@ def stream_norm_bytes(model: ModelShape, part: Slice) -> float:
 def attention_bytes(model: ModelShape, part: Slice) -> float:
     """Returns the bytes of q, k, v, the output and the log-sum-exp of attention.
 
-    With a context axis they include three more parts: the keys and values of whole sequences, the joined output, and
-    the masks of pieces that do not begin at the first key.
+    With a context axis they include three more parts: the keys and values of whole sequences, the joined output of
+    this rank's pieces, and the masks of the query pieces that start after the first key.
     """
     q = model.attention_width / part.tensor
     kv_heads = model.kv_heads / part.tensor if model.kv_heads % part.tensor == 0 else 1
@@ -91,17 +91,17 @@ def attention_bytes(model: ModelShape, part: Slice) -> float:
 
 
 def ffn_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes that a dense feed-forward saves. With a gate these are four tensors: `gate`, `silu(gate)`,
-    `up`, and their product. Without a gate there are two: `up` and its activation.
+    """Returns the bytes that a dense feed-forward keeps for the backward pass. With a gate it keeps four tensors:
+    `gate`, `silu(gate)`, `up`, and their product. Without a gate it keeps two: `up` and its activation.
     """
     return (4 if model.gated else 2) * part.tokens * part.bytes_each * model.ffn / part.tensor
 
 
 def sparse_bytes(model: ModelShape, part: Slice) -> float:
-    """Returns the bytes that a layer with experts saves.
+    """Returns the bytes that a layer with experts keeps for the backward pass.
 
-    These are the router's probabilities and, for each expert of each token, the input, four tensors of the expert's
-    width, the output, and the gather indices.
+    The layer keeps the router's probabilities. For each expert to which a token is routed, it also keeps the input,
+    four tensors of the expert's width, the output, and the gather indices.
     """
     routed = part.tokens * model.experts_per_token
     values = part.bytes_each * (4 * model.expert_ffn / part.tensor + 2 * model.width)

@@ -1,8 +1,9 @@
-"""Estimates the memory of one rank of raytide's trainer, by purpose, and its peak.
+"""Estimates the memory that one rank of raytide's trainer needs, for each purpose and at the peak.
 
-The peak is the larger need of two moments, so the sum of all terms would be too large:
-- At the end of the forward pass with the most micro-batches in flight, activations and logits exist. Gradients exist
-  only if earlier micro-batches have produced them.
+The peak occurs at one of two moments, whichever needs more memory. The sum of all terms would be too
+large, because the terms do not all exist at the same moment:
+- At the end of the forward pass with the most micro-batches in flight, activations and logits exist.
+  Gradients exist only if earlier micro-batches have produced them.
 - At the end of the backward pass, all gradients exist, and the activations are freed.
 """
 
@@ -44,8 +45,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The bytes that one rank needs, by purpose. They are not all needed at the same time: `peak` is the most needed at
-    once.
+    """The bytes that one rank needs, by purpose. Not all of these bytes are needed at the same time: `peak` is the
+    largest number of bytes that are needed at once.
     """
 
     weights: int
@@ -120,7 +121,7 @@ class MemoryEstimate:
 def estimate_rank(
     workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int = 0
 ) -> MemoryEstimate:
-    """Returns the memory of one rank: the first data and tensor rank within the given pipeline rank."""
+    """Returns the memory of the rank whose index is `pipeline_rank` on the pipeline axis and 0 on all other axes."""
     model, sizes, layout, memory = workload.model, strategy.sizes, strategy.layout, strategy.memory
     states = rank_states(workload, strategy, pipeline_rank)
     count, sequences = strategy.microbatches(workload)

@@ -29,8 +29,8 @@ _FFN = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes that one rank allocates for the whole run, and the numbers of weight elements with which it
-    computes.
+    """The bytes of states that one rank allocates for the whole run, and the numbers of elements in its gathered
+    weights.
     """
 
     weights: int
@@ -47,7 +47,9 @@ class StateBytes:
 
 
 def rank_states(workload: TrainWorkload, strategy: Strategy, pipeline_rank: int = 0) -> StateBytes:
-    """Returns the states of one rank of the given pipeline rank: the rank that is first on the data and tensor axes."""
+    """Returns the states of one rank. `pipeline_rank` is the rank's index on the pipeline axis. On all other axes, the
+    rank's index is 0.
+    """
     model, sizes, layout = workload.model, strategy.sizes, strategy.layout
     ranks, found, largest, outside = sizes.shard * sizes.context, _NOTHING, 0, 0
     for stage in layout.stages_of(pipeline_rank):
@@ -110,8 +112,8 @@ def _unit_bytes(workload: TrainWorkload, kind: str | tuple[bool, bool], tensor: 
 
 
 def local_shape(weight: WeightTensor, model: ModelShape, tensor: int, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of the first rank's part of a weight, which is divided among `tensor` tensor ranks and then
-    among `ranks` ranks.
+    """Returns the shape of rank 0's part of a weight. The weight is divided among `tensor` tensor ranks, and then each
+    part among `ranks` ranks.
     """
     shape = list(weight.shape)
     if weight.division is not None and _is_divided(weight, model, tensor):
@@ -139,7 +141,7 @@ def optimizer_bytes(name: OptimName, weight: WeightTensor, model: ModelShape, te
 def with_adapters(weights: Iterator[WeightTensor], lora: LoraSpec | None, model: ModelShape) -> Iterator[WeightTensor]:
     """Yields the weights, and with LoRA also the adapters.
 
-    With LoRA the weights are frozen. The two adapters of an adapted weight follow it (Hu et al. 2021).
+    With LoRA the weights are frozen. Each adapted weight is followed by its two adapters (Hu et al. 2021).
     """
     if lora is None:
         yield from weights

@@ -38,9 +38,10 @@ class ModelAdvice:
 def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
     """Returns the optimum of each scaling law for `flops`, the default law first.
 
-    If `served_tokens` tokens will be served, the result includes the cheapest model to train and serve that has the
-    loss of the default law's optimum. If only `unique_tokens` unique training tokens exist, the result includes the
-    best model under this limit.
+    If `served_tokens` is not 0, the result also includes a model with the same loss as the default law's optimum.
+    Among the models with this loss, it costs the least for training plus serving `served_tokens` tokens. If
+    `unique_tokens` is set, the result also includes the best model that can be trained if only `unique_tokens`
+    different tokens exist.
     """
     optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
     found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]
@@ -59,10 +60,10 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 
 
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
-    """Returns the model FLOPs that the money buys at 35 % utilization, on the node type that gives the most.
+    """Returns the most model FLOPs that the money buys on any one node type, at 35 % utilization.
 
-    `hours` limits the result further: a node type gives at most the FLOPs that all of its nodes can do in this time.
-    Raises CapacityError if no node type has both a price and known GPUs.
+    `hours` limits the result further: a node type counts with at most the FLOPs that all of its nodes can do in this
+    time. Raises CapacityError if no node type has both a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

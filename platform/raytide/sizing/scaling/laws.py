@@ -1,11 +1,11 @@
-"""Scaling laws of the loss. They give the model size and the number of tokens with the lowest loss for a number of
-FLOPs.
+"""Scaling laws of the loss. For a number of FLOPs, they predict the model size and the number of tokens with the lowest
+loss.
 
-The law is Hoffmann et al. 2022 (arXiv 2203.15556), equation 2: L(N, D) = E + A / N^alpha + B / D^beta, with C = 6 N D.
-N is the number of parameters, D the number of tokens, and C the FLOPs. Over-training for inference is Sardana et al.
-2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model trained on more tokens reaches the same loss and
-is cheaper to serve. Training on repeated data is Muennighoff et al. 2023, "Scaling Data-Constrained Language Models"
-(arXiv 2305.16264).
+The law is equation 2 of Hoffmann et al. 2022 (arXiv 2203.15556): L(N, D) = E + A / N^alpha + B / D^beta, with C = 6
+N D. N is the number of parameters, D the number of tokens, and C the FLOPs. Over-training for inference follows
+Sardana et al. 2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model trained on more tokens reaches
+the same loss and is cheaper to serve. Training on repeated data follows Muennighoff et al. 2023, "Scaling
+Data-Constrained Language Models" (arXiv 2305.16264).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScalingLaw:
 
     @property
     def size_exponent(self) -> float:
-        """The exponent with which the optimal number of parameters grows with C: beta / (alpha + beta)."""
+        """The exponent with which the optimal number of parameters grows with the FLOPs C: beta / (alpha + beta)."""
         return self.data_exponent / (self.parameter_exponent + self.data_exponent)
 
     @property
@@ -67,8 +67,8 @@ class ScalingLaw:
         return Allocation(parameters, tokens, self.loss(parameters, tokens))
 
     def tokens_for(self, parameters: float, loss: float) -> float:
-        """Returns the number of tokens after which a model of this size reaches the loss. Returns infinity if it never
-        does.
+        """Returns the number of tokens after which a model of this size reaches the loss. Returns infinity if the model
+        never reaches the loss.
         """
         rest = loss - self.irreducible - self.parameter_factor / parameters**self.parameter_exponent
         return float((self.data_factor / rest) ** (1.0 / self.data_exponent)) if rest > 0 else math.inf
@@ -131,8 +131,8 @@ def approach_2(flops: float) -> tuple[float, float]:
 
 
 def golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Returns the position of the minimum of `cost` between `low` and `high`, to within 1e-9. The function must have a
-    single minimum there.
+    """Returns the position of the minimum of `cost` between `low` and `high`, to within 1e-9. `cost` must have a single
+    minimum in this interval.
     """
     ratio = (math.sqrt(5.0) - 1.0) / 2.0
     while high - low > _PRECISION:
@@ -161,7 +161,9 @@ def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIR
 
 
 def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the cheapest model to train and serve that reaches the loss of the compute-optimal model for `flops`."""
+    """Returns the cheapest model that reaches a certain loss: the loss of the compute-optimal model for `flops`. The
+    cost is the number of FLOPs for training the model and for serving `served_tokens` tokens.
+    """
     return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)
 
 
@@ -200,7 +202,9 @@ def optimal_parameters(tokens: float) -> float:
 
 
 def repeated_loss(parameters: float, tokens: float, unique_tokens: float) -> float:
-    """Returns the loss in nats a token of a model trained on `tokens` tokens, of which `unique_tokens` are unique."""
+    """Returns the loss, in nats per token, of a model trained on `tokens` tokens, of which `unique_tokens` are
+    unique.
+    """
     worth_tokens = effective(tokens, unique_tokens, DATA_DECAY)
     base = min(optimal_parameters(min(unique_tokens, tokens)), parameters)
     worth_parameters = effective(parameters, base, SIZE_DECAY)

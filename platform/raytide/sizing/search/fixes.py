@@ -70,7 +70,8 @@ class Misfit:
 def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], node_types: Sequence[NodeType]) -> None:
     """Raises CapacityError, with the cheapest fix, if the training fits on no node type that its gang's shapes allow.
 
-    A node type whose GPU memory is unknown counts as large enough, and so does one without GPUs.
+    A node type whose GPU memory is unknown counts as large enough. A node type without GPUs also counts as large
+    enough.
     """
     workload = TrainWorkload.from_spec(spec, model)
     misfits: list[Misfit] = []

@@ -138,7 +138,7 @@ class TrainingPlan:
 
     @property
     def node_share(self) -> float:
-        """The share of each node that the plan uses."""
+        """The fraction of a node's GPUs that the plan uses. It is 1 for nodes without GPUs."""
         whole = self.node_type.resources.get("GPU") or self.devices
         return self.devices / whole
 
@@ -210,8 +210,8 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """The result of a search: the plans that fit, the best first. For each node type on which none fits, it also has
-    the plan that comes nearest.
+    """The result of a search: `plans` has the plans that fit, the best first. For each node type on which no plan fits,
+    `misses` has the plan that is closest to fitting.
     """
 
     plans: tuple[TrainingPlan, ...]
@@ -283,8 +283,8 @@ def plans_on(
     devices: int,
     options: SearchOptions,
 ) -> Iterable[TrainingPlan]:
-    """Yields one plan for each layout and each choice of memory options: the plan with the largest micro-batch that
-    fits. If none fits, it is the plan with the smallest micro-batch.
+    """Yields one plan for each layout and each choice of memory options. The plan has the largest micro-batch that
+    fits. If no micro-batch fits, the plan has the smallest micro-batch.
     """
     hardware = hardware_of(device)
     for sizes, layout in layouts(workload, nodes * devices, devices):

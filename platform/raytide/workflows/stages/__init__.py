@@ -1,1 +1,1 @@
-"""The kinds of stages of a workflow. Each kind has a spec, a way of submission, and results."""
+"""The kinds of stages of a workflow. Each kind defines its spec, its submission and its results."""

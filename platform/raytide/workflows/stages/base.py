@@ -14,7 +14,7 @@ from raytide.workflows.sweep.halving import Curve
 
 @dataclass(frozen=True, slots=True)
 class StageTask:
-    """One attempt at a stage, or at a trial of the stage's sweep. The references in its spec are already replaced by
+    """One attempt at a stage, or at a trial of the stage's sweep. The references in `spec` are already replaced by
     values.
     """
 

@@ -1,4 +1,4 @@
-"""The specs of kinds that exist only as stages, and the check of a whole flow before it runs."""
+"""The specs that only stages use (script, eval and register), and the check of a whole flow before it runs."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ class EvalSpec(Config):
     """The evaluation of a model. It consists of one or more of these measurements: the loss on a held-out dataset, the
     accuracy of answers to prompts, and a suite that compares the model with its parent.
 
-    The metrics of a dataset are `loss` (nats a token), `perplexity` and `tokens`. Those of prompts are `accuracy` and
-    `prompts`. A suite has its own metrics, such as `kl`. If the suite's gate is not passed, the stage fails.
+    The metrics of a dataset are `loss` (nats a token), `perplexity` and `tokens`. The metrics of prompts are
+    `accuracy` and `prompts`. A suite has its own metrics, such as `kl`. If the suite's gate is not passed, the stage
+    fails.
     """
 
     model: bounds.Location = ""

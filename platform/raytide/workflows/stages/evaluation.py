@@ -69,8 +69,8 @@ def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str
     """Returns two metrics: `accuracy`, the share of prompts that were answered as expected, and `prompts`, the number
     of prompts.
 
-    `ask(prompt)` returns the answer to a prompt. By default the endpoint of the spec answers greedily. Raises
-    EngineError if it refuses a prompt or does not answer.
+    `ask(prompt)` returns the answer to a prompt. By default it asks the spec's endpoint, which samples greedily.
+    Raises EngineError if the endpoint refuses a prompt or does not answer.
     """
     cases = read_cases(spec.prompts)
     ask = ask or _endpoint(spec)

@@ -1,5 +1,5 @@
-"""The stages `register` and `serve`. They send requests to the API and have no jobs. Repeating a request changes
-nothing, but a failed endpoint is deployed again.
+"""The stages `register` and `serve`. They send requests to the API and have no jobs. A repeated request changes
+nothing, with one exception: a failed endpoint is deployed once more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def serve(client: ApiClient, task: StageTask) -> str:
 def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
     """Returns the state of a serve stage. The stage is done once a replica with the stage's spec answers.
 
-    It is also done if no replica is needed, because the endpoint is scaled to zero or a hosted API answers for it.
+    It is also done if no replica is needed: the endpoint is scaled to zero, or a hosted API answers the endpoint's
+    requests.
     """
     if handle.startswith(_REFUSED):
         return StageReport("refused", handle.removeprefix(_REFUSED))

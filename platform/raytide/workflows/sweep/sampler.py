@@ -31,8 +31,8 @@ class PastTrial:
 def suggest(sweep: SweepSpec, number: int, past: Sequence[PastTrial]) -> dict[str, Value]:
     """Returns the parameters of the trial `number` (from 0). The same arguments always give the same parameters.
 
-    A trial that was ended early counts as a pruned trial of Optuna. Such trials are ranked by the last rung that they
-    reached, and then by their value there.
+    A trial that was ended early counts as a pruned trial of Optuna. Such trials are ranked by the last rung that
+    they reached, and then by their value at that rung.
     """
     if sweep.sampler == "grid":
         return _of_grid(sweep, number)

@@ -98,8 +98,8 @@ class EndpointService:
         self._store.rollouts.report(RolloutReport.parse(body, where="rollouts"))
 
     def save_feedback(self, body: Mapping[str, object]) -> int:
-        """Stores a user's feedback on a response. A gateway has forwarded the feedback. Returns the number of the
-        revision that gave the response.
+        """Stores a user's feedback on a response, as a gateway forwards it. Returns the number of the revision that
+        gave the response.
         """
         return self._store.feedback.save(Feedback.parse(body, where="feedback"), self._clock.now_s())
 

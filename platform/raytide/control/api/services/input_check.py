@@ -2,9 +2,10 @@
 
 For URLs, only the form is checked. The driver later reports URLs that lead to nothing. Local files are checked in
 separate threads with a timeout, so a hanging file system blocks only these threads. After a timeout, the spec is
-accepted unchecked; an endpoint whose paths may be private is refused. The API may read more files than teams may.
-Therefore the API tells a caller with a team's token only about files that every user of the machine can read. The
-driver reports on the others. Only regular files are opened.
+accepted unchecked. There is one exception: an endpoint is refused if the check for private paths times out. The API
+may read more files than teams may. Therefore the API tells a caller with a team's token only about files that every
+user of the machine can read. Problems of other files are reported later by the driver. Only regular files are
+opened.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIN
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """The result of checking a path. If nothing is known or may be revealed, all fields have their defaults."""
+    """The result of checking a path. If nothing is known about the path, or nothing may be revealed, all fields have
+    their defaults.
+    """
 
     content: bytes | None = None
     is_missing: bool = False
@@ -64,8 +67,8 @@ class Inputs:
     def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
         """Raises DeniedError if `config` names a private path. Error messages refer to the config as `where`.
 
-        The resolution of links may hang, so it runs in a thread. On a timeout the method raises DataError, unless the
-        driver checks the paths later (`is_checked_later`).
+        The check runs in a thread, because resolving links may hang. If the check times out, the method raises
+        DataError. With `is_checked_later`, a timeout is no error, because the driver checks the paths later.
         """
 
         def check() -> bool:
@@ -139,16 +142,19 @@ class Inputs:
         return None
 
     def check_build(self, spec: DataSpec) -> None:
-        """Raises DataError if a URL is not allowed. The driver lists the inputs, because there may be many."""
+        """Raises DataError if a URL is not allowed. The input files are not looked up here. The driver lists them,
+        because there may be many.
+        """
         beside = spec.cleaning.urls if spec.cleaning else ()
         for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else []), *beside):
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if the local path `model` has no model, or a local path in `adapters` no adapter. Also
-        raises it for a URL that is not allowed, and for a GGUF file in an object store.
+        """Raises DataError if `model` is a local path without a model, or if `adapters` names a local path without an
+        adapter. Also raises DataError for a URL that is not allowed, and for a GGUF file in an object store.
 
-        A model in PACKAGED_MODELS is part of an installed Python package. Only the nodes look for that package.
+        A model in PACKAGED_MODELS is part of a Python package that only the nodes need. Such a model is not checked
+        here.
         """
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
         from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
@@ -167,7 +173,7 @@ class Inputs:
                 raise DataError(f"{location} is not {kind}: {lacks}.", hint="Use an exported one.")
 
     def weight_bytes(self, model: str, caller: Caller) -> int:
-        """Returns the size in bytes of a model's weights on disk, or 0 if the API does not know it."""
+        """Returns the size in bytes of a model's weights on disk, or 0 if the API does not know the size."""
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
 
         if is_gguf(model):

@@ -182,9 +182,10 @@ class JobService:
         return self.view(self._accounts.set_job_budget(job.id, usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
-        """Returns a part of the job's log. It begins at the position `after`, or with the last `tail` lines.
+        """Returns a part of the job's log. With `tail`, the part has the last `tail` lines. Otherwise the part begins
+        at the position `after`.
 
-        An empty position means the beginning of the log.
+        An empty `after` means the beginning of the log.
         """
         job = self._owned(job_id, caller)
         if job.spec.kind is JobKind.GANG:
@@ -202,8 +203,8 @@ class JobService:
         return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
-        """Returns the path of an uploaded package. Raises DeniedError if the caller has a team's token, and no
-        unfinished job of the team uses the package. Raises NotFoundError if the package is gone.
+        """Returns the path of an uploaded package. Raises DeniedError for a caller with a team's token if no unfinished
+        job of the team uses the package. Raises NotFoundError if the package is gone.
         """
         if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
             raise DeniedError(

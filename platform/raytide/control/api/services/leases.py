@@ -1,9 +1,10 @@
-"""Serves the long polls of drivers for their leases. One watcher reads the store for all of them, ten times a second.
+"""Serves the long polls in which drivers wait for changes of their leases. One watcher reads the store for all polls,
+ten times a second.
 
-The watcher reads a counter that each commit of jobs or leases increments. When the counter has changed, one query finds
-the polled leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll for a lease
-that is not in memory reads it at once. A poll by a GANG job's driver is its heartbeat. Heartbeats are written in
-batches.
+The watcher reads a counter that each commit of jobs or leases increments. When the counter has changed, one query
+finds the polled leases that changed, and one read loads them. Unchanged leases are answered from memory. If a polled
+lease is not in memory, the poll itself reads the lease from the store. A poll by a GANG job's driver counts as the
+driver's heartbeat. Heartbeats are written in batches.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolledLease:
-    """A job and its lease as read at one version of the store. Neither has changed since that version."""
+    """A job and its lease as read at one version of the store. Both are unchanged since that version."""
 
     job: Job
     lease: Lease
@@ -124,7 +125,8 @@ class LeasePolls:
         return _lease(job, self._store.lease_of(job.id))
 
     def on_disconnect(self, job_ids: Iterable[str]) -> None:
-        """Shortens the heartbeat timeout of drivers that disconnected during a poll, as killed drivers do.
+        """Shortens the heartbeat timeout of drivers that disconnected during a poll, because a killed driver
+        disconnects in this way.
 
         A live driver polls again before the shorter timeout ends.
         """

@@ -59,9 +59,9 @@ class LimitsService:
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Sets some of a team's limits and returns the team's new spec. A field of TeamSpec with the value None gets
-        its configured value back. Mappings, such as `quota`, are changed key by key. Concurrent changes are applied one
-        after another.
+        """Sets some of a team's limits and returns the team's new spec. `changes` maps fields of TeamSpec to their new
+        values. The value None resets a field to its configured value. Mappings, such as `quota`, are changed key by
+        key. Concurrent changes are applied one after another.
 
         The caller needs a token for all teams.
         """

@@ -126,10 +126,10 @@ class ModelService:
 
     def resolved(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
         """Returns the spec with each reference to a registered model or adapter replaced by the registered location.
-        The version of the registered model is added.
+        The returned spec also names the version of the registered model.
 
-        A stored spec names both a model and a version. In such a spec the model must be the registered location of the
-        version.
+        A stored spec names both a model and a version. In such a spec the model must be the registered location of
+        the version.
         """
         adapters = {name: self._located(location, caller) for name, location in spec.adapters.items()}
         spec = spec.model_copy(update={"adapters": adapters, "weights": self._located(spec.weights, caller)})
@@ -186,7 +186,7 @@ class DatasetService:
         return self._records.register(spec, caller.user, self._clock.now_s())
 
     def all(self, caller: Caller, limit: int, offset: int) -> tuple[RegisteredDataset, ...]:
-        """Returns datasets by name, each with its newest version."""
+        """Returns the datasets in the order of their names, each with its newest version."""
         return self._records.datasets(team=caller.only_team, limit=limit, offset=offset)
 
     def versions(self, name: str, caller: Caller, limit: int, offset: int) -> tuple[DatasetVersion, ...]:

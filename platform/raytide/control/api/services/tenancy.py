@@ -77,8 +77,9 @@ class TenancyService:
         return self._records.usage.sums(which, by)
 
     def audit(self, caller: Caller) -> AuditLog:
-        """Returns the audit log, for reading. The caller needs a token for all teams, because the log has the changes
-        of all teams."""
+        """Returns the object that reads the audit log. The caller needs a token for all teams, because the log contains
+        the changes of all teams.
+        """
         caller.require_all()
         return self._records.audit
 

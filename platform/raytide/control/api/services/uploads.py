@@ -55,11 +55,11 @@ class Packages:
         return path
 
     def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
-        """Removes packages that no unfinished job uses, to make room for a team's new package of `size` bytes. Also
-        removes those that were last used more than KEPT_S ago.
+        """Makes room for a team's new package of `size` bytes. Removes only packages that no unfinished job uses: all
+        that were not used for KEPT_S seconds, and as many others as necessary.
 
-        Raises ConflictError if the packages that the team's jobs use leave no room. Raises StorageError if the packages
-        of all teams, or the disk, leave no room.
+        Raises ConflictError if the packages that the team's jobs use leave no room. Raises StorageError if the
+        packages of all teams, or the disk, leave no room.
         """
         files = [(path.stem in in_use, used_s, taken, path) for path, used_s, taken in self._files()]
         files.sort(reverse=True)
@@ -91,7 +91,7 @@ class Packages:
 
     @contextmanager
     def receive(self, digest: str, team: str = "") -> Iterator[PackageWriter]:
-        """Yields a writer for a package. Content that the block does not finish with `PackageWriter.finish` is removed.
+        """Yields a writer for a package. Removes the written content unless the block calls `PackageWriter.finish`.
 
         If the package is new, `team` becomes its owner.
         """
@@ -142,8 +142,8 @@ class PackageWriter:
         self._file.write(chunk)
 
     def finish(self) -> None:
-        """Makes the written content the package. Raises DataError if its hash is not the package's digest, or if it is
-        not a zip file. Waits for the disk: call it in a thread.
+        """Publishes the written content as the package. Raises DataError if the content's hash is not the package's
+        digest, or if the content is not a zip file. Call this in a thread, because it waits for the disk.
         """
         self._file.flush()
         os.fsync(self._file.fileno())  # accepted jobs keep their package after a power loss

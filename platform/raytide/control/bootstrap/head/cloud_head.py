@@ -1,7 +1,7 @@
-"""Runs raytide's supervisor, controller and API beside the Ray head of a cloud or of a RayCluster.
+"""Runs raytide's supervisor, controller and API beside the Ray head of a cloud cluster or of a RayCluster.
 
-`raytide head FILE` is the last command in `head_start_ray_commands`. FILE is cluster.yaml in the form that `ray up` has
-completed.
+`raytide head FILE` is the last command in `head_start_ray_commands`. FILE is cluster.yaml with the values that `ray
+up` has added.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POLL_S = 0.5
 def start(
     config_path: Path, *, insecure: bool = False, monitoring: bool = False, timeout_s: float = 120.0
 ) -> HeadCluster:
-    """Starts the cluster of this file. If it was started before, it continues with the earlier records, ledger and
+    """Starts the cluster of this file. A cluster that was started before continues with its earlier records, ledger and
     tokens.
 
     Raises ClusterError if Ray is open to other machines. `insecure` skips this check.
@@ -97,7 +97,7 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def start_control_plane(cluster: HeadCluster, *, insecure: bool, timeout_s: float) -> None:
-    """Starts the supervisor beside a Ray that runs, and returns when the API answers."""
+    """Starts the supervisor beside a running Ray, and returns when the API answers."""
     if not insecure:
         check_running(cluster.gcs_address, cluster.dashboard_url)
     provider(cluster).close()  # fail here rather than in the controller

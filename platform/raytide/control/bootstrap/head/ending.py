@@ -1,4 +1,4 @@
-"""Ends what runs on one machine of a cluster with several heads, or the whole cluster."""
+"""Ends the processes on one machine of a cluster with several heads, or ends the whole cluster."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def end_guard(run_dir: Path) -> bool:
 
 @contextmanager
 def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
-    """Marks the cluster as ended, so that no other machine becomes the head, and ends this machine's processes after
-    the block. If another machine leads, ends this machine's processes at once and raises ConflictError. Does nothing in
-    a cluster with one head."""
+    """Marks the cluster as ended, so that no other machine becomes the head. Ends this machine's processes after the
+    block. If another machine leads, ends this machine's processes at once and raises ConflictError. In a cluster with
+    one head, only runs the block.
+    """
     if not cluster.head_epoch:
         yield
         return

@@ -48,7 +48,7 @@ _RETRY_S = 5.0
 
 
 class HeadGuard:
-    """The loop of the guard on one machine."""
+    """Runs the guard's loop on one machine that can be the head."""
 
     def __init__(self, cluster: HeadCluster, *, insecure: bool) -> None:
         self._cluster, self._insecure = cluster, insecure

@@ -29,9 +29,10 @@ class RedisUser:
 
 
 def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
-    """Creates and returns the Redis user of the head with the number `epoch`, and removes the users of former heads.
-    Raises ConflictError, and leaves no such user, if a later head has one. Raises ClusterError if Redis does not
-    answer, and ConfigError if Redis refuses a command."""
+    """Creates and returns the Redis user of the head with the number `epoch`, and removes the users of former heads. If
+    a later head already has a user, removes the new user and raises ConflictError. Raises ClusterError if Redis does
+    not answer, and ConfigError if Redis refuses a command.
+    """
     prefix = f"raytide-{cluster}-"
     user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
     with _connected(section) as redis:

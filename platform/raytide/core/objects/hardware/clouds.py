@@ -1,8 +1,9 @@
 """The section `metadata.raytide.providers`: further clouds and regions of one cluster. Each entry has the same keys as
 Ray's cluster.yaml.
 
-Ray's launcher completes only the file's own `provider` section, and leaves `metadata` unchanged. So each further entry
-lists its own node types. raytide completes the entry on the head, with Ray's bootstrap for that cloud.
+Ray's launcher completes only the top-level `provider` section of cluster.yaml, and leaves `metadata` unchanged. So
+each further entry lists its own node types. On the head, raytide completes each entry with Ray's bootstrap for the
+entry's cloud.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ Commands = tuple[Annotated[str, Field(max_length=65_536)], ...]
 
 
 class CloudSection(Config):
-    """One further cloud or region. A key that is left out has the same value as in the rest of the file. The private
-    key in `auth` is an exception, because it belongs to the head's region."""
+    """One further cloud or region. A setting that is left out has the same value as in the rest of the file. Only the
+    private key in `auth` is not taken from the rest of the file, because it belongs to the head's region.
+    """
 
     provider: dict[str, object]
     """Ray's `provider` section: `{type: aws, region: us-west-2, ...}`."""

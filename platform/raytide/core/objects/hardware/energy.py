@@ -8,7 +8,7 @@ from raytide.core.config import Config
 
 
 class EnergySection(Config):
-    """The figures that estimate energy where it is not measured, and that turn energy into emissions."""
+    """The figures with which raytide estimates energy that is not measured, and computes emissions from energy."""
 
     watts_per_core: float = Field(default=3.5, ge=0, le=1000)
     """The power in watts of a busy core: the Cloud Carbon Footprint project's mean for AWS (2022)."""

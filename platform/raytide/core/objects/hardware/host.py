@@ -1,4 +1,6 @@
-"""Own machines, from `metadata.raytide.hosts` of cluster.yaml. Each machine is reached over ssh and can be one node."""
+"""The operator's own machines, which `metadata.raytide.hosts` of cluster.yaml lists. Each machine is reached over ssh
+and can be one node.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ class Host(Config):
 
 
 class HostsSection(Config):
-    """The section `metadata.raytide.hosts`: own machines by address. Nodes of their node types are started on these
-    machines. Nodes of other types are bought from `provider`."""
+    """The section `metadata.raytide.hosts`: the operator's own machines, by address. Nodes of these machines' node
+    types are started on the machines. Nodes of other types are bought from `provider`.
+    """
 
     ssh: SshSection
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)
@@ -98,8 +101,9 @@ class HostsSection(Config):
 
 
 def with_hosts(node_types: Iterable[NodeType], hosts: HostsSection, *, where: str) -> tuple[NodeType, ...]:
-    """Returns the node types. A node type of own machines is limited to as many nodes as it has machines. Raises
-    ConfigError if a machine cannot be a node of its type."""
+    """Returns the node types. If the operator's own machines belong to a node type, the type's `max_nodes` is at most
+    the number of these machines. Raises ConfigError if a machine cannot be a node of its type.
+    """
     known = {node_type.name: node_type for node_type in node_types}
     for host in hosts.machines:
         node_type = known.get(host.node_type)

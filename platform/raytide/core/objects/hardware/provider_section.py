@@ -60,8 +60,9 @@ def check_gcp(
     section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
 ) -> None:
     """Raises an error if the file does not fit Ray's GCP provider. This provider creates and lists machines in one zone
-    only. It uses the cluster's name in machine names. It uses the names of the cluster and of node types as labels, in
-    which capitals and dots are not allowed."""
+    only. It uses the cluster's name in machine names. It uses the names of the cluster and of node types as labels, and
+    labels must not contain capitals or dots.
+    """
     zone = section.get("availability_zone")
     for node_type in node_types:
         if node_type.zones != (zone,):

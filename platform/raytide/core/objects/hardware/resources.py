@@ -1,9 +1,9 @@
-"""The keywords for the resources that work needs on each node, the same in the SDK, on the command line and in specs.
+"""The keywords that state the resources of each node. They are the same in the SDK, on the command line and in specs.
 
     gpus="H100:8"       8 whole GPUs of this model; 8: 8 GPUs of any model; 0.5: half a GPU
     cpus=16             CPUs
     memory="64GiB"      bytes, or a text with a unit
-    nodes=(1, 4)        nodes with these resources each; a range makes the gang elastic
+    nodes=(1, 4)        the number of such nodes; a range makes the gang elastic
     spot=True           spot capacity only; False: on-demand only; None: whichever costs less
     labels={...}        a label selector for the nodes
 
@@ -63,8 +63,9 @@ def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> 
 
 
 def parse_gpus(text: object) -> tuple[float, str]:
-    """Returns the number of GPUs, and the accelerator's name before the colon. The name is empty if the value has no
-    name."""
+    """Parses a number of GPUs, such as `8`, `H100` or `H100:8`. Returns the number, and the accelerator's name before
+    the colon. The name is empty if the value has no name. The number is 1 if the value is only a name.
+    """
     found = None if isinstance(text, bool) else _GPUS.fullmatch(str(text).strip())
     try:
         count = float((found["count"] or found["plain"] or 1) if found else "")
@@ -74,7 +75,7 @@ def parse_gpus(text: object) -> tuple[float, str]:
 
 
 def bytes_of(memory: object) -> float:
-    """Returns the bytes that a number or a text such as 64GiB or 500MB stands for."""
+    """Returns the number of bytes that `memory` stands for. `memory` is a number, or a text such as 64GiB or 500MB."""
     found = None if isinstance(memory, bool) else _MEMORY.fullmatch(f"{memory}".strip())
     if isinstance(memory, float | int) and not isinstance(memory, bool) and memory >= 0:
         return float(memory)

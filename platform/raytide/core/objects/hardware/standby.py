@@ -92,8 +92,9 @@ class StandbySection(Config):
 def check_standby(
     section: StandbySection, state_url: str, provider: str, saved: Iterable[str] | None, *, where: str
 ) -> None:
-    """Raises ConfigError if a standby could not continue with the state of a lost head, or with its nodes. `saved`
-    lists the paths that backups include besides the state. It is None if there are no backups."""
+    """Raises ConfigError if a standby that takes over could not continue with the state and the nodes of the lost head.
+    `saved` lists the paths that backups include besides the state. `saved` is None if there are no backups.
+    """
     if not state_url.startswith(("postgresql", "postgres")):
         has = f"{state_url.partition(':')[0]} is" if state_url else "the default, a SQLite file in the run folder, is"
         raise ConfigError(

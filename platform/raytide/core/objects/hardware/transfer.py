@@ -61,7 +61,8 @@ class TransferSection(Config):
 
     def usd_per_gb(self, url: str, node_type: NodeType, zone: str) -> tuple[float, str]:
         """Returns the lowest price in dollars of copying a gigabyte of the data to a node of this type and zone, and
-        the place from which it is copied. Returns (0.0, "") if no place of the data is known."""
+        the place that has this price. Returns (0.0, "") if it is not known where the data is stored.
+        """
         places = self.places_of(url)
         return min(((self._between(place, node_type, zone), place) for place in places), default=(0.0, ""))
 

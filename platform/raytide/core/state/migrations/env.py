@@ -1,4 +1,5 @@
-"""Runs alembic on the connection that `Database.upgrade` has opened and locked, inside its transaction.
+"""Runs alembic on the connection that `Database.upgrade` has opened and locked. The migrations belong to the
+transaction of `Database.upgrade`.
 
 Schemas are only upgraded. To go back, restore a copy of the store from before the upgrade.
 """

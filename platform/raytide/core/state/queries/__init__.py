@@ -1,1 +1,1 @@
-"""Queries on jobs, leases and the ledger, and those of the web page."""
+"""Queries on jobs, leases and the ledger, and the queries of the web page."""

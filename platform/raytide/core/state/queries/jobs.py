@@ -33,7 +33,9 @@ CHANGES = "changes"
 
 
 class LeaseKey(NamedTuple):
-    """The state of a job and of its newest lease. When it changes, the driver's pending poll is answered."""
+    """The state of a job and of its newest lease. The driver's pending poll is answered as soon as this state
+    changes.
+    """
 
     job_state: str
     lease_id: str = ""
@@ -58,7 +60,9 @@ class WaitingJob(NamedTuple):
 
 
 class NodeEnds(NamedTuple):
-    """The numbers of nodes of one type in one zone that ended, or will end, although raytide did not intend it."""
+    """Counts of nodes whose end raytide did not intend. Nodes that still run are included if the provider has announced
+    their end. The counts are for one node type, zone and market.
+    """
 
     type: str
     zone: str
@@ -86,7 +90,7 @@ class JobQueries(DatabaseAccess):
             return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
 
     def live_members(self) -> dict[str, int]:
-        """Returns the number of members of unreleased leases, by state."""
+        """Returns, for each state of a member, the number of members of unreleased leases in this state."""
         m = t.members.c
         held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
@@ -99,17 +103,20 @@ class JobQueries(DatabaseAccess):
         return [HeldJob(*row) for row in self._db.rows(query.where(j.state.in_(_HELD)))]
 
     def longest_waiting(self, most: int = 5) -> list[WaitingJob]:
-        """Returns the jobs that have waited longest. The wait is counted from the submission or the last preemption."""
+        """Returns the jobs that have waited longest. The wait of a job begins with its last preemption, or with its
+        submission if the job was never preempted.
+        """
         j = t.jobs.c
         since_s = sa.func.coalesce(j.preempted_at_s, j.submitted_at_s)
         query = sa.select(j.id, j.team, since_s).where(j.state == JobState.QUEUED).order_by(since_s).limit(most)
         return [WaitingJob(*row) for row in self._db.rows(query)]
 
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
-        """Returns, by type and zone, the counts of nodes that ended without raytide's intention.
+        """Returns the counts of nodes that ended, or will end, without a decision of raytide. The counts are grouped by
+        node type, zone and market.
 
-        The arguments are texts that occur in a node's `reason`: `taken_back` if the provider takes the node back,
-        `by_provider` if the provider ended it, and `cancelled` if raytide cancelled its launch.
+        Each argument is a text that occurs in a node's `reason`: `taken_back` if the provider takes the node back,
+        `by_provider` if the provider has ended the node, and `cancelled` if raytide has cancelled the node's launch.
         """
         n = t.nodes.c
         was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE
@@ -124,8 +131,9 @@ class JobQueries(DatabaseAccess):
         return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns an age in seconds such that the share `share` of all jobs is older. The age of an ended job is its
-        age at its end."""
+        """Returns an age in seconds. The fraction `share` of all jobs is older than this age. The age of an ended job
+        is its age at its end.
+        """
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {
@@ -144,8 +152,9 @@ class JobQueries(DatabaseAccess):
             return int(c.execute(_VERSION).scalar() or 1) - 1
 
     def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
-        """Returns a job's user, team and state. The spec is not read, because every request of a driver needs this
-        query."""
+        """Returns a job's user, team and state. Every request of a driver runs this query. To keep it fast, it does not
+        read the job's spec.
+        """
         j = t.jobs.c
         row = self._db.first(sa.select(j.user, j.team, j.state).where(j.id == job_id))
         return None if row is None else (row[0], row[1], JobState(row[2]))

@@ -28,14 +28,14 @@ class LedgerQueries(DatabaseAccess):
         return tuple(codec.entry(row) for row in self._db.rows(query))
 
     def intervals(self) -> tuple[OpenInterval, ...]:
-        """Returns the open intervals. There is one for each billed node, and its cost is not booked yet."""
+        """Returns the open intervals. Each billed node has one open interval, whose cost is not booked yet."""
         return tuple(codec.interval(row) for row in self._db.rows(t.open_intervals.select()))
 
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
         """Returns the sums of ledger entries in micro-dollars, by kind, job, endpoint, team or node.
 
-        `only` selects some of these kinds, jobs, endpoints, teams or nodes. `team` selects the entries of one team. It
-        is needed because an endpoint's name may later belong to another team.
+        `only` lists the kinds, jobs, endpoints, teams or nodes to return. `team` restricts the sums to the entries
+        of one team. The restriction is needed because an endpoint's name may later belong to another team.
         """
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
@@ -50,8 +50,9 @@ class LedgerQueries(DatabaseAccess):
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
-        """Returns the spending in micro-dollars: of these jobs in total and in `month` (such as `2026-11`), and of all
-        teams in `month`. The spending of jobs includes the cost of lost work."""
+        """Returns what each of these jobs has cost in total and in `month` (such as `2026-11`), and what each team has
+        spent in `month`, all in micro-dollars. The cost of a job includes the cost of its lost work.
+        """
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
@@ -66,8 +67,9 @@ class LedgerQueries(DatabaseAccess):
             )
 
     def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
-        """Returns sums in micro-dollars of the ledger entries that began at `since_us` or later. They are grouped by
-        kind, subject and team, and on request by node or day (UTC)."""
+        """Returns sums in micro-dollars of the ledger entries that began at `since_us` or later. The sums are grouped
+        by kind, subject and team. With `with_node`, they are also grouped by node, and with `with_day` by day (UTC).
+        """
         e = t.entries.c
         if not (since_us or with_node or with_day):
             e = t.totals.c

@@ -59,7 +59,9 @@ class NodeHours(NamedTuple):
 
 class OverviewQueries(DatabaseAccess):
     def jobs(self, *, ended_after_s: float, limit: int) -> list[JobRow]:
-        """Returns the unfinished jobs, and the jobs that ended after this time, newest first."""
+        """Returns at most `limit` jobs, newest first: the unfinished jobs, and the jobs that ended after
+        `ended_after_s`.
+        """
         j = t.jobs.c
         shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
@@ -89,7 +91,9 @@ class OverviewQueries(DatabaseAccess):
             ]
 
     def nodes_at(self, at_s: float) -> tuple[Node, ...]:
-        """Returns the nodes that existed at this time, oldest first. The records have the nodes' present state."""
+        """Returns the nodes that existed at this time, oldest first. Each record shows the node's present state, not
+        its state at this time.
+        """
         n = t.nodes.c
         query = t.nodes.select().where(n.requested_at_s <= at_s).order_by(n.number)
         query = query.where(sa.or_(n.ended_at_s.is_(None), n.ended_at_s > at_s))

@@ -66,8 +66,9 @@ class DatasetRecords(DatabaseAccess):
             return tuple(RegisteredDataset(row.name, row.team, row.versions, _version(row)) for row in rows)
 
     def bytes_at(self, location: str, team: str) -> int:
-        """Returns the size in bytes of the token data at this location, from the team's newest dataset version there.
-        Returns 0 if no version is registered there."""
+        """Returns the size in bytes of the token data at this location. The size is computed from the newest dataset
+        version that the team has registered for the location. Returns 0 if there is no such version.
+        """
         d = t.datasets.c
         here = sa.and_(d.team == team, d.spec["location"].as_string() == location)
         row = self._db.first(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1))
@@ -77,9 +78,10 @@ class DatasetRecords(DatabaseAccess):
         return spec.tokens * ITEM_BYTES[dtype_for(spec.vocab_size)]
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
-        """Returns the team's newest jobs that read the dataset's location, also as a source of a mixture or as held-out
-        data, and the team's models that were trained on it. A model's lineage names the dataset by the hash of the
-        manifest."""
+        """Returns the team's newest jobs that read the dataset's location, and the team's models that were trained on
+        the dataset. Jobs that read the location as a source of a mixture or as held-out data count as well. A model's
+        lineage names the dataset by the hash of the manifest.
+        """
         j, m = core.jobs.c, t.models.c
         read = sa.or_(*(j.spec[path].as_string() == spec.location for path in _READ_AT))
         jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())

@@ -71,7 +71,9 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
 
 def request_delete(c: sa.Connection, name: str) -> Endpoint:
     """Requests the deletion of an endpoint and of its challenger. Has no effect on a deleted endpoint. Raises
-    ConflictError if `name` is the application of a revision that serves an endpoint of another name."""
+    ConflictError if `name` is the application of a promoted challenger, because that application is now the one that
+    serves the endpoint.
+    """
     if name != (endpoint := endpoint_of(name)) and serving(c, endpoint).application == name:
         raise ConflictError(f"{name} serves endpoint {endpoint} now.", hint=f"Delete {endpoint}, if that is meant.")
     application = serving(c, name).application
@@ -87,7 +89,7 @@ def request_delete(c: sa.Connection, name: str) -> Endpoint:
 
 
 def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
-    """Returns the endpoint record of the application that serves this endpoint now."""
+    """Returns the record of the application that serves this endpoint now."""
     row = c.execute(_endpoint(serving(c, name).application)).first()
     if row is None:
         raise no_endpoint(name)
@@ -95,8 +97,9 @@ def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
 
 
 def endpoints(c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
-    """Returns the records of all applications, sorted by name. With `ended`, deleted ones are included, except those of
-    revisions that do not serve: each rollout leaves one."""
+    """Returns the records of all applications, sorted by name. Deleted applications are left out, unless `ended` is
+    true. Even then, a deleted challenger that serves no endpoint is left out, because each rollout may leave one.
+    """
     e = t.endpoints.c
     query = t.endpoints.select().order_by(e.name)
     if ended:
@@ -118,8 +121,9 @@ class SignalRecords:
         self._db = database
 
     def save(self, endpoint: str, values: Mapping[str, float], now_s: float) -> None:
-        """Stores the reported values of an endpoint's signals, in place of earlier values. It also deletes all values
-        that are older than a day, including those of other endpoints."""
+        """Stores the reported values of an endpoint's signals, in place of earlier values. Also deletes values that are
+        older than a day, for all endpoints.
+        """
         rows = [{"name": endpoint, "signal": name, "value": value, "at_s": now_s} for name, value in values.items()]
         with self._db.write() as c:
             c.execute(signals.delete().where(signals.c.at_s < now_s - _KEPT_S))

@@ -1,4 +1,4 @@
-"""Stores users' judgements of answers, by the endpoint's revision that gave the answer."""
+"""Stores users' judgements of answers. Each judgement is stored under the endpoint revision that gave the answer."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns (judged, liked) for each revision and group of users: the numbers of answers that were judged and
-        liked since `since_s`. With a metric, returns the number of the metric's values and their sum instead."""
+        """Returns (judged, liked) for each revision and group of users: the number of answers that were judged since
+        `since_s`, and the number of likes among these judgements. With a metric, returns the number of the metric's
+        values and the sum of these values instead.
+        """
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value
         which = [f.model == name, f.at_s >= since_s, *([] if metric is None else [f.metric == metric])]

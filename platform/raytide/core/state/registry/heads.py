@@ -1,12 +1,13 @@
-"""The lease of a cluster's head, and the list of waiting machines. Only clusters with several machines that can be the
-head have them.
+"""The lease of a cluster's head, and the list of waiting machines. Both exist only in clusters in which several
+machines can be the head.
 
-The head is Ray's GCS, the controller, the API and the gateways of one machine. The head's lease is separate from the
-controller's lease. A small loop renews the head's lease, so the lease can be short even if a tick takes long.
+The head consists of Ray's GCS, the controller, the API and the gateways of one machine. The head's lease is separate
+from the controller's lease. A small loop renews the head's lease, so the lease can be short even if a tick takes
+long.
 
 A machine that takes over the lease raises the epoch, and ends the controller's lease in the same transaction. Every
-write by a process of the head checks the epoch (`Database.fence`). So a former head can write nothing from that moment
-on.
+write by a process of the head checks the epoch (`Database.fence`). So a former head can write nothing from that
+moment on.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class HeadView:
 
 
 class HeadLease:
-    """The lease of the head, as one machine sees it. If it is not renewed for `lease_s` seconds, another machine takes
-    over."""
+    """The lease of the head, as one machine sees it. If the lease is not renewed for `lease_s` seconds, another machine
+    takes over as the head.
+    """
 
     def __init__(
         self, database: Database, holder: str, lease_s: float, monotonic_s: Callable[[], float] = time.monotonic
@@ -88,7 +90,7 @@ class HeadLease:
 
     @property
     def left_s(self) -> float:
-        """The seconds until another machine may take over, unless the lease is renewed before."""
+        """The seconds until another machine may take over, unless the lease is renewed in time."""
         return self._renewed_s + self._lease_s - self._monotonic_s()
 
     def resign(self, *, ends: bool = False) -> None:
@@ -107,8 +109,9 @@ class HeadLease:
             return row is not None and row.holder == _ENDED
 
     def report_waiting(self) -> None:
-        """Lists this machine as waiting. The entry has the time of the database's clock, and counts only while this
-        method is called again and again."""
+        """Records that this machine is waiting, with the current time of the database's clock. The machine must call
+        this method repeatedly, because a record counts only for some seconds.
+        """
         name = _STANDBY + self._holder
         with self._db.write() as c:
             now_s = c.execute(_DATABASE_TIME).scalar_one()
@@ -130,7 +133,9 @@ _DATABASE_TIME = sa.select(sa.cast(sa.func.extract("epoch", sa.func.clock_timest
 
 
 def check_head(c: sa.Connection, epoch: int) -> None:
-    """Raises ConflictError unless the head of this epoch leads. The check holds until the end of the transaction."""
+    """Raises ConflictError unless `epoch` is the epoch of the present head. The check holds until the end of the
+    transaction.
+    """
     found = c.execute(sa.select(leaders.c.epoch).where(leaders.c.name == _HEAD).with_for_update(read=True)).first()
     if found is None or found.epoch != epoch:
         raise _replaced()

@@ -40,11 +40,11 @@ class ModelRecords(DatabaseAccess):
             return version
 
     def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
-        """Points an alias at another version, or removes the alias, and returns the change. If the alias points there
-        already, nothing is recorded.
+        """Points an alias at another version, or removes the alias, and returns the change. If the alias already points
+        at that version, nothing is recorded.
 
-        Raises NotFoundError if the version does not exist, or if an alias to remove never existed. Raises ConflictError
-        if the alias does not point to the version `if_version` of the request.
+        Raises NotFoundError if the version does not exist, or if the alias is to be removed but never existed.
+        Raises ConflictError if the request contains `if_version` and the alias does not point at that version.
         """
         a = t.alias_changes.c
         with self._db.write() as c:

@@ -42,11 +42,11 @@ class RolloutRecords(DatabaseAccess):
     def start(
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
-        """Starts a rollout and returns it. The store gets a revision with this spec, an application that runs the
-        revision with one replica, and the rollout.
+        """Starts a rollout and returns it. Stores a revision with this spec, an application that runs the revision with
+        one replica, and the rollout.
 
-        Raises NotFoundError if the endpoint does not exist. Raises ConflictError if it belongs to another team, has a
-        rollout already or is being deleted.
+        Raises NotFoundError if the endpoint does not exist. Raises ConflictError if the endpoint belongs to another
+        team, has a rollout already or is being deleted.
         """
         e = core.endpoints.c
         with self._db.write() as c:
@@ -92,7 +92,9 @@ class RolloutRecords(DatabaseAccess):
             return made
 
     def ask(self, name: str, end: str, user: str, why: str) -> Rollout:
-        """Requests the end of an endpoint's live rollout: "stop" or "promote". A repeated request changes nothing."""
+        """Requests the end of an endpoint's live rollout. `end` is "stop" or "promote". A repeated request changes
+        nothing.
+        """
         with self._db.write() as c:
             found = live(c, name)
             if found is None:
@@ -136,8 +138,9 @@ class RolloutRecords(DatabaseAccess):
             return serving(c, name)
 
     def all_serving(self) -> dict[str, Serving]:
-        """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for
-        which none are stored are left out."""
+        """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints without
+        a stored application and revision are left out.
+        """
         with self._db.read() as c:
             return all_serving(c)
 
@@ -165,7 +168,9 @@ class RolloutRecords(DatabaseAccess):
             upsert(c, t.rollout_counts, rows)
 
     def counts(self, numbers: Iterable[int]) -> dict[int, dict[int, CountedRevision]]:
-        """Returns the counts of each rollout's revisions, summed over the gateways, by rollout and revision."""
+        """Returns the counts of the requests to each revision, summed over the gateways. The outer key is the rollout's
+        number, the inner key the revision's.
+        """
         wanted = list(numbers)
         found: dict[int, dict[int, CountedRevision]] = {number: {} for number in wanted}
         k = t.rollout_counts.c
@@ -197,8 +202,9 @@ def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision
 
 
 def serving(c: sa.Connection, name: str) -> Serving:
-    """Returns the application and the revision that serve an endpoint. If none are stored, they are the endpoint's
-    first application and its newest revision."""
+    """Returns the application and the revision that serve an endpoint. If the store does not list an application and a
+    revision for the endpoint, returns the endpoint's first application and the endpoint's newest revision.
+    """
     row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
     if row is not None:
         return Serving(row.name, row.application, row.revision, row.previous)
@@ -208,8 +214,9 @@ def serving(c: sa.Connection, name: str) -> Serving:
 
 
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
-    """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints for which
-    none are stored are left out."""
+    """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints without a
+    stored application and revision are left out.
+    """
     return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
 
 

@@ -29,8 +29,8 @@ def add_version(
     user: str,
     now_s: float,
 ) -> tuple[sa.Row[Any], bool]:
-    """Adds a version of a name, unless a version with this digest exists. Returns the version's row, and whether it is
-    new.
+    """Adds a version of the model or dataset that `spec` names, unless a version with this digest exists. Returns the
+    version's row, and whether the version is new.
 
     Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
     """
@@ -76,7 +76,7 @@ def newest_rows(c: sa.Connection, table: sa.Table, page: sa.Subquery, limit: int
 
 
 def version_rows(c: sa.Connection, table: sa.Table, name: str, limit: int, offset: int) -> Sequence[sa.Row[Any]]:
-    """Returns versions of a name, newest first."""
+    """Returns the versions of the model or dataset `name`, newest first."""
     query = table.select().where(table.c.name == name).order_by(table.c.version.desc()).offset(offset)
     return paged(c, query, table.c.spec, limit)
 

@@ -31,8 +31,9 @@ _actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default
 
 @contextmanager
 def acting(actor: str, at_s: float) -> Iterator[None]:
-    """Names the caller on whose behalf the block changes the store. Worker threads in which the block runs functions
-    through anyio inherit the name; new threads do not."""
+    """Names the caller on whose behalf the block changes the store. If the block runs functions in worker threads
+    through anyio, these threads inherit the name. New threads that the block starts do not inherit it.
+    """
     before = _actor.set((actor, at_s))
     try:
         yield
@@ -106,7 +107,8 @@ class AuditLog(DatabaseAccess):
             return tuple(_entry(row) for row in paged(c, query, a.detail, limit, most_bytes))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
-        """Deletes a batch of the oldest entries from before this time. Returns the number of deleted entries.
+        """Deletes the oldest entries from before `before_s`, at most `limit` of them. Returns the number of deleted
+        entries.
 
         Adds an entry with the hash of the last deleted entry, so that the rest of the chain can still be checked.
         """

@@ -1,5 +1,6 @@
-"""The store's tables for API keys, spending, usage and the audit log, as one object, and the deletion of their old
-rows."""
+"""One object with the store's tables for API keys, spending, usage and the audit log. It also deletes old rows of these
+tables.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ class TenancyRecords:
         self.audit = AuditLog(database)
 
     def prune(self, usage_before_s: float, audit_before_s: float, now_s: float) -> bool:
-        """Deletes a batch of old usage, audit entries and ended keys. Returns True if more old rows may be left.
+        """Deletes a batch of old usage rows, a batch of old audit entries, and old ended keys. Returns True if more old
+        rows may be left.
 
-        An audit entry is never deleted before the usage rows that it covers.
+        Audit entries are kept at least as long as the usage rows.
         """
         audit_before_s = min(audit_before_s, usage_before_s)
         self.keys.prune(audit_before_s)

@@ -1,7 +1,7 @@
 """The accounts of API keys: their reservations, their spending, and the billed usage.
 
-At any moment, `settled + reserved <= budget` holds for each account and period. A reservation is granted only if it
-fits. A request is billed at most its own reservation plus the free part of the budget.
+At any moment, `settled + reserved <= budget` holds for each account and period. A reservation is granted only if the
+free part of the budget covers it. A request is billed at most its own reservation plus the free part of the budget.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class SpendingRecords(DatabaseAccess):
     def reserve(
         self, gateway: str, asked: Sequence[AskedReservation], now_s: float, silent_before_s: float | None = None
     ) -> dict[str, Refusal]:
-        """Reserves amounts of accounts' budgets, each in full or not at all. Returns for each request id the reason of
-        the refusal, or "" if the reservation is granted.
+        """Ends the reservations of all gateways that were last seen before `silent_before_s`. Then reserves amounts
+        from accounts' budgets, each in full or not at all. Returns the outcome for each request id: "" if the
+        reservation is granted, else the reason for the refusal.
 
-        First, the reservations of gateways that were last seen before `silent_before_s` are ended. A reservation that
-        exists already is granted again.
+        A request that already has a reservation is granted, and nothing more is reserved for it.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
@@ -106,11 +106,11 @@ class SpendingRecords(DatabaseAccess):
         released: Sequence[str] = (),
         refused: int = 0,
     ) -> int:
-        """Bills requests and ends their reservations. It also ends the reservations in `released`. Returns the number
-        of newly billed requests.
+        """Bills requests and ends their reservations. Also ends the reservations in `released`. Returns the number of
+        newly billed requests.
 
-        A request that was billed before changes nothing. One audit entry covers all new requests. Refused requests are
-        not stored, but the entry has the number of them (`refused`).
+        A request that was billed before changes nothing. One audit entry covers all new requests. Refused requests
+        are not stored, but the audit entry contains their number, `refused`.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)

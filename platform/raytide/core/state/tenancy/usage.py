@@ -70,7 +70,8 @@ class UsageQueries(DatabaseAccess):
         return tuple(sorted(sums, key=lambda each: (-each.cost_micro_usd, -each.requests, each.group)))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
-        """Deletes a batch of the oldest usage rows from before this time. Returns the number of deleted rows.
+        """Deletes the oldest usage rows from before `before_s`, at most `limit` of them. Returns the number of deleted
+        rows.
 
         An audit entry records the deletion, so that `verify` does not report the rows as missing. The spending of
         accounts is kept.

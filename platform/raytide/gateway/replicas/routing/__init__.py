@@ -1,1 +1,3 @@
-"""Chooses a replica for each request, by the prefixes in the replicas' caches and by the work that is queued there."""
+"""Chooses a replica for each request, by the prefixes in each replica's cache and by the work in each replica's
+queue.
+"""

@@ -74,7 +74,7 @@ class PrefixIndex:
         return len(self._last_uses)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of leading blocks of a prompt that are cached."""
+        """Returns how many leading blocks of a prompt are cached."""
         return bisect_left(keys, True, key=lambda key: key not in self._last_uses)
 
     def last_uses(self, keys: Sequence[bytes]) -> list[int]:

@@ -228,7 +228,7 @@ class Router:
         return route
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
-        """Records that a replica has cached a prefix, because another gateway sent the prefix to it.
+        """Records that a replica has cached a prefix, because another gateway sent the prefix to this replica.
 
         `prefix` is a result of `join_keys`.
         """
@@ -236,7 +236,7 @@ class Router:
             assigned.index.use(split_keys(prefix))
 
     def add_report(self, replica: str, pending_tokens: int) -> None:
-        """Records a replica's report. `pending_tokens` is the number of uncached prompt tokens of all requests on the
+        """Records a replica's report. `pending_tokens` is the number of uncached prompt tokens in those requests on the
         replica that have no first token yet.
         """
         if (assigned := self._assigned.get(replica)) is not None:

@@ -1,7 +1,8 @@
-"""Sends a load and measures it. The generator's event loop runs in a thread of its own, so that it works in notebooks.
+"""Sends the requests of a load test and measures the answers. The generator's event loop runs in a thread of its own,
+so that the generator works in notebooks.
 
-The generator also measures itself: the share of a core that it used, and how late it sent requests. If it was too late,
-the report measures the generator rather than the endpoint.
+The generator also measures itself: the share of a core that it used, and how late it sent requests. If it sent
+requests too late, the report measures the generator rather than the endpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The result of a load: distributions with their counts, throughput, goodput, errors, and how far the generator itself
-limited the load.
+"""The result of a load test: throughput, goodput, errors, and the distributions of the measured times with the number
+of values in each. It also shows how far the generator itself limited the load.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class BenchReport:
         return {"spec": self.spec.model_dump(mode="json"), **plain}
 
     def write_records(self, path: Path) -> None:
-        """Writes one JSON line for each request. The file is also a trace, so `--trace` can send requests of the same
-        lengths at the same times again. The prompts themselves are not written.
+        """Writes one JSON line for each request. The file is also a trace: `--trace` can replay it with requests of the
+        same lengths at the same times. The prompts themselves are not written.
         """
         with full_disk_is_an_error(str(path)):
             path.write_text("".join(f"{json.dumps(_line(record))}\n" for record in self.records), encoding="utf-8")

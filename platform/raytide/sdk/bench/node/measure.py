@@ -109,7 +109,8 @@ def disk_figures(disk_mib: int) -> dict[str, float]:
 
 
 def best_of(work: Callable[[], object], wait: Callable[[], object], seconds: float) -> float:
-    """Repeats `work` for `seconds`, at least three times, after one warm-up. Returns the shortest time in seconds.
+    """Repeats `work` for `seconds`, at least three times, after one warm-up. Returns the shortest time of one
+    repetition in seconds.
 
     `wait` blocks until the device has finished the work.
     """

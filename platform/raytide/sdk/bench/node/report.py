@@ -1,4 +1,4 @@
-"""The measured figures of a node type, and the `speed` that follows from them."""
+"""The measured figures of a node type, and the `speed` that is computed from them."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class NodeReport:
 
 
 def parse_report(node_type: str, job: str, log: str, nodes: int) -> NodeReport:
-    """Returns the report from the log of the job `job`, in which each of `nodes` members printed its figures. Raises
-    DataError if the figures of a member are missing.
+    """Reads the figures of all members from a job's log and returns them as a report. `nodes` is the number of members.
+    Raises DataError if the figures of a member are missing.
     """
     found: dict[int, Mapping[str, float]] = {}
     for line in log.splitlines():

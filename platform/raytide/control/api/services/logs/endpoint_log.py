@@ -64,9 +64,10 @@ def part(
 ) -> EndpointLogPart:
     """Returns the lines after a position, or the last `tail` lines of each file, in order of time.
 
-    `missing` in the result names the replicas whose node does not answer. A later part has their lines. `running` are
-    the replicas that may still write. For all other replicas, an incomplete last line is returned as it is. `gone` maps
-    the ids of nodes without a log agent to the reason. Such nodes are not asked.
+    `missing` in the result names the replicas whose node does not answer. The lines of such a replica are returned
+    in a later part, when its node answers. `running` are the replicas that may still write. For all other replicas,
+    an incomplete last line is returned as it is. `gone` maps the id of each node without a log agent to the reason.
+    These nodes are not asked.
     """
     places, alive = _parsed(after), set(running)
     lines: list[LogLine] = []

@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
 
 def part(printed: Printed, job: Job, after: str) -> LogPart:
-    """Returns the next part of the log from the position `after` on, at most a megabyte."""
+    """Returns at most a megabyte of the log, beginning at the position `after`."""
     attempt, wanted = _parsed(after)
     piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
     while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < job.restarts:

@@ -197,7 +197,9 @@ def backup_samples(settings: BackupSection, results: BackupResults, now_s: float
 
 
 def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: float) -> Iterator[MetricSample]:
-    """Yields the last values that the jobs in `held` reported, and for how many seconds each job in `waiting` waits."""
+    """Yields the last values that the jobs in `held` reported, and the seconds that each job in `waiting` has waited so
+    far.
+    """
     for job in held:
         labels = (job.id, job.team)
         yield MetricSample(training.JOB_RESTARTS, job.restarts + (_number(job.progress, "restarts") or 0), labels)

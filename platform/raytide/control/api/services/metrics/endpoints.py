@@ -92,8 +92,10 @@ def _adapter_state(reported: str) -> str:
 
 
 def canary_samples(rolled_back: Sequence[Rollout]) -> Iterator[MetricSample]:
-    """Takes the newest rolled-back canary of each endpoint. Yields, for each criterion that caused the rollback, by how
-    much the challenger was worse than the champion. `rolled_back` is sorted newest first."""
+    """Yields samples about the newest rolled-back canary of each endpoint. There is one sample for each criterion that
+    caused the rollback. Its value says by how much the challenger was worse than the champion. `rolled_back` is sorted
+    newest first.
+    """
     newest: dict[str, Rollout] = {}
     for rollout in rolled_back:
         newest.setdefault(rollout.name, rollout)
@@ -119,7 +121,7 @@ class ReplicaRestarts:
         self._restarts = ValueRecorder(application.REPLICA_RESTARTS)
 
     def observe(self, loads: Mapping[str, EndpointLoad]) -> None:
-        """Counts the replicas of each application that were replaced since the last call."""
+        """Counts, for each application, how many of its replicas were replaced since the last call."""
         for name, load in loads.items():
             now = frozenset(startup.id for startup in load.startups)
             before = self._known.get(name, now)

@@ -1,5 +1,6 @@
-"""Adds the counters that the queue keeps for each job, the limits and the recent usage of teams, and the sums of the
-ledger. Adds to each member of a lease whether the member frees its resources for another job or endpoint."""
+"""Adds the queue's counters for each job, the teams' limits and recent usage, and the ledger's sums. Also adds a column
+to the members of leases. The column says whether a member frees its resources for another job or endpoint.
+"""
 
 from __future__ import annotations
 

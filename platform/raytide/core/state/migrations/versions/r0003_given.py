@@ -1,4 +1,4 @@
-"""Adds to each member of a lease the job or endpoint for which the member freed its resources."""
+"""Adds a column to the members of leases: the job or endpoint for which a member freed its resources."""
 
 from __future__ import annotations
 

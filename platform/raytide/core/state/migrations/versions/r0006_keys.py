@@ -1,5 +1,6 @@
-"""Makes idempotency keys unique within a team, no longer within a user. Adds the digest of the request that used a key,
-and the number of the commit that last changed a job or a lease."""
+"""Makes idempotency keys unique within a team instead of within a user. Adds to each job a digest of the request that
+created the job with its idempotency key. Adds to each job and lease the number of the commit that last changed it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Adds two counts for shadow requests, which are copies of users' requests: the compared answers, and the equal answers
-among them."""
+"""Adds two counts about shadow requests: the number of compared answers, and the number of equal answers among them. A
+shadow request is a copy of a user's request.
+"""
 
 from __future__ import annotations
 

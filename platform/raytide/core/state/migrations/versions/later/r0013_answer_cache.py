@@ -1,4 +1,6 @@
-"""Adds a column to API keys: whether the gateway may cache their answers. Existing keys do not allow this."""
+"""Adds a column to API keys: whether the gateway may cache answers to a key's requests. Existing keys do not allow
+this.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the values that users report for signals on which endpoints scale."""
+"""Adds the values that users report for their signals. Endpoints scale on these signals."""
 
 from __future__ import annotations
 

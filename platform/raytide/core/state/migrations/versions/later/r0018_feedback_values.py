@@ -1,4 +1,6 @@
-"""Adds the values of users' own metrics, by which users judge answers."""
+"""Adds the table `feedback_values`. It stores the values that users report for answers, in metrics that the users
+define.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adds to each job how often it was restarted because its driver was lost together with the head."""
+"""Adds a column to jobs: the number of times that the job was restarted because its driver was lost together with the
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adds to each job how often it was restarted because its driver had lost all its nodes."""
+"""Adds a column to jobs: the number of times that the job was restarted because the driver had lost all nodes of the
+gang.
+"""
 
 from __future__ import annotations
 
