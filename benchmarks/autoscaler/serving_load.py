@@ -1,4 +1,4 @@
-"""Changes a request recording so that high SLOs can be reached on it.
+"""Makes a smoother load from a recording of requests, so that simulated endpoints can meet strict SLOs under it.
 
     benchmarks/autoscaler/serving_load.py recording.csv load.csv --keep 0.5 --copies 4
                                           --prompts 0.3 --bursts-per-day 8

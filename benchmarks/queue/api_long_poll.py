@@ -9,8 +9,8 @@ waiting request of a GANG job's driver counts as the driver's heartbeat. Meanwhi
 single leases, `--changes` times a second, as the controller does.
 
 The CPU time is printed as a share of a core. It is the user and system time of the API's process only, without the
-drivers and the commits. The script does not measure the lower bound of this time: the CPU time that the same server
-needs for as many requests that do nothing.
+drivers and the commits. A lower bound of this time is the CPU time that the same
+server needs for the same number of requests that do nothing. The script does not measure it.
 """
 
 from __future__ import annotations

@@ -28,11 +28,17 @@ print(ray.data.range(8).map_batches(lambda batch: batch, num_cpus=0, num_gpus=1,
 FORGET = """
 import ray
 from ray.autoscaler.sdk import request_resources
+from ray.util.placement_group import PlacementGroup, PlacementGroupID, placement_group_table, remove_placement_group
 ray.init()
 ray.kill(ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator"))
 request_resources(bundles=[])
+for name, group in placement_group_table().items():
+    if group["state"] == "PENDING":
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 """
-"""A script that withdraws a Ray Data job's requests for resources, which outlive its driver by minutes."""
+"""A script that withdraws what outlives the drivers: the requests of the Ray Data job, for minutes, and the placement
+group of the trainer, for ever. Ray keeps a group that a run asked for at the moment in which its driver was killed.
+"""
 
 
 @contextmanager

@@ -102,8 +102,9 @@ class StepLog:
     """The log of a run's training steps, `metrics.jsonl`.
 
     A line is written for every `log_every`-th step, for the last step, and for each step with an evaluation. In a
-    gang, rank 0 writes the log. If the log can be written in time, a step's line is stored before the step's
-    checkpoint. The log is then never behind the newest checkpoint, even if a process is killed.
+    gang, rank 0 writes the log. A step's line is stored before the step's checkpoint, so that the log
+    is not behind the newest checkpoint even if a process is killed. Only if storing the line takes too long is the
+    checkpoint stored first.
     """
 
     def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:

@@ -139,7 +139,7 @@ def register(
 ) -> None:
     """Register a dataset that was built elsewhere.
 
-    Its files are checked. Builds register their datasets themselves.
+    Its files are checked. A dataset that raytide builds needs no such command, since its build registers it.
     """
     version = _registry(cluster).register(location, name)
     as_result(version, f"{version.id} is registered: {version.spec.tokens:,} tokens at {version.spec.location}", json)

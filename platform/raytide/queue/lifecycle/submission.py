@@ -193,9 +193,10 @@ def _holds(shape: Shape, node_type: NodeType) -> bool:
 
 
 def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:
-    """Returns the gang with a label selector of node types in place of the `gpu_memory_gb` of each shape.
+    """Replaces each shape's `gpu_memory_gb` by a label selector. The selector allows the node types whose GPUs have
+    that much memory. Returns the changed gang.
 
-    Raises CapacityError if the shape's labels allow no node type whose GPUs have that much memory.
+    Raises CapacityError if a shape's labels allow none of these node types.
     """
     if all(shape.gpu_memory_gb is None for shape in gang.shapes):
         return gang

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolledLease:
-    """A job and its lease as read at one version of the store. Both are unchanged since that version."""
+    """A job and its lease, read together at `version` of the store. It is read again once either has changed."""
 
     job: Job
     lease: Lease
