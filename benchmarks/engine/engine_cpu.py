@@ -13,12 +13,12 @@ the larger of two times: the time to read all weights and the context's KV from 
 "own" is the share of a decoding step that the native engine spends outside of the model and the sampler.
 
 The sides `int8` and `int4` are the native engine with a rounded model, int8 inputs and an int8 head. int8 weights
-have one scale for each output. int4 weights have one scale for every 32 inputs of an output. `int8_kv` is `int8`
-with a KV cache of int8.
+have one scale for each output. int4 weights have one scale for every 32 inputs of an output, in `int4_128` for every
+128 inputs. `int8_kv` is `int8` with a KV cache of int8.
 
     python benchmarks/engine/engine_cpu.py --vllm-python .venv-vllm/bin/python
     python benchmarks/engine/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
-    python benchmarks/engine/engine_cpu.py --dtype bfloat16 --sides native int8 int8_kv int4
+    python benchmarks/engine/engine_cpu.py --dtype bfloat16 --sides native int8 int8_kv int4 int4_128
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEW_TOKENS = 64
-QUANTIZED = {"int8": {"scheme": "w8a16"}, "int8_kv": {"scheme": "w8a16"}, "int4": {"scheme": "w4a16"}}
+QUANTIZED: dict[str, dict[str, object]] = {
+    "int8": {"scheme": "w8a16"},
+    "int8_kv": {"scheme": "w8a16"},
+    "int4": {"scheme": "w4a16"},
+    "int4_128": {"scheme": "w4a16", "group_size": 128},
+}
 CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
 
 

@@ -193,6 +193,7 @@ SIDES = {
     "int8": quantized,
     "int8_kv": partial(quantized, kv_dtype="int8"),
     "int4": quantized,
+    "int4_128": quantized,
     "vllm": vllm,
     "transformers": transformers,
     "floor": floor,

@@ -385,3 +385,12 @@ async def test_a_silent_api_is_left_at_the_timeout_of_the_request_or_with_its_cl
         answered = ask(gateway.app, "/v1/chat/completions", body, leaves_after_body=True)
         assert (await asyncio.wait_for(answered, 60)).status == 499
         assert hosted.left == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", ["x", [1], 5])
+async def test_stream_options_of_any_kind_lose_no_connection(options: object) -> None:
+    async with hosted_gateway() as (gateway, _):
+        await gateway.deploy("chat", **HOSTED)
+        body = {"model": "chat", "input": "hi", "max_output_tokens": 3, "stream_options": options}
+        assert (await gateway.http.post("/v1/responses", json=body)).status_code == 200

@@ -74,7 +74,7 @@ class ProgressFile:
 
     def append(self, results: Sequence[RowResult]) -> None:
         """Appends the results and returns once they are on disk. If the call raises OSError, the file is unchanged."""
-        lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
+        lines = [to_line(asdict(result)) for result in results]
         offset = self.size
         self._append(b"".join(lines))
         for result, line in zip(results, lines, strict=True):
@@ -134,6 +134,11 @@ class ProgressFile:
         self.completed += result.is_ok
         self.failed += not result.is_ok
         self.usage.add(result.usage)
+
+
+def to_line(value: Mapping[str, Any]) -> bytes:
+    """Returns a value as one line of JSON in UTF-8. Half a surrogate pair, which UTF-8 lacks, stays escaped."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _parsed(line: bytes) -> RowResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from raytide.actors.serving.batch.input_file import BatchInput, InputRow
-from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
+from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult, to_line
 from raytide.core.io.storage import full_disk_is_an_error, is_full_disk
 
 _log = logging.getLogger(__name__)
@@ -100,8 +99,8 @@ class _Recorder:
         while True:
             try:
                 await asyncio.to_thread(self._progress.append, [result for result, _ in group])
-            except OSError as error:
-                if not is_full_disk(error):
+            except Exception as error:
+                if not (isinstance(error, OSError) and is_full_disk(error)):
                     for _, done in group:
                         if not done.done():
                             done.set_exception(error)
@@ -125,7 +124,7 @@ def write_results(progress: ProgressFile, rows: int, output: Path, errors: Path)
         for place in range(rows):
             if place in progress:
                 result = progress.result(place)
-                (good if result.is_ok else bad).write(json.dumps(result.line, ensure_ascii=False).encode() + b"\n")
+                (good if result.is_ok else bad).write(to_line(result.line))
         for file in (good, bad):
             file.flush()
             os.fsync(file.fileno())

@@ -26,7 +26,7 @@ from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 from raytide.actors.serving.request_trace import RequestTrace
-from raytide.core.errors import OverloadedError
+from raytide.core.errors import OverloadedError, RaytideError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ async def respond(
             raise
         except BaseException as error:
             generation.cancel()
-            reading.settle(to_api_error(error).status if isinstance(error, Exception) else 499)
+            reading.settle(to_api_error(error).status if isinstance(error, Exception) else 499, error)
             raise
     except _ClientGoneError:
         track.finish("aborted")
@@ -187,15 +187,21 @@ class _Reading:
             self.track.ended(reasons, timings, self._generation.prompt_tokens, self._tokens)
         self.settle(status)
 
-    def settle(self, status: int) -> None:
-        """Bills the tokens so far. A request that the server has failed costs nothing."""
+    def settle(self, status: int, error: BaseException | None = None) -> None:
+        """Bills the tokens so far. A request that the server has failed costs nothing, nor does one that the engine or
+        the router has refused before its first token.
+        """
         cached = sum(choice.usage.cached_tokens for choice in self.choices if choice.usage is not None)
-        usage = TokenUsage(self._generation.prompt_tokens, self._tokens, cached)
+        counted = sum(choice.usage.completion_tokens for choice in self.choices if choice.usage is not None)
+        generated = max(self._tokens, counted)  # `best_of` generates more than it sends
+        usage = TokenUsage(self._generation.prompt_tokens, generated, cached)
         if self._trace is not None:
             reasons = [choice.finish_reason for choice in self.choices]
             self._trace.ended(usage, reasons, self._generation.replica, self._generation.timings)
         if self._generation.grant is not None:
             is_billed = status < 500 or status == _TIMED_OUT
+            if isinstance(error, RaytideError):  # a timeout that the request has not asked for is one, too
+                is_billed = self._tokens > 0 and error.http_status < 500
             self._generation.grant.settle(usage if is_billed else None, status, version=self._version)
 
     async def to_the_end(self) -> None:
@@ -244,7 +250,7 @@ async def _events(
         yield closing
     except Exception as error:
         api_error = failed(error, reading.track)
-        reading.settle(api_error.status)
+        reading.settle(api_error.status, error)
         yield writer.failure(api_error)
 
 

@@ -183,10 +183,11 @@ class HostedApis:
         grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)
         version = f"{HOSTED}:{backend.model}"
         try:
+            options = asked.get("stream_options")
+            shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
             found = await self._send(backend, path, body)
-            options = asked.get("stream_options") or {}
             id = f"{_IDS[path]}{grant.id}" if grant.id and path in _IDS else ""
-            reader = UsageReader(model, likely_prompt, shows_usage=bool(options.get("include_usage")), id=id)
+            reader = UsageReader(model, likely_prompt, shows_usage=shows_usage, id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
                 return _RelayedStream(found, reader, grant, version, track)

@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from tests.disk_fixture import Disk
 
 from raytide.actors.serving.batch import run
+from raytide.actors.serving.batch.input_file import InputRow
 from raytide.actors.serving.openai_api.admission import BatchRow
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request
 from raytide.control.supervision.daemon import hold_lock
 from raytide.gateway.batches.objects import FINAL, BatchObject, BatchRequest, ExpiresAfter
-from raytide.gateway.batches.runner import BatchRunner
+from raytide.gateway.batches.runner import PRIORITY, BatchRunner
 from raytide.gateway.batches.store import BatchStore, UnfinishedBatch
 from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.store import FileLimits, FileStore
@@ -290,3 +292,9 @@ def test_a_failure_that_nobody_expects_does_not_end_the_work_on_batches(
             assert (await gateway.ended(gateway.submit(1))).status == "completed"
 
     asyncio.run(scenario())
+
+
+def test_a_row_of_the_responses_api_waits_behind_clients_too() -> None:
+    runner = BatchRunner(None, None, None, lambda _: True)  # type: ignore[arg-type]
+    row = runner._behind_clients(InputRow("a", "/v1/responses", {"model": "m", "input": "hi"}))
+    assert chat_request(ResponsesRequest.model_validate(row.body)).priority == PRIORITY

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.gateway.conftest import Gateway, running_gateway, until
 from tests.gateway.tenancy.conftest import Line
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest, TokenUsage
 from raytide.control.api.services import tenancy as tenancy_service
 from raytide.core.objects.api_key import TokenPrice, UsageRow
 from raytide.core.objects.endpoint import ServeSpec
@@ -176,3 +178,37 @@ async def test_what_a_killed_gateway_had_answered_is_billed_by_the_next_one_and_
         await client.ask(after)
     assert len(client.usages) == answered + 1
     check(store, client, unanswered=8)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_full_replicas_refuse_costs_nothing(
+    line: Line, store: Store, secret_of: Callable[..., str], stream: bool
+) -> None:
+    client = Client([secret_of(budget={"usd": 1})])
+    async with running_gateway(requires_keys=True, api=line.api()) as gateway:
+        await gateway.deploy("m", FakeEngine(max_waiting=0))
+        assert (await client.ask(gateway, stream=stream)).status_code == 429
+    (row,) = rows_of(store)
+    assert (row.status, row.prompt_tokens, row.cost_micro_usd) == (429, 0, 0)
+
+
+class Ranked(FakeEngine):
+    """Sends the best of three samples of two tokens each."""
+
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        return dataclasses.replace(info, features=info.features | {"best_of"})
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:  # type: ignore[override]
+        yield GenChunk(request.request_id, [1, 2], "ab", "length", TokenUsage(len(request.prompt), 6))
+
+
+async def test_samples_that_best_of_drops_are_billed_as_the_answers_usage_says(
+    line: Line, store: Store, secret_of: Callable[..., str]
+) -> None:
+    client = Client([secret_of(budget={"usd": 1})])
+    async with running_gateway(requires_keys=True, api=line.api()) as gateway:
+        await gateway.deploy("m", Ranked())
+        answer = await client.ask(gateway, n=1, best_of=3, max_tokens=2, stream=False)
+        assert answer.json()["usage"]["completion_tokens"] == 6
+    check(store, client)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
-from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, only_these
+from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Int32, Name, only_these
 
 _NO_EFFECT = frozenset(
     {
@@ -81,6 +81,8 @@ class ResponsesRequest(BaseModel):
     user: Name | None = None
     store: bool | None = None
     previous_response_id: Name | None = None
+    priority: Int32 | None = None
+    """An extension, as in chat requests."""
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -111,6 +113,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning and request.reasoning.effort,
+        "priority": request.priority,
     }
     if request.top_logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}

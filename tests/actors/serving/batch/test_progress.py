@@ -198,3 +198,21 @@ def test_only_what_another_attempt_may_help_is_retried(
     done = asyncio.run(request_row(app, 7, row, lambda: {"team": "red"}))
     assert asked == attempts and done.place == 7 and done.is_ok == (attempts == 6)
     assert done.line["response"]["status_code"] == (200 if attempts == 6 else status)
+
+
+def test_half_a_surrogate_pair_in_an_answer_stops_no_batch(tmp_path: Path) -> None:
+    """UTF-8 lacks it, and an API that cuts an emoji at `max_tokens` answers with it, as an escape."""
+    rows, progress = rows_of(tmp_path, 3), ProgressFile(tmp_path / "progress", HEADER)
+
+    async def request(place: int, row: InputRow) -> RowResult:
+        return result(place, text="\ud83d" if place == 1 else "é")
+
+    async def body() -> None:
+        async with asyncio.timeout(60):
+            await run_rows(rows, progress, request, at_once=1)
+
+    asyncio.run(body())
+    write_results(progress, 3, tmp_path / "out", tmp_path / "bad")
+    texts = [json.loads(each)["text"] for each in (tmp_path / "out").read_bytes().splitlines()]
+    assert texts == ["é", "\ud83d", "é"]
+    progress.close()
