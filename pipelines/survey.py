@@ -132,7 +132,7 @@ def _place(parts: Sequence[InputPart], counts: Sequence[int], part: int) -> Plac
     row, first = _row(parts, counts, part), parts[_first_of_file(parts, part)]
     if first.span is None or first.reader != "jsonl":
         return Place(first.url, row + (0 if first.span is None else first.span[1]))
-    return Place(first.url if first.span[0] == 0 else f"{first.url} from byte {first.span[0]} on", row)
+    return Place(first.url, row, first.span[0])
 
 
 def _drop_sample(examined: Examined, record: Record, url: str, row: int) -> DropSample:

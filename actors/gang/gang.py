@@ -70,11 +70,12 @@ class Gang:
         return {**member_options(member, lease.shape), **options}
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
-        """Waits until the lease's epoch is above `newer_than`, for at most `timeout_s` seconds. Returns the present
-        lease, also after the timeout. Raises LeaseLostError once the lease is over.
+        """Waits until the lease's epoch differs from `newer_than`, for at most `timeout_s` seconds. The epoch is lower
+        if the job has got another lease. Returns the present lease, also after the timeout. Raises LeaseLostError once
+        the job has ended.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None or self._epoch > newer_than, timeout_s)
+            self._changed.wait_for(lambda: self._lost is not None or self._epoch != newer_than, timeout_s)
         return self.lease
 
     def report(self, **progress: float | int | str) -> None:

@@ -18,13 +18,15 @@ from raytide.core.specs.cleaning import UserStage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin of a document, for error messages: its file, and its row in the file, counted from 0."""
+    """The origin of a document: its file, and its row in the file, counted from 0 at the byte `start`."""
 
     url: str
     row: int | None = None
+    start: int = 0
 
     def __str__(self) -> str:
-        return self.url if self.row is None else f"{self.url}, row {self.row}"
+        where = f"{self.url} from byte {self.start} on" if self.start else self.url
+        return where if self.row is None else f"{where}, row {self.row}"
 
 
 @dataclass(frozen=True, slots=True)

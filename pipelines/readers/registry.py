@@ -121,6 +121,6 @@ def _contents(urls: list[str]) -> Iterator[tuple[str, bytes | Exception]]:
             except OSError as error:
                 yield url, error
         return
-    paths = {url: open_url(url)[1] for url in urls}
-    found = open_url(urls[0])[0].cat(list(paths.values()), on_error="return")
-    yield from ((url, found[path]) for url, path in paths.items())
+    paths = [open_url(url)[1] for url in urls]
+    found = open_url(urls[0])[0].cat_ranges(paths, None, None, on_error="return")  # `cat` takes brackets for a pattern
+    yield from zip(urls, found, strict=True)

@@ -152,3 +152,17 @@ def test_settled_spend_stays_within_the_hard_limit(
 def _submitted(c: Cluster, gpu: float):  # type: ignore[no-untyped-def]
     c.submit(gpus(gpu))
     return c.step()
+
+
+def test_what_would_be_preempted_at_once_is_not_admitted() -> None:
+    free = H100.model_copy(update={"price_micro_usd_h": 0})
+    c = Cluster(node_type=free)
+    mine = c.submit(gpus(8), budget_usd=10)
+    c.step()
+    c.spent = {mine: micro_usd(11)}  # on nodes with a price
+    assert brief(c.step()) == [(mine, "preempt")]
+    assert brief(c.step(GRACE_S)) == [(mine, "budget")]
+    for spent_usd, hard_usd, node_type, own in ((0.0, 0, free, {}), (98.0, 100, H100, {"budget_usd": 5})):
+        c = Cluster(node_type=node_type, teams=(team("blue", spent_usd=spent_usd, budget={"hard_usd": hard_usd}),))
+        theirs = c.submit(gpus(8), **own)
+        assert brief(c.step()) == brief(c.step(1.0)) == [(theirs, "budget")]

@@ -179,7 +179,17 @@ def _turns(line: bytes, where: str) -> list[Turn]:
             raise DataError(f"{where}: message {place} lacks a role or content.", hint="Both are strings.")
     if all(turn["role"] != "assistant" for turn in turns):
         raise DataError(f"{where} has no assistant message to train on.", hint="Remove the line.")
+    if b"\\u" in line and _has_half_a_pair(turns):  # only an escape can be one
+        raise DataError(f"{where} has half a surrogate pair, which is no text.", hint="Write whole characters.")
     return turns
+
+
+def _has_half_a_pair(turns: list[Turn]) -> bool:
+    try:
+        json.dumps(turns, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _staged(file: str) -> Path:

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from raytide.core.io.storage import join, open_url
 MOST_POINTS = 2000
 """The most points that are kept of a run. Above that, every second one is dropped."""
 MOST_EVENTS = 500
+MOST_NAMES, _NAME_CHARS = 256, 200
+"""The most values of a run that are kept, and the longest name of one. Users can write into the folder of a run."""
 MOST_RUNS = 64
 _PART_BYTES = 2**22
 _MOST_LINE = 2**20
@@ -50,6 +52,7 @@ class CurveReader:
         self._points: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._every, self._seen = 1, 0
+        self._names: dict[str, str] = {}
         self._kept_events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def read(self, points: int = MOST_POINTS) -> RunCurves:
@@ -69,12 +72,20 @@ class CurveReader:
             return
         if self._last is not None and step <= self._last["step"]:  # it went back to a checkpoint
             self._points = [point for point in self._points if point["step"] < step]
-        self._last = {"step": step, "at_s": line.get("at_s"), **scalar_metrics({"times": {}, **line})}
+        values = self._known(scalar_metrics({"times": {}, **line}))
+        self._last = {"step": step, "at_s": line.get("at_s"), **values}
         if self._seen % self._every == 0:
             self._points.append(self._last)
         self._seen += 1
         if len(self._points) > self._most_points:
             self._points, self._every = self._points[::2], self._every * 2
+
+    def _known(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns the values whose names are among the first MOST_NAMES names of the run."""
+        for name in values:
+            if len(self._names) < MOST_NAMES and len(name) <= _NAME_CHARS:
+                self._names.setdefault(name, name)
+        return {self._names[name]: value for name, value in values.items() if name in self._names}
 
     def _columns(self, points: int) -> RunCurves:
         stride = max(1, -(-len(self._points) // points))
@@ -130,10 +141,10 @@ class _Lines:
             return True
         return False
 
-    def read(self) -> Sequence[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yields the new lines one after another, because a long run's lines together may not fit in memory."""
         if self._size() <= self._offset:
-            return found
+            return
         fs, path = open_url(self._url)
         with fs.open(path, "rb") as file:
             file.seek(self._offset)
@@ -141,10 +152,9 @@ class _Lines:
             while part := file.read(_PART_BYTES):
                 *lines, rest = (rest + part).split(b"\n")
                 self._offset += sum(len(line) + 1 for line in lines)
-                found.extend(parsed for line in lines if (parsed := _parsed(line)) is not None)
+                yield from (parsed for line in lines if (parsed := _parsed(line)) is not None)
                 if len(rest) > _MOST_LINE:  # no line of a run is as long
                     break
-        return found
 
     def _size(self) -> int:
         fs, path = open_url(self._url)

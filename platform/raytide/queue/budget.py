@@ -7,6 +7,7 @@ their checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -87,17 +88,20 @@ class Budgets:
         if job.spec.budget_usd is None and not self.has_hard:
             return None
         need = self._reservation(job, micro_usd_h)
-        if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
-            spent = self._cost(job)
-            remaining = "" if _reached(spent, job.spec.budget_usd) else "; less than three minutes of it are left"
+        spent, own = self._cost(job), job.spec.budget_usd
+        if own is not None and (_reached(spent, own) or (need <= 0 and micro_usd_h > 0)):
+            remaining = "" if _reached(spent, own) else "; less than three minutes of it are left"
             limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_describe_budget(job)}{remaining}."
             is_monthly = job.spec.budget_per == "month"
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"
             return Unschedulable("budget", limit, f"{wait} it more: {remedy}")
+        least = max(
+            need, math.floor(_lead(micro_usd_h)) + 1
+        )  # with less left, `jobs_over_budget` would preempt the job
         for name in self._ancestors(job.spec.team):
             hard = self.specs[name].budget.hard_usd
-            if hard is not None and self.committed[name] + need > micro_usd(hard):
+            if hard is not None and self.committed[name] + least > micro_usd(hard):
                 reason = (
                     f"team {name} has spent or reserved {format_usd(self.committed[name])} of ${hard:g} this month; "
                     f"an hour of this job is {format_usd(need)}."

@@ -320,3 +320,15 @@ def test_a_request_that_no_pool_can_hold_is_refused() -> None:
     with pytest.raises(UsageError, match="KV for 9 tokens; the engine holds 8"):
         scheduler.add(seq)
     assert not scheduler.has_work
+
+
+def test_no_request_is_refused_while_a_place_is_free(model_dir: Path) -> None:
+    core = EngineCore(EngineConfig(model_dir=str(model_dir), max_running=2, max_waiting=1))
+
+    def add(name: str) -> None:
+        core.add(GenRequest(request_id=name, prompt=[5, 6], sampling=GREEDY), [5, 6])
+
+    for name in ("a", "b", "c"):  # two places and one that waits, before any step
+        add(name)
+    with pytest.raises(OverloadedError):
+        add("d")

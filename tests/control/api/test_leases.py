@@ -232,3 +232,24 @@ def test_the_watcher_ends_when_nobody_waits(store: Store, monkeypatch: pytest.Mo
         assert leases._leases == {}
 
     run(work())
+
+
+def test_a_preempted_gang_hears_that_it_is_queued_and_of_its_next_lease(leases: LeasePolls, store: Store) -> None:
+    """Each lease counts its epochs from zero."""
+
+    async def work() -> None:
+        running = replace(store.job("job-1"), state=JobState.RUNNING)
+        lease = granted(store, 1, epoch=2)
+        waiting = poll(leases, "job-1", newer_than=2)
+        await until(lambda: "job-1" in leases._waiting)
+        released = replace(lease, state=LeaseState.RELEASED, epoch=4)
+        store.commit(Changes(3.0, jobs=(replace(running, state=JobState.QUEUED),), leases=(released,)))
+        await leases._refresh()
+        async with asyncio.timeout(60):
+            queued = json.loads(await waiting or b"")
+        assert (queued["state"], queued["epoch"]) == ("waiting", -1)
+        store.commit(Changes(4.0, jobs=(running,), leases=(replace(lease, id="lease-2", epoch=1),)))
+        async with asyncio.timeout(60):
+            assert json.loads(await poll(leases, "job-1", newer_than=2) or b"")["id"] == "lease-2"
+
+    run(work())

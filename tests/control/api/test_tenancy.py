@@ -15,6 +15,7 @@ from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.routes import create_app
+from raytide.control.api.services.endpoints import EndpointService
 from raytide.control.api.services.service import ApiService
 from raytide.control.api.services.tenancy import SILENCE_S
 from raytide.control.job_tokens import token_of
@@ -129,6 +130,37 @@ class TestGateways:
         for headers in (ANA, ROOT):
             assert client.get("/v1/gateway/keys", headers=headers).status_code == 403
             assert client.post("/v1/gateway/usage", json={"gateway": "g"}, headers=headers).status_code == 403
+
+    def test_they_do_not_wait_for_those_who_read_logs(
+        self, client: TestClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reading, silent = threading.Semaphore(0), threading.Event()
+
+        def logs(*_: object) -> bool:
+            reading.release()
+            return silent.wait(60)
+
+        monkeypatch.setattr(EndpointService, "logs", logs)
+        told: list[int] = []
+
+        def tell() -> None:
+            report = {"gateway": "g1", "counted": []}
+            told.append(client.post("/v1/gateway/rollouts", json=report, headers=GATEWAY).status_code)
+
+        readers = [threading.Thread(target=client.get, args=("/v1/endpoints/chat/logs",)) for _ in range(4)]
+        gateway = threading.Thread(target=tell)
+        for each in readers:
+            each.start()
+        try:
+            assert all(reading.acquire(timeout=60) for _ in readers)
+            gateway.start()
+            gateway.join(50)
+            assert told == [200]
+        finally:
+            silent.set()
+            for each in (*readers, gateway):
+                if each.ident is not None:
+                    each.join(60)
 
     def test_they_are_told_of_a_revoked_key_while_they_wait(self, client: TestClient) -> None:
         create(client)

@@ -16,6 +16,7 @@ from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec, TrainTo
 from raytide.pipelines import build as build_module
 from raytide.pipelines import inputs
 from raytide.pipelines.cleaning.report import REPORT, SIGNATURES, CleaningReport
+from raytide.pipelines.readers import jsonl
 from raytide.pipelines.runners.inline import InlineRunner
 from raytide.pipelines.tokenizer.bpe import train_bpe
 
@@ -223,3 +224,15 @@ def test_a_dataset_without_cleaning_has_no_files_of_it(tmp_path: Path, spec_of: 
     source = load_manifest(spec.out).source
     assert source.cleaning is None and source.signatures is None
     assert not (Path(spec.out) / REPORT).exists()
+
+
+def test_the_rules_of_a_source_hold_in_every_piece_of_a_file(
+    tmp_path: Path, spec_of: SpecOf, tokenizer: TokenizerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "SPLIT_BYTES", 200)
+    monkeypatch.setattr(inputs, "MIN_CHUNK_BYTES", 1)
+    path = write_rows(tmp_path / "mail.jsonl", [f"row {i}: a{i}@b.org" for i in range(20)])
+    cleaning = {"sources": {"*.jsonl": {"pii": True}}}
+    spec = spec_of(path, tokenizer=tokenizer, filter=TextFilter(), cleaning=cleaning)
+    assert not any("@" in text for text in texts_in(build(spec), spec.out))
+    assert report_of(spec.out).changes == {"pii_email": 20}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.errors import DataError
-from raytide.core.io.storage import write_bytes
+from raytide.core.io.storage import open_url, write_bytes
 from raytide.core.specs.data import DataSpec
 from raytide.pipelines.inputs import find_inputs, split_parts
 from raytide.pipelines.readers import jsonl
@@ -269,3 +270,21 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
         part = InputPart(str(tmp_path / name), 1, reader=reader_of(name, {}))
         with pytest.raises(DataError, match=rf"cannot read .*{name}"):
             list(read_parts([part], ReadOptions()))
+
+
+def test_two_colons_in_a_name_lead_to_no_other_file(tmp_path: Path, spec_of: SpecOf) -> None:
+    (tmp_path / "IO").write_text("one")
+    (tmp_path / "IO::Socket").write_text("two")
+    (tmp_path / "a::b.jsonl").write_text('{"text": "three"}\n')
+    assert texts(records_in(spec_of(tmp_path))) == ["one", "two", "three"]
+
+
+def test_two_colons_in_a_url_of_an_object_store_are_part_of_a_name() -> None:
+    assert open_url("s3://bucket/IO::Socket")[1] == "bucket/IO::Socket"
+
+
+def test_a_name_with_brackets_is_no_pattern_in_a_store(spec_of: SpecOf) -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/brackets/[slug].tsx", b"page")
+    store.pipe_file("/brackets/s.tsx", b"other")
+    assert texts(records_in(spec_of("memory://brackets"))) == ["page", "other"]

@@ -52,7 +52,7 @@ class NativeEngine(Engine):
         self._config, self._launcher = config, launcher
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
-        self._pooling = asyncio.Semaphore(2 * config.max_running)
+        self._pooling = asyncio.Semaphore(config.max_running + min(config.max_running, config.max_waiting))
         """Bounds the pooled prompts that all callers together have in the core, so that the core's queue has space for
         other requests.
         """

@@ -1,8 +1,7 @@
 """The engine without threads: it takes requests, advances them one `step` at a time and returns text. `engine.py` runs
 it in a thread of its own, and `llm.py` runs it in the caller's thread. `operations.py` has the engine's other commands.
 
-A step is plan, move, execute, commit, detokenize. A failure ends only the request that caused it.
-"""
+A step is plan, move, execute, commit, detokenize. A failure ends only the request that caused it."""
 
 from __future__ import annotations
 
@@ -184,7 +183,8 @@ class EngineCore:
                 raise ConflictError(
                     f"request {seq.request_id} is already running.", hint="Give each request its own id."
                 )
-        if len(self.scheduler.waiting) >= self._max_waiting:
+        there = len(self.scheduler.running) + len(self.scheduler.waiting)  # what was just added waits for the next step
+        if there >= self.config.max_running + self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:

@@ -15,7 +15,7 @@ _MOST = 1000
 
 def model_routes(models: ModelService, datasets: DatasetService, endpoints: EndpointService) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    submissions = CapacityLimiter(4)
+    submissions, log_reads, reports = CapacityLimiter(4), CapacityLimiter(4), CapacityLimiter(4)
 
     @router.post("/models")
     async def register(caller: q.CallerInput, body: q.Body) -> Any:
@@ -99,16 +99,16 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
 
     @router.post("/gateway/feedback")
     async def save_feedback(body: q.Body) -> Any:
-        return {"revision": await q.in_pool(submissions, endpoints.save_feedback, body)}
+        return {"revision": await q.in_pool(reports, endpoints.save_feedback, body)}
 
     @router.post("/gateway/rollouts")
     async def count_rollouts(body: q.Body) -> Any:
-        await q.in_pool(submissions, endpoints.count_rollouts, body)
+        await q.in_pool(reports, endpoints.count_rollouts, body)
         return {}
 
     @router.get("/endpoints/{name}/logs")
     async def logs(caller: q.CallerInput, name: q.Name, after: q.LogPlaces = "", tail: q.Tail = None) -> Any:
-        return to_json(await q.in_pool(submissions, endpoints.logs, name, after, tail, caller))
+        return to_json(await q.in_pool(log_reads, endpoints.logs, name, after, tail, caller))
 
     @router.post("/endpoints/{name}/signals")
     def report(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:

@@ -22,16 +22,30 @@ if TYPE_CHECKING:
 def open_url(url: str) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a URL, and the path in that file system. Raises DeniedError for private paths, and
     DataError if fsspec cannot open the URL.
+
+    `::` chains file systems, as in `simplecache::file:///x`. In a local path, or in a URL of an object store, `::` is
+    part of a name, as in the manual page `IO::Socket.3pm`.
     """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
+    if is_local(url):
+        from raytide.core.io.guarded_files import GuardedFiles
+
+        path = str(LocalFileSystem._strip_protocol(url))
+        check_path(path, url)
+        return GuardedFiles(), path
     for part in url.split("::"):  # `simplecache::file:///x` is a file too
         if is_local(part) or part.startswith("local:"):
             check_path(str(LocalFileSystem._strip_protocol(part)), url)
 
     try:
-        fs, path = fsspec.core.url_to_fs(url)
+        protocol = url.partition("://")[0]
+        if "::" in url and protocol in REMOTE:
+            store = fsspec.get_filesystem_class(protocol)
+            fs, path = fsspec.filesystem(protocol, **store._get_kwargs_from_urls(url)), store._strip_protocol(url)
+        else:
+            fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(
             f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol."

@@ -116,6 +116,7 @@ def test_a_long_conversation_is_cut_at_its_end(folder: Path) -> None:
         ('{"prompt": "x"}', "line 4 has no messages"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 4 has no assistant message"),
         ('{"messages": [{"role": "assistant"}]}', "line 4: message 1 lacks a role or content"),
+        ('{"messages": [{"role": "assistant", "content": "Hi \\ud83d"}]}', "line 4 has half a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named(folder: Path, line: str, message: str) -> None:

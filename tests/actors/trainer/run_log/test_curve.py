@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.run_log import history
+from raytide.actors.trainer.run_log import curve, history
 from raytide.actors.trainer.run_log.curve import CurveReader, CurveReaders
 
 
@@ -90,3 +90,31 @@ def test_few_readers_are_kept(tmp_path: Path) -> None:
         (tmp_path / name / "metrics.jsonl").write_text(line(1))
         assert readers.read(str(tmp_path / name), 10).steps == (1,)
     assert len(readers._readers) == 2
+
+
+def test_the_names_of_a_run_are_bounded(tmp_path: Path) -> None:
+    odd = [line(step, **{f"{step}.{n}": n for n in range(100)}) for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(odd) + line(11, **{"n" * 201: 1.0}))
+    curves = CurveReader(str(tmp_path)).read()
+    assert len(curves.values) == curve.MOST_NAMES
+    assert len(curves.values["loss"]) == 11 and None not in curves.values["loss"]
+
+
+def test_the_lines_of_a_long_run_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, most = [0], [0]
+    parse, add = curve._parsed, CurveReader._add
+
+    def parsed(text: bytes) -> dict[str, object] | None:
+        ahead[0] += 1
+        most[0] = max(most[0], ahead[0])
+        return parse(text)
+
+    def added(self: CurveReader, each: dict[str, object]) -> None:
+        ahead[0] -= 1
+        add(self, each)
+
+    monkeypatch.setattr(curve, "_parsed", parsed)
+    monkeypatch.setattr(CurveReader, "_add", added)
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 1001)))
+    assert CurveReader(str(tmp_path)).read().steps[-1] == 1000
+    assert most == [1]
