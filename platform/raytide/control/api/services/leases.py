@@ -87,8 +87,8 @@ class LeasePolls:
     async def wait(
         self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
     ) -> bytes | None:
-        """Returns the lease as JSON once its epoch differs from `newer_than`, or on a timeout. The epoch is lower if the
-        job has got another lease. Returns None if the client disconnects.
+        """Returns the lease as JSON once its epoch differs from `newer_than`, or on a timeout. The epoch is lower if
+        the job has got another lease. Returns None if the client disconnects.
 
         `check` must raise an error if the caller may not see the job. Raises LeaseLostError if the job is over or is
         being stopped, and NotFoundError if it does not exist.
@@ -98,9 +98,7 @@ class LeasePolls:
         try:
             while True:
                 seen = self._leases.get(job_id) if timeout_s else None
-                if (
-                    seen is None or seen.lease.epoch < newer_than
-                ):  # perhaps of another lease, perhaps only an older read
+                if seen is None or seen.lease.epoch < newer_than:  # of another lease, or read too early
                     seen = await self._first(job_id, is_beat=not timeout_s)
                 check(seen.job)
                 _require_held(seen.job)
