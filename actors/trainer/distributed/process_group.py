@@ -175,6 +175,7 @@ def leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch_compat.count_groups_from_zero()
     torch_compat.forget_meshes()
 
 

@@ -28,6 +28,15 @@ def tell_meshes_apart() -> None:
     _forming += 1
 
 
+def count_groups_from_zero() -> None:
+    """Makes torch name the next process group as a new process would name its first one.
+
+    Ranks meet under the group's name. A name is used up even if the group does not form, because a rank died meanwhile.
+    The survivors would therefore never meet the process that takes the place of the dead rank.
+    """
+    torch.distributed.distributed_c10d._world.group_count = 0
+
+
 def forget_meshes() -> None:
     """Clears DTensor's caches. The caches keep every mesh alive, together with the sockets of its groups. While the
     sockets are open, peers that wait for this rank do not wake.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +27,18 @@ def test_a_group_that_was_left_has_closed_its_sockets(run_ranks: Callable[..., l
     for before, within, after in run_ranks(2, _count_sockets):
         assert within > before
         assert after == before
+
+
+def test_a_rank_whose_peer_died_as_the_group_formed_meets_a_new_process(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(2, _lose_a_peer_first) == [0, 2]
+
+
+def _lose_a_peer_first(rank: int, world: int, meet: str) -> int:
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="timeout"):
+            process_group.join(dist.FileStore(f"{meet}-before", 2), rank, SIZES, timeout_s=0.5)
+        process_group.leave()
+    return _begin_of_a_sum(rank, meet)
 
 
 def _change_places(rank: int, world: int, meet: str) -> list[int]:
