@@ -161,7 +161,9 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
     launch = [n for n in records.values() if n.state is NodeState.REQUESTED and n.id not in listed]
     wanted = {n.id for n in records.values() if n.state not in (NodeState.TERMINATING, NodeState.GONE)}
     unwanted = [m.node_id for m in listed.values() if m.ended_at_s is None and m.node_id not in wanted]
-    return Overdue(tuple(launch), tuple(unwanted))
+    # A provider may have accepted a request that it does not list yet, such as a job in Slurm's queue.
+    unlisted = [n.id for n in records.values() if n.state is NodeState.TERMINATING and n.id not in listed]
+    return Overdue(tuple(launch), (*unwanted, *unlisted))
 
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:

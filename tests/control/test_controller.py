@@ -83,8 +83,8 @@ class World:
         return machine.ended_at_s is None and self.clock.now_s() - machine.started_at_s >= BOOT_S
 
     def end(self, node_id: str, reason: str) -> None:
-        machine = self.bought[node_id]
-        if machine.ended_at_s is None:
+        machine = self.bought.get(node_id)
+        if machine is not None and machine.ended_at_s is None:
             self.bought[node_id] = replace(machine, ended_at_s=self.clock.now_s(), reason=reason)
 
     def hosts(self, name: str) -> list[str]:

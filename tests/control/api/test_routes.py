@@ -446,6 +446,16 @@ class TestLeases:
         client.get("/v1/jobs/job-1/lease")
         assert store.job("job-1").heartbeat_at_s == 1005.0
 
+    def test_only_who_may_act_on_a_gang_keeps_it_alive(
+        self, client: TestClient, store: Store, clock: VirtualClock
+    ) -> None:
+        client.post("/v1/jobs", json=GANG)
+        before = store.job("job-1").heartbeat_at_s
+        clock.advance(5)
+        answer = client.get("/v1/jobs/job-1/lease", headers={"Authorization": "Bearer other"})
+        assert answer.status_code in (401, 403)
+        assert store.job("job-1").heartbeat_at_s == before
+
     def test_the_lease_is_shown_as_the_controller_wrote_it(self, client: TestClient, store: Store) -> None:
         client.post("/v1/jobs", json=GANG)
         job = store.job("job-1")

@@ -81,3 +81,10 @@ def test_a_repository_that_is_away_fails_its_own_tasks_which_are_tried_again_lat
     assert [task for task in ("backup", "cold") if getattr(results, task).error == f"{away} is away."] == failed
     assert (results.backup.at_s == now_s) is (away == "cold")
     assert wait_s > 60.0
+
+
+def test_a_clock_that_was_set_back_stops_no_backups() -> None:
+    ahead = BackupResults(backup=LastRun(at_s=100 * DAY), drill=LastRun(at_s=100 * DAY), first_at_s=100 * DAY)
+    assert due_tasks(SETTINGS, ahead, 5 * DAY)[0] == ("backup", "forget", "drill")
+    failed = BackupResults(backup=LastRun(at_s=DAY, failed_at_s=100 * DAY, error="no network"), first_at_s=DAY)
+    assert "backup" in due_tasks(SETTINGS, failed, 5 * DAY)[0]

@@ -83,13 +83,26 @@ def test_a_pool_that_refused_is_not_asked_again_in_the_same_pass() -> None:
             raise ProviderError("none left.")
 
     outside.launch = launch  # type: ignore[attr-defined]
-    elsewhere = replace(NODE, id="node-3", zone="b")
-    outcome = done(outside, replace(SILENT, machines=()), NODE, replace(NODE, id="node-2"), elsewhere)
+    new = replace(NODE, requested_at_s=1000.0)
+    nodes = (new, replace(new, id="node-2"), replace(new, id="node-3", zone="b"))
+    outcome = done(outside, replace(SILENT, machines=()), *nodes)
     assert asked == ["node-1", "node-3"], "the first launch was the probe"
     assert {id: node.state for id, node in outcome.nodes.items()} == {
         "node-1": NodeState.GONE,
         "node-2": NodeState.GONE,
     }
+
+
+def test_a_refusal_ends_no_node_that_was_asked_for_earlier() -> None:
+    outside = Outside()
+
+    def launch(node: Node, node_type: NodeType) -> None:
+        if node.id == "node-1":
+            raise ProviderError("its job was cancelled.")
+
+    outside.launch = launch  # type: ignore[attr-defined]
+    outcome = done(outside, replace(SILENT, machines=()), NODE, replace(NODE, id="node-2"))
+    assert set(outcome.nodes) == {"node-1"}, "node-2 waits in the provider's queue"
 
 
 def test_a_node_whose_type_left_the_configuration_is_not_launched() -> None:

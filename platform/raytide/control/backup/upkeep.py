@@ -43,9 +43,10 @@ def _counted_from(run: LastRun, first_s: float) -> LastRun:
 
 
 def _wait_s(run: LastRun, period_s: float, now_s: float) -> float:
-    if run.error:
-        return run.failed_at_s + min(period_s, _RETRY_S) - now_s
-    return run.at_s + period_s - now_s if run.at_s else 0.0
+    at_s, pause_s = (run.failed_at_s, min(period_s, _RETRY_S)) if run.error else (run.at_s, period_s)
+    if not at_s or at_s > now_s:  # it never ran, or the clock was set back since
+        return 0.0
+    return at_s + pause_s - now_s
 
 
 def create_hot(place: BackupPlace) -> bool:

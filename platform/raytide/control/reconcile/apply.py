@@ -71,7 +71,8 @@ def apply(
     if observed.machines is not None:
         due = overdue(records.nodes.values(), observed.machines)
         for node in due.launch:
-            if refusal := result.refusals.get((node.type, node.zone)):
+            is_new = node.requested_at_s >= now_s  # an earlier request may wait at the provider, as in Slurm's queue
+            if is_new and (refusal := result.refusals.get((node.type, node.zone))):
                 result.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # do not try this pool again
                 continue
             attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, result, now_s))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.autoscaler.providers.slurm.fake_slurm import FakeSlurm
 
+from raytide.autoscaler.nodes.lifecycle import overdue
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.hosts.provider import HostCluster
 from raytide.autoscaler.providers.slurm.provider import SlurmProvider
@@ -277,3 +279,14 @@ def test_a_wrong_section_is_refused() -> None:
         check_slurm(section, [GPU.model_copy(update={"zones": ("a", "b")})], where="x")
     with pytest.raises(ConfigError, match="raytide decides --comment itself"):
         SlurmSection.parse({"node_types": {"gpu": {"options": ["--comment=x"]}}}, where="x")
+
+
+def test_a_node_that_is_given_up_while_its_job_waits_leaves_slurms_queue(
+    make: Make, slurm: FakeSlurm, clock: VirtualClock
+) -> None:
+    provider = make()
+    provider.launch(node(), GPU)
+    given_up = replace(node(), state=NodeState.TERMINATING)
+    for node_id in overdue([given_up], listed(provider, clock).values()).terminate:
+        provider.terminate(node_id)
+    assert slurm.cancelled == ["1"]

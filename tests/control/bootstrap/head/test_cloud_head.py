@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raytide.control.bootstrap import wiring
 from raytide.control.bootstrap.cluster_record import MARK, HeadCluster, run_dir_of
 from raytide.control.bootstrap.control_plane import grant_access
-from raytide.control.bootstrap.head import cloud_head
+from raytide.control.bootstrap.head import cloud_head, guard
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError, ConfigError
@@ -160,3 +161,8 @@ def test_a_ray_that_is_open_to_others_is_refused_unless_wanted(
     assert started == []
     assert cloud_head.start(file, insecure=True).gcs_address == "10.0.0.7:6379"
     assert len(started) == 1
+
+
+def test_heads_share_the_purchases_at_every_provider() -> None:
+    folders = {wiring.HOSTS_FOLDER, wiring.SLURM_FOLDER, wiring.CLOUDS_FOLDER, wiring.PURCHASES}
+    assert folders <= set(guard._SHARED)

@@ -99,7 +99,7 @@ class LeasePolls:
             while True:
                 seen = self._leases.get(job_id) if timeout_s else None
                 if seen is None or seen.lease.epoch < newer_than:  # of another lease, or read too early
-                    seen = await self._first(job_id, is_beat=not timeout_s)
+                    seen = await self._first(job_id, check, is_beat=not timeout_s)
                 check(seen.job)
                 _require_held(seen.job)
                 seen.asked_s = time.monotonic()
@@ -135,11 +135,12 @@ class LeasePolls:
         jobs = self._store.jobs_of(list(job_ids))
         self._store.heartbeats({job.id: gone_s for job in jobs if not job.is_final})
 
-    async def _first(self, job_id: str, *, is_beat: bool) -> PolledLease:
+    async def _first(self, job_id: str, check: Callable[[Job], object], *, is_beat: bool) -> PolledLease:
         found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
         if job_id not in found:
             raise NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
         seen = found[job_id]
+        check(seen.job)  # before the request counts as a heartbeat
         if is_beat:
             if seen.is_gang and not seen.job.is_final:
                 await to_thread.run_sync(self._beat, {job_id}, limiter=self._reads)

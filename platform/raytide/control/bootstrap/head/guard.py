@@ -41,7 +41,7 @@ from raytide.core.state.registry.heads import HeadLease
 
 log = logger(__name__)
 
-_SHARED = ("hosts", "slurm", "purchases", "packages", "files")
+_SHARED = ("hosts", "slurm", "purchases", "providers", "packages", "files")
 """Folders of the run folder that the next head needs: which machine a node has, the bill, uploads."""
 _RAY_S, _API_S, _ADDRESS_S = 120.0, 120.0, 60.0
 _RETRY_S = 5.0
