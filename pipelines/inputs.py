@@ -61,7 +61,7 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
             full = name if is_local(url) else str(fs.unstrip_protocol(name))
             is_special = is_local(url) and info["type"] == "other"
             found[full] = (
-                _special(name, info) if is_special else InputFile(full, int(info.get("size") or 0), _version(info))
+                _special(name, info) if is_special else InputFile(full, int(info.get("size") or 0), version_of(info))
             )
     return [found[url] for url in sorted(found)]
 
@@ -71,7 +71,7 @@ def _special(path: str, info: dict[str, Any]) -> InputFile:
     never end, returns a file of no bytes.
     """
     if not os.path.isfile(path):
-        return InputFile(path, 0, _version(info), leads_nowhere=True)
+        return InputFile(path, 0, version_of(info), leads_nowhere=True)
     target = os.stat(path)
     return InputFile(path, target.st_size, str(target.st_mtime))
 
@@ -155,5 +155,5 @@ def _is_included(relative: str, spec: DataSpec) -> bool:
     return not spec.include or names[-1].endswith(spec.include)
 
 
-def _version(info: dict[str, Any]) -> str:
+def version_of(info: dict[str, Any]) -> str:
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")

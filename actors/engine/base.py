@@ -119,6 +119,10 @@ class Engine(Protocol):
         """
         return
 
+    def can_resume(self, request: GenRequest) -> bool:
+        """Returns whether the engine, if it has the feature "resume", can continue this request from tokens."""
+        return True
+
     async def pause(self) -> None:
         """Feature "pause". Takes no steps until `resume`. Running requests stay, and new requests queue. `pause` and
         `resume` are idempotent.

@@ -7,6 +7,7 @@ from typing import Any
 
 from raytide.control.client.api_client import ApiClient
 from raytide.core.errors import ConflictError
+from raytide.core.specs.rollout import RolloutState
 from raytide.dashboards.alerts.records import ActionRecord, ActionState
 
 _ROLLBACK = "rollback to revision"
@@ -32,18 +33,22 @@ class OperatorClient:
 
     def rollback_target(self, endpoint: str) -> dict[str, Any]:
         """Returns the plan of a rollback. If a rollout runs, the plan is to end it. Otherwise the plan is to return to
-        the revision before the current one.
+        the revision that served before the current one.
 
-        Raises ConflictError if there is neither a rollout nor an earlier revision.
+        Raises ConflictError if no rollout runs and no revision served before. Also raises ConflictError if the endpoint
+        does not serve its newest revision, or has been rolled back already.
         """
         rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
-        live = [each["rollout"] for each in rollouts if each["rollout"]["ended_at_s"] is None]
+        live = [each["rollout"] for each in rollouts if RolloutState(each["rollout"]["state"]).is_live]
         if live:
             return {"rollout": live[0]["number"]}
-        revisions = self._api.call("GET", f"/v1/endpoints/{endpoint}/revisions")
-        if len(revisions) < 2:
+        newest = self._api.call("GET", f"/v1/endpoints/{endpoint}/revisions")[0]
+        now = self._api.call("GET", f"/v1/endpoints/{endpoint}")
+        if newest["number"] != now["revision"] or newest["why"].startswith(_ROLLBACK):
+            raise ConflictError(f"{endpoint} was rolled back already.", hint="Nothing was changed.")
+        if not now["previous"]:
             raise ConflictError(f"{endpoint} has no earlier revision.", hint="Nothing was changed.")
-        return {"revision": revisions[1]["number"], "from": revisions[0]["number"]}
+        return {"revision": now["previous"], "from": now["revision"]}
 
     def roll_back(self, endpoint: str, plan: Mapping[str, Any]) -> str:
         """Ends the rollout that the plan names, or returns to the revision that the plan names, unless that was done
@@ -51,7 +56,8 @@ class OperatorClient:
         """
         if number := plan.get("rollout"):
             rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
-            if any(e["rollout"]["number"] == number and e["rollout"]["ended_at_s"] is None for e in rollouts):
+            mine = [each["rollout"] for each in rollouts if each["rollout"]["number"] == number]
+            if any(RolloutState(each["state"]).is_live for each in mine):
                 self._api.call("POST", f"/v1/endpoints/{endpoint}/rollout/stop", None, {"why": plan["why"]})
             return f"rollout {number} is stopped"
         revisions = self._api.call("GET", f"/v1/endpoints/{endpoint}/revisions")

@@ -41,8 +41,8 @@ class Alert:
     since_s: float
     """The time at which the state began."""
     fired_at_s: float | None = None
-    """The time at which the alert began to fire, by which the log of actions names the episode; None while it is
-    pending.
+    """The time at which the last episode of the alert began to fire, by which the log of actions names the episode.
+    None if the alert has not fired, as far as is remembered.
     """
     value: float | None = None
     summary: str = ""
@@ -110,7 +110,8 @@ def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: flo
 def _holding(known: Alert | None, rule: Observed, labels: Labels, value: float, now_s: float) -> Alert:
     """Returns the alert of a condition that holds now."""
     if known is None or known.state is AlertState.RESOLVED:
-        known = Alert(rule.name, labels, rule.severity, AlertState.PENDING, now_s)
+        fired_at_s = None if known is None else known.fired_at_s  # of its last episode, whose end may not be told yet
+        known = Alert(rule.name, labels, rule.severity, AlertState.PENDING, now_s, fired_at_s)
     known = replace(known, value=value, severity=rule.severity, summary=_filled(rule.summary, labels), page=rule.page)
     if known.state is AlertState.PENDING and now_s - known.since_s >= rule.for_s:
         return replace(known, state=AlertState.FIRING, since_s=now_s, fired_at_s=now_s)

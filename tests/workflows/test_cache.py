@@ -126,3 +126,25 @@ def test_only_the_files_that_a_script_names_are_its_code() -> None:
     assert digest_of_code(packed(files), ("*",)) != digest_of_code(packed(changed), ("*",))
     assert digest_of_code(packed(files), ("*.py",)) == digest_of_code(packed(changed), ("*.py",))
     assert digest_of_code(packed(files), ("lib/*",)) != digest_of_code(packed({"lib/b.py": "5"}), ("lib/*",))
+
+
+def test_every_file_that_a_training_reads_counts(tmp_path: Path) -> None:
+    file = tmp_path / "read.jsonl"
+    for spec in (
+        {"steps": 3, "chat": {"file": str(file)}},
+        {**TRAIN, "eval": {"dataset": str(file)}},
+        {"steps": 3, "dataset": {"sources": [{"dataset": "${text.out}"}, {"dataset": str(file)}]}},
+    ):
+        file.write_text("one")
+        before = key(flow_in(tmp_path, spec), "train")
+        file.write_text("another")
+        assert key(flow_in(tmp_path, spec), "train") != before, spec
+
+
+def test_a_file_below_another_stages_result_is_no_input_from_outside(tmp_path: Path) -> None:
+    stages = {
+        "get": {"kind": "script", "spec": {"command": ["true"]}},
+        "text": {"kind": "data", "spec": {"inputs": ["${get.out}/part.jsonl"]}},
+    }
+    flow = FlowSpec.parse({"name": "flow", "out": str(tmp_path), "stages": stages}, where="flow")
+    assert key_of(flow, finished(fresh(flow, "run"), "get", {"out": "/x"}, {}, "digest", 0.0), "text", "")

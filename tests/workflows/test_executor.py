@@ -263,3 +263,17 @@ def test_stopping_a_flow_stops_what_runs() -> None:
     driver.step()
     driver.stop()
     assert {job.task.labels["stage"]: job.stops for job in world.jobs.values()} == {"a": 0, "b": 1, "c": 1}
+
+
+def test_what_uses_a_script_that_always_runs_runs_after_it_again(tmp_path: Path) -> None:
+    stages = {"fetch": {"cache": False}, "use": {"cache": True, "spec": {"command": ["see", "${fetch.out}"]}}}
+    flow, world = flow_of(stages, out=str(tmp_path)), FakeRunner()
+    state: FlowState | None = None
+    for _ in range(2):
+        driver = executor_of(flow, world, state)
+        while not driver.step():
+            for job in world.jobs.values():
+                Path(job.task.out).mkdir(parents=True, exist_ok=True)
+            succeed(world)
+        state = next_cycle(driver.state, "the schedule", "")
+    assert [job.task.labels["stage"] for job in world.jobs.values()] == ["fetch", "use"] * 2

@@ -96,6 +96,7 @@ class AdapterSync:
             return
         self._loaded.pop(adapter).close()
         self._unwanted_s.pop(adapter, None)
+        self._failed.clear()  # there is room now for one that found none
 
 
 def is_its_turn(replica: str, wanted: str, serving: Mapping[str, str], replicas: Collection[str]) -> bool:

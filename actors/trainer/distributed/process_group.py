@@ -28,6 +28,9 @@ from raytide.core.specs.parallelism import AXES, Parallelism, Sizes
 
 T = TypeVar("T")
 IO_TIMEOUT_S = 600.0
+"""The least timeout of the groups for checkpoints."""
+STALL_MARGIN_S = 60.0
+"""The seconds by which this timeout exceeds `stall_timeout_s`, so that the driver names the rank that stalls."""
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -45,6 +48,8 @@ class ProcessGroup:
     """The ranks that share this rank's sequences; None if there is only one."""
     generation: int = 0
     """The generation of the gang."""
+    io_timeout_s: float = IO_TIMEOUT_S
+    """The timeout of `io` and of the channels."""
 
     @property
     def is_first(self) -> bool:
@@ -126,8 +131,13 @@ class ProcessGroup:
         return cast(T, done)
 
     def new_channel(self) -> dist.ProcessGroup:
-        """Returns a new gloo group of all ranks for a background thread. Two threads must not share a gloo group."""
-        channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
+        """Returns a new gloo group of all ranks for a background thread. Two threads must not share a gloo group.
+
+        The ranks of a new group meet at the store, where nobody notices that a peer has died. They therefore wait for
+        each other in an existing group first.
+        """
+        dist.barrier(group=self.io)
+        channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.io_timeout_s))
         assert isinstance(channel, dist.ProcessGroup)
         return channel
 
@@ -142,7 +152,14 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 
 
 def join(
-    store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
+    store: Store,
+    rank: int,
+    sizes: Sizes,
+    *,
+    timeout_s: float,
+    address: str = "127.0.0.1",
+    generation: int = 0,
+    stall_timeout_s: float = 0.0,
 ) -> ProcessGroup:
     """Joins the process group whose ranks meet at `store`. `address` is this rank's own address. A rank on a loopback
     address uses the loopback interface, so that gloo does not resolve the host name.
@@ -153,10 +170,10 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=sizes.world, timeout=timeout)
-    return _joined(sizes, timeout_s, generation)
+    return _joined(sizes, timeout_s, generation, stall_timeout_s)
 
 
-def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
+def adopt(layout: Parallelism, *, timeout_s: float, stall_timeout_s: float = 0.0) -> ProcessGroup:
     """Returns a ProcessGroup for a torch process group that other code, such as Ray Train, made and will destroy. All
     ranks get a role in the layout, so that there are no spares.
     """
@@ -166,7 +183,7 @@ def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
         raise ConfigError(
             f"{world} workers do not fit a layout of {sizes}.", hint=f"Start {sizes.world} workers, or change layout."
         )
-    return _joined(sizes, timeout_s, generation=0)
+    return _joined(sizes, timeout_s, 0, stall_timeout_s)
 
 
 def leave() -> None:
@@ -179,15 +196,17 @@ def leave() -> None:
     torch_compat.forget_meshes()
 
 
-def _joined(sizes: Sizes, timeout_s: float, generation: int) -> ProcessGroup:
+def _joined(sizes: Sizes, timeout_s: float, generation: int, stall_timeout_s: float) -> ProcessGroup:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     torch_compat.tell_meshes_apart()
     shape = (sizes.pipeline, sizes.replicate, sizes.shard * sizes.context, sizes.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
-    io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
+    io_timeout_s = max(timeout_s, IO_TIMEOUT_S, stall_timeout_s + STALL_MARGIN_S)
+    io = dist.new_group(backend="gloo", timeout=timedelta(seconds=io_timeout_s))
     assert isinstance(io, dist.ProcessGroup)
-    return ProcessGroup(dist.get_rank(), sizes.world, device, sizes, mesh, io, _context(sizes), generation)
+    context = _context(sizes)
+    return ProcessGroup(dist.get_rank(), sizes.world, device, sizes, mesh, io, context, generation, io_timeout_s)
 
 
 def _context(sizes: Sizes) -> dist.ProcessGroup | None:

@@ -95,6 +95,8 @@ class TrainWorker:
         self._status.open(assignment.generation)
         worker_exit = self._attempt(assignment)
         self._status.enter_phase("leaving", lap="leave")
+        if self._snapshots is not None:
+            self._snapshots.close()  # the trainer has not, if it failed as it was built
         gc.collect()  # FSDP's cycles hold the group, whose sockets must close to wake the peers
         process_group.leave()
         self._store = None
@@ -107,6 +109,9 @@ class TrainWorker:
         try:
             return self._run(assignment, self._join(assignment))
         except RaytideError as error:
+            each: BaseException | None = error
+            while each is not None:  # their frames keep the group's sockets open, and so peers waiting
+                each.__traceback__, each = None, each.__cause__ or each.__context__
             return WorkerExit("failed", str(error), error)
         except Exception as error:  # torch raises RuntimeError and others for a lost peer
             detail = "".join(traceback.format_exception(error)).strip()[-2000:]
@@ -125,6 +130,7 @@ class TrainWorker:
             timeout_s=self._spec.collective_timeout_s * OWN_SHARE,
             address=assignment.address,
             generation=assignment.generation,
+            stall_timeout_s=self._spec.stall_timeout_s,
         )
 
     def _run(self, assignment: RankAssignment, group: ProcessGroup) -> WorkerExit:
@@ -138,10 +144,11 @@ class TrainWorker:
         trainer = Trainer(spec, group, self._snapshots, assignment.claim)
         try:
             self._status.enter_phase("loading", lap="load")
+            # Before `restore`, in which the other ranks wait for this one longer than in a step.
+            log = StepLog(spec, SystemClock(), trainer.folder) if group.is_first else None
             rejected = trainer.restore()
             self._status.restored(trainer.restored_from, [str(error) for error in rejected])
             self._status.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
-            log = StepLog(spec, SystemClock(), trainer.folder) if group.is_first else None
             timer = (
                 None if spec.memory.compile else ComputeTimer(trainer.model_parts, group.device)
             )  # hooks break graphs

@@ -39,7 +39,7 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
 
     spec = TrainSpec.parse(config, where="train_loop_config")
     refuse_packages(spec)
-    group = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
+    group = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s, stall_timeout_s=spec.stall_timeout_s)
     claim = group.run_on_all(lambda: Claim(spec.places) if group.is_first else None)
     try:
         _train(spec, group, claim)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytide.core.errors import RaytideError
 from raytide.core.logs import logger
@@ -40,6 +40,8 @@ def due_alerts(
     for alert in alerts:
         if alert.name in silenced or _RANK[alert.severity] < _RANK[config.least_severity]:
             continue
+        if alert.state is AlertState.PENDING and alert.fired_at_s is not None:
+            alert = replace(alert, state=AlertState.RESOLVED)  # its last episode is over, and the next has not begun
         episode, state, at_s = told.get((alert.source, alert.id), ("", "", 0.0))
         is_told = episode == alert.episode and state == alert.state
         if alert.state is AlertState.FIRING:
@@ -80,10 +82,11 @@ class Dispatcher:
             return False
         try:
             receiver.send(due)
-        except RaytideError as error:
+        except (RaytideError, ValueError) as error:  # ValueError: smtplib sends no password that is not ASCII
+            why = str(error) if isinstance(error, RaytideError) else type(error).__name__  # may quote the password
             retry.delay_s = min(2 * retry.delay_s or _FIRST_RETRY_S, _LAST_RETRY_S)
             retry.at_s = now_s + retry.delay_s * random.uniform(0.5, 1.5)  # jitter
-            log.warning("a message was not delivered", extra={"receiver": receiver.name, "error": str(error)})
+            log.warning("a message was not delivered", extra={"receiver": receiver.name, "error": why})
             return False
         retry.delay_s = retry.at_s = 0.0
         self._records.note_sent(receiver.name, due, now_s)

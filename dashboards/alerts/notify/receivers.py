@@ -156,7 +156,7 @@ class _PagerDuty(_Configured[PagerDutySection]):
         event: dict[str, Any] = {
             "routing_key": _secret(self._environment, self._config.routing_key_env),
             "event_action": "resolve" if alert.state is AlertState.RESOLVED else "trigger",
-            "dedup_key": alert.episode,
+            "dedup_key": f"{self._cluster}-{alert.id}",  # not the episode: the next may begin before this end is told
             "client": "raytide",
             "payload": {
                 "summary": printable(f"{alert.name}: {alert.summary}" if alert.summary else alert.name, 1024),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from io import BytesIO
@@ -24,8 +24,8 @@ from raytide.core.errors import DataError
 from raytide.core.io.storage import exists, join, open_url, read_bytes, sha256, write_bytes
 from raytide.core.io.token_dataset import MANIFEST, load_manifest
 from raytide.core.specs.data import DataSpec
-from raytide.pipelines.inputs import find_inputs
-from raytide.workflows.references import METRICS, PARAMS, Reference, resolved
+from raytide.pipelines.inputs import find_inputs, version_of
+from raytide.workflows.references import METRICS, PARAMS, Reference, references_in, resolved
 from raytide.workflows.spec import FlowSpec, StageSpec
 from raytide.workflows.state import FlowState
 
@@ -33,13 +33,24 @@ _FORMAT = 1
 _KEY_CHARS = 16
 _WITHOUT_EFFECT = frozenset({"name", "team", "gang", "workers", "stall_timeout_s", "spares", "collective_timeout_s"})
 """Fields of DataSpec and TrainSpec that do not affect the result."""
+_SUITE = ("parent", "corpora.*.path", "tasks.folder")
 _READ = {
-    "train": ("dataset", "init_from"),
-    "compress": ("model",),
-    "eval": ("model", "dataset", "prompts"),
+    "data": (
+        "tokenizer.file",
+        "cleaning.rules.perplexity.model",
+        "cleaning.sources.*.perplexity.model",
+        "cleaning.near_duplicates.against.*",
+        "cleaning.decontaminate.sets.*",
+    ),
+    "train": (
+        *("dataset", "dataset.sources.*.dataset", "init_from", "model.config", "distill.teacher", "eval.dataset"),
+        *("chat.file", "chat.tokenizer", "chat.template"),
+    ),
+    "compress": ("model", "calibration.path", *(f"quality.{field}" for field in _SUITE)),
+    "eval": ("model", "dataset", "prompts", *(f"suite.{field}" for field in _SUITE)),
     "register": ("model",),
 }
-"""Fields of specs that name files to read."""
+"""Fields of specs that name files to read; `*` stands for every element of a list or mapping."""
 
 
 class StageRecord(Config):
@@ -138,17 +149,29 @@ def fingerprint_of_inputs(flow: FlowSpec) -> str:
 
 def _read_from_outside(flow: FlowSpec, stage: StageSpec) -> list[Any]:
     """Returns the names, sizes and versions of the files that a stage reads from outside the flow."""
-    spec = resolved(stage.spec, lambda each: flow.params[each.name] if each.stage == PARAMS else "")
-    assert isinstance(spec, dict)  # as the stage's spec is
-    if stage.kind == "data":
-        literal = [url for url in spec.get("inputs", ()) if url]
-        fields = {field: value for field, value in spec.items() if field in DataSpec.model_fields}
-        if not literal:
-            return []
-        data = DataSpec.parse({**fields, "inputs": literal, "out": flow.out}, where="inputs")
-        return [[each.url, each.size, each.version] for each in find_inputs(data)]
-    named = [spec.get(field) for field in _READ.get(stage.kind, ())]
-    return [_listing(url) for url in named if isinstance(url, str) and url]
+    found: list[Any] = []
+    if stage.kind == "data" and (literal := list(_named(flow, stage.spec, "inputs.*"))):
+        chosen = {field: list(_named(flow, stage.spec, f"{field}.*")) for field in ("include", "exclude")}
+        data = DataSpec.parse({**chosen, "inputs": literal, "out": flow.out}, where="inputs")
+        found += [[each.url, each.size, each.version] for each in find_inputs(data)]
+    for path in _READ.get(stage.kind, ()):
+        found += [_listing(url) for url in _named(flow, stage.spec, path)]
+    return found
+
+
+def _named(flow: FlowSpec, value: object, path: str) -> Iterator[str]:
+    """Yields the texts at a path of a spec, except those that refer to stages, whose results count by their digests."""
+    first, _, rest = path.partition(".")
+    if not path:
+        if isinstance(value, str) and all(each.stage == PARAMS for each in references_in(value)):
+            text = resolved(value, lambda each: flow.params[each.name])
+            if isinstance(text, str) and text:
+                yield text
+    elif first == "*":
+        for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+            yield from _named(flow, each, rest)
+    elif isinstance(value, Mapping):
+        yield from _named(flow, value.get(first), rest)
 
 
 def _listing(url: str) -> list[Any]:
@@ -161,7 +184,7 @@ def _listing(url: str) -> list[Any]:
     found = fs.find(path, detail=True)
     return [
         url,
-        *sorted([name, int(info.get("size") or 0), str(info.get("mtime", ""))] for name, info in found.items()),
+        *sorted([name, int(info.get("size") or 0), version_of(info)] for name, info in found.items()),
     ]
 
 

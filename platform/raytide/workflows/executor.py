@@ -105,6 +105,8 @@ class Executor:
         except RaytideError as error:
             self._fail(name, f"its result cannot be read: {error}")
             return
+        if not stage.cache and stage.kind == "script":  # it may have made something else than the last time
+            digest = f"{digest}-{self.state.run}-{self.state.cycle}-{now.attempt}"
         if stage.cache and stage.kind not in NEVER_CACHED:
             record = StageRecord(stage=name, job=now.job, outputs=dict(outputs), metrics=dict(metrics), digest=digest)
             save_record(self.flow, now.key, record)

@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 import torch
 
+from raytide.actors.trainer import trainer as trainer_module
 from raytide.actors.trainer.data.token_dataset import TokenData
+from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.model.transformer import Transformer, TransformerBlock
+from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.trainer import Trainer
 
 _now = {"step": 0}
@@ -129,3 +132,41 @@ def _follow_steps() -> None:
         return step(self, *args, **options)
 
     Trainer.step = followed  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class DiesInBuild:
+    """Dies once the others have built their parts and wait for this rank."""
+
+    def __call__(self) -> None:
+        def dies_here(self_: Trainer) -> None:
+            time.sleep(3.0)
+            os._exit(1)
+
+        Trainer._build = dies_here  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class SlowFiles:
+    """A node that takes longer to copy its data, and to fetch the log, than ranks wait for each other in a step. The
+    least timeout of the groups for files is short here.
+    """
+
+    data_s: float = 0.0
+    log_s: float = 0.0
+
+    def __call__(self) -> None:
+        process_group.IO_TIMEOUT_S = 0.1
+        opened, fetch = trainer_module.open_data, RunFolder.fetch
+
+        def copies(spec: Any) -> Any:
+            time.sleep(self.data_s)
+            return opened(spec)
+
+        def slow(self_: RunFolder, name: str) -> Any:
+            if name == "metrics.jsonl":
+                time.sleep(self.log_s)
+            return fetch(self_, name)
+
+        trainer_module.open_data = copies
+        RunFolder.fetch = slow  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.dashboards.alerts.alert_examples import NOW_S, firing, resolved
 
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, ConflictError
 from raytide.core.telemetry.settings import AlertAction
 from raytide.dashboards.alerts.actions import due_actions, entry_of
 from raytide.dashboards.alerts.client import OperatorClient
@@ -284,3 +284,26 @@ def test_the_daemon_of_a_killed_command_holds_up_nothing(tmp_path: Path, monkeyp
         os.kill(daemons[0], signal.SIGKILL)
     ((_, _, state),) = states(tmp_path)
     assert state == "failed"
+
+
+class Api:
+    """An API with one endpoint `chat`."""
+
+    def __init__(self, serves: int, previous: int, revisions: Mapping[int, str], rollout: str = "") -> None:
+        rollouts = [{"rollout": {"number": 7, "state": rollout, "ended_at_s": None}}] if rollout else []
+        listed = [{"number": number, "why": why} for number, why in sorted(revisions.items(), reverse=True)]
+        self.answers = {"rollouts": rollouts, "revisions": listed, "chat": {"revision": serves, "previous": previous}}
+
+    def call(self, method: str, path: str, body: object = None, query: object = None) -> Any:
+        return self.answers[path.rpartition("/")[2]]
+
+
+def test_a_rollback_goes_to_what_served_before_and_never_to_what_was_rolled_back() -> None:
+    def target(api: Api) -> dict[str, Any]:
+        return OperatorClient(api).rollback_target("chat")  # type: ignore[arg-type]
+
+    assert target(Api(2, 1, {1: "", 2: ""}, "running")) == {"rollout": 7}
+    assert target(Api(2, 1, {1: "", 2: ""}, "promoted")) == {"revision": 1, "from": 2}  # its champion drains
+    assert target(Api(3, 1, {1: "", 2: "a canary that lost", 3: ""})) == {"revision": 1, "from": 3}
+    with pytest.raises(ConflictError):
+        target(Api(3, 2, {1: "", 2: "", 3: "rollback to revision 1"}))

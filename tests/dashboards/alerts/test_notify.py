@@ -25,7 +25,7 @@ from raytide.dashboards.alerts.notify.dispatch import Dispatcher, due_alerts
 from raytide.dashboards.alerts.notify.receivers import receivers_of
 from raytide.dashboards.alerts.records import AlertRecords, Silence
 from raytide.dashboards.alerts.signing import SIGNATURE, signature_of
-from raytide.dashboards.alerts.states import Alert
+from raytide.dashboards.alerts.states import Alert, Observed, advance
 
 
 class Mailbox:
@@ -240,3 +240,49 @@ def test_a_receiver_hears_of_an_end_only_after_the_begin(steps: list[str]) -> No
         if state == "resolved":
             assert heard.index((episode, "firing")) < heard.index((episode, "resolved"))
     assert alert.id == firing().id
+
+
+def test_a_password_that_cannot_be_sent_silences_no_other_receiver(tmp_path: Path) -> None:
+    records, heard = AlertRecords(tmp_path / "a"), list[Alert]()
+    records.save([firing()], NOW_S)
+
+    class Mail:
+        name = "email"
+
+        def send(self, alerts: Sequence[Alert]) -> None:
+            "pässwort".encode("ascii")  # as smtplib does
+
+    class Chat:
+        name = "slack"
+
+        def send(self, alerts: Sequence[Alert]) -> None:
+            heard.extend(alerts)
+
+    assert Dispatcher(records, [Mail(), Chat()], config()).send_due("raytide", NOW_S) == 1
+    assert [alert.name for alert in heard] == ["NodeSick"]
+
+
+def test_the_end_is_told_although_the_condition_flickers_meanwhile(tmp_path: Path) -> None:
+    records, section = AlertRecords(tmp_path / "a"), config(group_wait_s=30)
+    heard: list[str] = []
+
+    class Pager:
+        name = "pager"
+
+        def send(self, alerts: Sequence[Alert]) -> None:
+            heard.extend(str(alert.state) for alert in alerts)
+
+    dispatcher = Dispatcher(records, [Pager()], section)
+    node = (("node", "node-1"),)
+    for step, holds in enumerate([True] * 8 + [False, True] + [False] * 8):
+        at_s = NOW_S + 15 * step
+        known = {alert.id: alert for alert in records.alerts("raytide")}
+        records.save(advance(known, [Observed("NodeSick", "critical", 60.0, {node: 1.0} if holds else {})], at_s), at_s)
+        dispatcher.send_due("raytide", at_s)
+    assert heard == ["firing", "resolved"]
+
+
+def test_the_next_episode_of_an_alert_is_no_second_incident() -> None:
+    (pager,) = receivers_of(config(pagerduty={"routing_key_env": "PD"}), "local", {"PD": "r0uting"})
+    first, again = (pager._event(firing(at_s=at_s)) for at_s in (NOW_S, NOW_S + 60))  # type: ignore[attr-defined]
+    assert first["dedup_key"] == again["dedup_key"]

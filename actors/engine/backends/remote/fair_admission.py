@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -63,9 +63,15 @@ class FairAdmission:
     """
 
     def __init__(
-        self, engine: Generator, info: EngineInfo, direct: DirectOutput, *, slo_ttft_s: float | None = None
+        self,
+        engine: Generator,
+        info: EngineInfo,
+        direct: DirectOutput,
+        can_resume: Callable[[GenRequest], bool] = lambda request: True,
+        *,
+        slo_ttft_s: float | None = None,
     ) -> None:
-        self._engine, self._info, self._direct = engine, info, direct
+        self._engine, self._info, self._direct, self._can_resume = engine, info, direct, can_resume
         self._slo_ttft_s = math.inf if slo_ttft_s is None else slo_ttft_s
         self._start_s: float | None = None
         """The moving average of the seconds from a start to the first token; None before the first."""
@@ -335,7 +341,11 @@ class FairAdmission:
         least = (own.places + head.places) / own.weight if 2 * own.places < share else math.inf
         left = {name: team.places for name, team in self._teams.items()}
         victims: list[AdmissionEntry] = []
-        running = (each for each in self._entries.values() if each.is_preemptible and each not in self._preempting)
+        running = (
+            each
+            for each in self._entries.values()
+            if each.is_preemptible and each not in self._preempting and self._can_resume(each.request)
+        )
         for each in sorted(running, key=self._preemption_order):
             if places <= 0 and kv_tokens <= 0:
                 break

@@ -72,6 +72,11 @@ class KeptStreams:
             if not (stream.readers or is_lost()):
                 await stream.stop()
 
+    async def stop(self, key: str) -> None:
+        """Ends the running stream with this key, if there is one. Its client has lost it, and asks for the rest."""
+        if (stream := self._running.get(key)) is not None:
+            await stream.stop()
+
     async def close(self) -> None:
         for stream in list(self._running.values()):
             await stream.stop()

@@ -74,7 +74,7 @@ class EngineServer:
         self.direct = DirectOutput()
         engine.tap(self.direct.take)
         self.handover = HandoverEngine(engine, self.direct)
-        self.admission = FairAdmission(self.handover, info, self.direct, slo_ttft_s=slo_ttft_s)
+        self.admission = FairAdmission(self.handover, info, self.direct, engine.can_resume, slo_ttft_s=slo_ttft_s)
         self.kept = KeptStreams(self.admission.generate)
         self.is_draining = False
         self._secret = secret.encode()
@@ -350,6 +350,7 @@ class _Connection(asyncio.Protocol):
             if request.rejoin_key and not request.resume:
                 source = self._server.kept.generate(request, waited_s, lambda: not self.is_open)
             else:
+                await self._server.kept.stop(request.rejoin_key)
                 self._server.direct.open(request.request_id, stream)
                 source = self._server.admission.generate(request, waited_s)
             with self._server.counters.track(waited_s, new_tokens) as tracked:

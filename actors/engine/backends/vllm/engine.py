@@ -1,8 +1,7 @@
 """vLLM behind the `Engine` protocol: token ids in and out, with raytide's own tokenizer and stop strings.
 
 vLLM's core runs in a separate process, as vLLM's AsyncLLM requires. This module admits, counts and streams requests.
-The core's process ends at `shutdown`, or when this process ends.
-"""
+The core's process ends at `shutdown`, or when this process ends."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from raytide.actors.engine.backends.vllm.request import (
     call,
     check_resumable,
     died,
+    lost_on_resume,
     sample_id,
     tokens_prompt,
     translated,
@@ -75,8 +75,7 @@ class VllmEngine(Engine):
     """An engine that runs vLLM, behind the `Engine` protocol.
 
     Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests pass a function
-    that returns a running vLLM. If `launcher` is set, the model is spread over `members` nodes.
-    """
+    that returns a running vLLM. If `launcher` is set, the model is spread over `members` nodes."""
 
     backend = "vllm"
 
@@ -218,6 +217,9 @@ class VllmEngine(Engine):
         is_paused = self._counters.state == "paused"
         return await self._weights.swap(source, version, stays_paused=is_paused)
 
+    def can_resume(self, request: GenRequest) -> bool:
+        return not lost_on_resume(request.sampling)
+
     async def load_lora(self, name: str, path: str) -> None:
         core = self._offering("lora")
         if name in self._loras:
@@ -226,8 +228,8 @@ class VllmEngine(Engine):
             raise ConflictError(
                 f"{len(self._loras)} adapters are loaded, which is max_loras.", hint="Unload one, or raise max_loras."
             )
-        self._loras_loaded += 1  # vLLM knows them by a number that is never used again
-        adapter = core.modules["lora"].LoRARequest(name, self._loras_loaded, path)
+        self._loras_loaded += 1  # never used again. vLLM's prefix cache knows adapters by name and path alone
+        adapter = core.modules["lora"].LoRARequest(f"{name}#{self._loras_loaded}", self._loras_loaded, path)
         if not await asyncio.to_thread((Path(path) / "adapter_config.json").exists):
             raise DataError(f"{path} holds no adapter_config.json.", hint="Name a directory in PEFT's format.")
         try:

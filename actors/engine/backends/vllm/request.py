@@ -54,12 +54,11 @@ def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
     return replace(params, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None)
 
 
-def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request with a presence or frequency penalty, bad words, structured output, or a
-    seed for random sampling. vLLM keeps a state for each of these options, and builds this state only from tokens that
-    it generated itself.
+def lost_on_resume(params: SamplingParams) -> list[str]:
+    """Returns the options with which vLLM cannot continue a request: a presence or frequency penalty, bad words,
+    structured output, or a seed for random sampling. vLLM keeps a state for each of these options, and builds this
+    state only from tokens that it generated itself.
     """
-    params = request.sampling
     asked = {
         "seed": params.seed is not None and not params.is_greedy,
         "presence_penalty": params.presence_penalty != 0.0,
@@ -67,7 +66,12 @@ def check_resumable(request: GenRequest) -> None:
         "bad_words": bool(params.bad_words),
         "structured": params.structured is not None,
     }
-    lost = [name for name, wanted in asked.items() if wanted]
+    return [name for name, wanted in asked.items() if wanted]
+
+
+def check_resumable(request: GenRequest) -> None:
+    """Raises UsageError for a resumed request that vLLM cannot continue."""
+    lost = lost_on_resume(request.sampling)
     if lost and any(each.token_ids for each in request.resume):
         raise UsageError(
             f"request {request.request_id} cannot be resumed: vLLM cannot continue {', '.join(lost)} from tokens.",

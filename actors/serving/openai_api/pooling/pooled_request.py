@@ -25,6 +25,12 @@ class PooledRequest(TruncationFields):
     model: Name
 
 
+def check_tokens(tokens: int, param: str) -> None:
+    """Raises ApiError if the inputs of a request have too many tokens together."""
+    if tokens > MAX_EMBEDDING_TOKENS:
+        raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)
+
+
 async def compute(
     server: Server, caller: RequestCaller, prompts: Sequence[list[int]], work: Work, *, param: str
 ) -> tuple[Vectors, int]:
@@ -32,8 +38,7 @@ async def compute(
     the vectors. Raises ApiError if there are too many tokens or the caller is not admitted.
     """
     tokens = sum(map(len, prompts))
-    if tokens > MAX_EMBEDDING_TOKENS:
-        raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)
+    check_tokens(tokens, param)
     grant = await caller.admit(server.model, tokens, 0)
     try:
         result = await work(prompts, lora=server.lora)

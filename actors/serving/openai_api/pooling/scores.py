@@ -22,7 +22,7 @@ from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.fields.truncation import Truncation
 from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingUsage
-from raytide.actors.serving.openai_api.pooling.pooled_request import PooledRequest, compute
+from raytide.actors.serving.openai_api.pooling.pooled_request import PooledRequest, check_tokens, compute
 from raytide.actors.serving.openai_api.server import Server
 
 Method = Literal["cross_encoder", "bi_encoder"]
@@ -151,7 +151,10 @@ async def _scores(
             raise invalid(
                 f"{server.model} tells {server.info.num_labels} labels apart: that is no single score.", param="model"
             )
-        prompts = [await server.tokens(text, pair, field=fields[1], cut=cut) for text, pair in pairs]
+        prompts, count = list[list[int]](), 0
+        for text, pair in pairs:  # each repeats the query, so all of them may not fit in memory
+            prompts.append(await server.tokens(text, pair, field=fields[1], cut=cut))
+            check_tokens(count := count + len(prompts[-1]), fields[1])
         logits, tokens = await compute(server, caller, prompts, server.engine.classify, param=fields[1])
         return [_sigmoid(logit) for (logit,) in logits], tokens, "cross_encoder"
     server.require("embeddings", param="model")

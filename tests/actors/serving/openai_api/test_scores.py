@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
 from raytide.actors.engine.base import Engine
 from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.pooling import pooled_request
 from raytide.actors.serving.openai_api.server import Server
 
 QUERY = "def add(a, b)"
@@ -116,3 +117,24 @@ async def test_what_has_no_score_is_refused_by_name(tmp_path: Path) -> None:
         for param, fields in cases.items():
             refused = await http.post("/v1/score", json={"model": "m", **fields})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.asyncio
+async def test_pairs_beyond_the_limit_are_refused_before_all_are_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooled_request, "MAX_EMBEDDING_TOKENS", 50)
+    save_reranker(tmp_path)
+    engine, asked = native(tmp_path), [0]
+    tokenize = engine.tokenize
+
+    async def counted(*args: Any, **more: Any) -> list[int]:
+        asked[0] += 1
+        return await tokenize(*args, **more)
+
+    monkeypatch.setattr(engine, "tokenize", counted)
+    async with client_of(engine) as http:
+        body = {"model": "m", "query": QUERY, "documents": ["x"] * 200}
+        refused = await http.post("/v1/rerank", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+    assert asked[0] < 51, "each pair has a token or more"

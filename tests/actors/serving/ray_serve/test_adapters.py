@@ -7,7 +7,7 @@ import pytest
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.models.model_cache import StagedModel
 from raytide.actors.serving.ray_serve.live_fields import RETRY_S, UNLOAD_AFTER_S, AdapterSync
-from raytide.core.errors import DataError
+from raytide.core.errors import ConflictError, DataError
 from raytide.core.objects.endpoint import adapter_id
 
 ONE, TWO = adapter_id("one", "/one"), adapter_id("two", "/two")
@@ -77,3 +77,27 @@ async def test_an_engine_that_refuses_an_adapter_holds_no_copy_of_it() -> None:
     await sync.sync({"one": "/one"})
     assert "already" in sync.states()["one"]
     assert stager.held == []
+
+
+class Narrow(FakeEngine):
+    """Has room for one adapter."""
+
+    async def load_lora(self, name: str, path: str) -> None:
+        if (await self.stats()).adapters:
+            raise ConflictError("1 adapters are loaded, which is max_loras.", hint="Unload one.")
+        await super().load_lora(name, path)
+
+
+@pytest.mark.asyncio
+async def test_one_that_found_no_room_is_loaded_as_soon_as_another_one_has_left() -> None:
+    engine, now_s = Narrow(), [0.0]
+    await engine.start()
+    sync = AdapterSync(engine, stage=Stager(), now_s=lambda: now_s[0])
+    await sync.sync({"one": "/one"})
+    await sync.sync({"one": "/new"})
+    assert "max_loras" in sync.states()["one"]
+    now_s[0] += UNLOAD_AFTER_S
+    await sync.sync({"one": "/new"})  # the old one leaves
+    now_s[0] += 1
+    await sync.sync({"one": "/new"})
+    assert sync.states() == {"one": ""}

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from tests.actors.trainer.gang_processes import FakeLeases, Run, assert_undisturbed
 from tests.actors.trainer.kills import kill_at_random
-from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, HoldsBefore, SleepsInStep, SlowInSteps, StuckInRead
+from tests.actors.trainer.pranks import (
+    DiesInBuild,
+    DiesInStep,
+    HasRoomFor,
+    HoldsBefore,
+    SleepsInStep,
+    SlowFiles,
+    SlowInSteps,
+    StuckInRead,
+)
 
 from raytide.actors.trainer.elastic.driver import run_train
 from raytide.core.errors import CheckpointError, ClusterError, ConfigError, LeaseLostError, TrainError
@@ -138,6 +147,18 @@ def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Sta
     assert (result.steps, result.restarts) == (40, 3)
     assert len({event["pids"][0] for event in run.events("formed")}) == 1, "the other rank kept its process"
     assert_undisturbed(run.spec)
+
+
+def test_a_rank_that_dies_as_it_builds_costs_no_other_process(start: Start) -> None:
+    run = start(3, 2, {2: [DiesInBuild()]}, steps=6, collective_timeout_s=8.0)
+    assert run.result().steps == 6
+    assert run.events("hung") == []
+    assert set(run.events("formed")[0]["pids"][:2]) <= set(run.events("formed")[-1]["pids"])
+
+
+def test_a_rank_may_be_busy_with_files_for_as_long_as_the_spec_says(start: Start) -> None:
+    run = start(2, 2, {0: [SlowFiles(log_s=12.0)], 1: [SlowFiles(data_s=12.0)]}, steps=3, collective_timeout_s=8.0)
+    assert (run.result().restarts, run.events("hung")) == (0, [])
 
 
 def test_out_of_memory_halves_the_micro_batch_at_equal_global_batch(start: Start) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from tests.virtual_loop import run_virtually
 from raytide.actors.engine import FakeEngine, SamplingParams
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
+from raytide.actors.engine.backends.vllm.request import check_resumable, lost_on_resume
 from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.core.errors import ConflictError, EngineDeadError, OverloadedError
 
@@ -489,5 +491,31 @@ def test_by_deadline_teams_share_as_they_do_first_come() -> None:
         async with admission(max_running=4, max_waiting=1000, slo_ttft_s=SLO_S) as (fair, _):
             waits_s = await burst(fair, teams="ab")
         assert abs(in_time(waits_s["a"]) - in_time(waits_s["b"])) <= 4
+
+    run_virtually(body())
+
+
+class VllmLike(FakeEngine):
+    """Cannot continue what vLLM cannot."""
+
+    def can_resume(self, request: GenRequest) -> bool:
+        return not lost_on_resume(request.sampling)
+
+    def _admit(self, request: GenRequest) -> Any:
+        check_resumable(request)
+        return super()._admit(request)
+
+
+def test_what_the_engine_cannot_resume_is_not_taken_out() -> None:
+    async def body() -> None:
+        engine = VllmLike(max_running=2, max_waiting=256, tokens_per_s=1.0)
+        fair = FairAdmission(engine, await engine.start(), DirectOutput(), engine.can_resume)
+        seeded = SamplingParams(temperature=0.5, seed=3, max_tokens=30)
+        heavy = [asyncio.create_task(answer(fair, request(f"heavy-{n}", sampling=seeded))) for n in range(2)]
+        await asyncio.sleep(5.5)
+        light = asyncio.create_task(answer(fair, request("light-1", 5)))
+        assert [text_of(each) for each in await asyncio.gather(*heavy)] == [expected(30)] * 2
+        assert text_of(await light) == expected(5)
+        await engine.shutdown()
 
     run_virtually(body())

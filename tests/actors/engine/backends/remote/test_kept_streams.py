@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from raytide.actors.engine.backends.remote.kept_streams import KEPT_S, KeptStrea
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.backends.remote.shared_stream import joined
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import GenChunk, GenRequest, TokenLogprobs, TokenUsage
+from raytide.actors.engine.types import GenChunk, GenRequest, SampleProgress, TokenLogprobs, TokenUsage
 from raytide.core.errors import EngineError
 
 
@@ -202,3 +203,17 @@ def test_the_chunks_of_a_sample_are_joined_with_their_log_probabilities() -> Non
     ]
     last = GenChunk("q", [1, 2], "ab", "length", usage, None, 0, (*marks[0], *marks[1]), prompt)
     assert joined(chunks) == [chunks[1], last]
+
+
+async def test_a_client_that_asks_for_the_rest_of_a_lost_stream_gets_it() -> None:
+    """The lost stream still runs under the same id."""
+    async with served() as (engine, client, _):
+        first, second = client(), client()
+        await begun(first, ask("row"))
+        await first.shutdown()
+        await second.start()
+        rest = asyncio.create_task(text(second, replace(ask("row"), resume=(SampleProgress((1,)),))))
+        while engine.began != ["row", "row"]:  # noqa: ASYNC110  # the engine is not told
+            await asyncio.sleep(0.01)
+        engine.gate.set()
+        assert await rest == "ab"  # the engine of this test always says both
