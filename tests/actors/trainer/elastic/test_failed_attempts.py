@@ -1,4 +1,4 @@
-"""What outlives a failed attempt holds nothing of its group, whose open sockets would keep other ranks waiting."""
+"""The objects that outlive a failed attempt hold nothing of its group: its sockets would keep other ranks waiting."""
 
 from __future__ import annotations
 
