@@ -42,7 +42,7 @@ QUANTIZED: dict[str, dict[str, object]] = {
     "int8": {"scheme": "w8a16"},
     "int8_kv": {"scheme": "w8a16"},
     "int4": {"scheme": "w4a16"},
-    "int4_128": {"scheme": "w4a16", "group_size": 128},
+    "int4_128": {"scheme": "w4a16", "group": 128},
 }
 CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
 
