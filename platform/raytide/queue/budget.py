@@ -96,9 +96,8 @@ class Budgets:
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"
             return Unschedulable("budget", limit, f"{wait} it more: {remedy}")
-        least = max(
-            need, math.floor(_lead(micro_usd_h)) + 1
-        )  # with less left, `jobs_over_budget` would preempt the job
+        # With less left, `jobs_over_budget` would preempt the job at once.
+        least = max(need, math.floor(_lead(micro_usd_h)) + 1)
         for name in self._ancestors(job.spec.team):
             hard = self.specs[name].budget.hard_usd
             if hard is not None and self.committed[name] + least > micro_usd(hard):

@@ -344,8 +344,9 @@ def client_task(
 
 
 def connect(cluster: str | None = None) -> Client:
-    """Returns a client of a cluster. If `cluster` is None and the variables RAYTIDE_API and RAYTIDE_TOKEN are set, the
-    client connects to the address in RAYTIDE_API. Otherwise it connects to the cluster named `cluster` on this machine.
+    """Returns a client of the cluster `cluster` on this machine, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
+
+    If `cluster` is None and both variables are set, the client connects to the address in RAYTIDE_API.
 
     `connect` also works in drivers of `ray job submit`, which run on the head node.
     """

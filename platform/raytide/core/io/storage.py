@@ -29,9 +29,9 @@ def open_url(url: str) -> tuple[AbstractFileSystem, str]:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    if is_local(url):
-        from raytide.core.io.guarded_files import GuardedFiles
+    from raytide.core.io.guarded_files import GuardedFiles
 
+    if is_local(url):
         path = str(LocalFileSystem._strip_protocol(url))
         check_path(path, url)
         return GuardedFiles(), path
@@ -51,8 +51,6 @@ def open_url(url: str) -> tuple[AbstractFileSystem, str]:
             f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol."
         ) from None
     if type(fs) is LocalFileSystem:
-        from raytide.core.io.guarded_files import GuardedFiles
-
         fs = GuardedFiles(**fs.storage_options)
     return fs, str(path)
 

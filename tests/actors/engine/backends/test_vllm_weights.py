@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raytide.actors.engine.backends.vllm.config import VllmConfig
+from raytide.actors.engine.backends.vllm.engine import VllmEngine
 from raytide.actors.engine.backends.vllm.launch import VllmCore
 from raytide.actors.engine.backends.vllm.weights import ServedWeights
 from raytide.core.errors import EngineError
@@ -68,3 +71,32 @@ async def test_weights_that_vllm_cannot_read_are_replaced_by_those_before(model_
         await weights.swap(str(broken), None, stays_paused=False)
     assert llm.calls == ["pause", "read broken", f"read {model_dir.name}", "resume"]
     assert weights.version == before
+
+
+@pytest.mark.asyncio
+async def test_an_adapter_that_is_loaded_again_shares_no_cached_blocks(tmp_path: Path) -> None:
+    """vLLM's prefix cache knows adapters by name and path, and this one was trained again into its folder."""
+    added: list[tuple[str, str]] = []
+
+    class Loras:
+        async def add_lora(self, adapter: Any) -> bool:
+            added.append((adapter.lora_name, adapter.lora_path))
+            return True
+
+        async def remove_lora(self, number: int) -> bool:
+            return True
+
+    def lora_request(name: str, number: int, path: str) -> SimpleNamespace:
+        return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+
+    core = object.__new__(VllmCore)
+    object.__setattr__(core, "llm", Loras())
+    object.__setattr__(core, "features", frozenset({"lora"}))
+    object.__setattr__(core, "modules", {"lora": SimpleNamespace(LoRARequest=lora_request)})
+    engine = VllmEngine(VllmConfig(model_dir=str(tmp_path), max_loras=1))
+    engine._core = core
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        await engine.load_lora("poet", str(tmp_path))
+        await engine.unload_lora("poet")
+    assert len(set(added)) == 2

@@ -156,7 +156,6 @@ def test_a_rank_that_dies_as_it_builds_costs_no_other_process(start: Start) -> N
     assert set(run.events("formed")[0]["pids"][:2]) <= set(run.events("formed")[-1]["pids"])
 
 
-@pytest.mark.slow
 def test_a_rank_may_be_busy_with_files_for_as_long_as_the_spec_says(start: Start) -> None:
     run = start(2, 2, {0: [SlowFiles(log_s=12.0)], 1: [SlowFiles(data_s=12.0)]}, steps=3, collective_timeout_s=8.0)
     assert (run.result().restarts, run.events("hung")) == (0, [])
