@@ -28,9 +28,9 @@ AFTER_KIND = 21
 
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the plans' actions as lines, oldest first. A line has the time, kind, object, reason and cost of one
-    action. The action's rejected alternatives follow, with one line each. A wait that continues over several plans is
-    listed once.
+    """Returns the plans' actions as lines, oldest first. Each line contains the time, kind, object, reason and cost of
+    one action. The next lines contain the action's rejected alternatives, one in each line. A wait that continues over
+    several plans is listed once.
     """
     last: dict[tuple[str, str], str] = {}
     out = []

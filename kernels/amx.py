@@ -1,4 +1,4 @@
-"""Matrix products through oneDNN on processors with AMX. The C operators do not use AMX's tiles."""
+"""Computes matrix products with oneDNN on processors with AMX. oneDNN uses AMX's tiles; the C operators do not."""
 
 from __future__ import annotations
 

@@ -116,12 +116,14 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The sequences of one step and the cache positions of their keys and values, the same for all layers.
+    """The sequences of one step, and the cache positions of their keys and values. These positions are the same for all
+    layers.
 
-    The tokens of the step are in the order of the sequences. `query_lens[b]` of them belong to sequence b. They are
-    the last tokens of the sequence's context, which has `context_lens[b]` tokens. The context's KV is in the blocks
-    of row b of `block_tables_BM`, which is padded with any valid block. The KV of token t itself is written to slot
-    `slots_T[t]`.
+    The tokens of the step are in the order of the sequences. Sequence b has `query_lens[b]` of these tokens. They
+    are the last tokens of the sequence's context, which has `context_lens[b]` tokens.
+
+    The context's KV is in the blocks of row b of `block_tables_BM`. The row is padded with any valid block. The KV
+    of token t itself is written to slot `slots_T[t]`.
     """
 
     query_lens: list[int]
@@ -137,8 +139,8 @@ class QuantizedWeight:
 
     - w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g]
 
-    All file formats are read into this form. Each device converts this form to a packed form of its own. In this
-    form, each signed code takes a byte. Codes of 8 bits are -128 to 127, those of 4 bits are -8 to 7. Scales and
+    All file formats are read into this class. Each device then packs the weight in a form of its own. In this class,
+    each signed code takes a byte. Codes of 8 bits are -128 to 127, and codes of 4 bits are -8 to 7. Scales and
     offsets are float32, because products of a file's bfloat16 numbers must not be rounded to bfloat16. A symmetric
     weight has no offsets. If the file groups the inputs in another order (GPTQ's `g_idx`), column k of the codes
     belongs to input columns_K[k].

@@ -1,7 +1,7 @@
 """A decoder's forward pass in one call of C (`c/layers.c`). With few tokens in a step, Python's overhead between
 operators is a large part of the step.
 
-The result is the same to the bit as that of the separate C operators.
+The result is bit-identical to the result of the separate C operators.
 """
 
 from __future__ import annotations

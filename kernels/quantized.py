@@ -1,8 +1,9 @@
-"""Quantised linear layers in C (`c/quantized.c`): weights of 8 or 4 bits, inputs in floats or int8, any shape.
+"""Quantised linear layers in C (`c/quantized.c`). Weights have 8 or 4 bits. Inputs are floats or int8. Any shape is
+supported.
 
-With int8 inputs the result equals that of `invariant.quantized_linear` to the bit, on every processor. With float
-inputs it differs from the product with the dequantised weight only by rounding in float32. The result of a row is
-bit-identical for every batch that contains this row.
+With int8 inputs, the result is bit-identical to that of `invariant.quantized_linear` on every processor. With float
+inputs, the result differs from the product with the dequantised weight only by rounding in float32. The result of a
+row is bit-identical for every batch that contains this row.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns the function x -> x @ weight.T + bias. Callers of the returned function may change its result in place,
-    as adapters do.
+    """Returns the function x -> x @ weight.T + bias. Callers of this function may change its result in place. LoRA
+    adapters do this.
     """
     return lambda x: F.linear(x, weight, bias)
 

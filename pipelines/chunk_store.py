@@ -39,8 +39,8 @@ class AlteredError(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The results of a task, by the names under which they are stored. Large results are left out if they are stored
-    already.
+    """The results of a task. `blobs` maps names to results. Each result is stored under its name. If large results are
+    stored already, they are left out.
     """
 
     blobs: dict[str, bytes]

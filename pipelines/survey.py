@@ -215,8 +215,8 @@ class Selection:
 
 @dataclass(slots=True)
 class Corpus:
-    """A surveyed corpus. `found` has the verdicts on all documents in order. `counts` has the number of documents of
-    each part.
+    """A surveyed corpus. `found` contains the verdicts on all documents, in the order of the documents. `counts`
+    contains the number of documents in each part of the chunks.
     """
 
     chunks: tuple[InputChunk, ...]

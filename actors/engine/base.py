@@ -98,8 +98,9 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns the number of tokens, from the start of the prompt, for which the prefix cache has the KV now. The
-        cache may be in memory, or on a disk that is faster than computing. Returns 0 if the number is unknown.
+        """Returns the length of the longest prefix of the prompt, in tokens, whose KV is in the prefix cache now. A
+        prefix in memory counts. A prefix on disk counts only if reading it is faster than computing it. Returns 0 if
+        the length is unknown.
         """
         return 0
 
@@ -120,12 +121,14 @@ class Engine(Protocol):
         return
 
     def can_resume(self, request: GenRequest) -> bool:
-        """Returns whether the engine, if it has the feature "resume", can continue this request from tokens."""
+        """Returns whether this request can continue from tokens that were already generated. The result applies only to
+        engines with the feature "resume".
+        """
         return True
 
     async def pause(self) -> None:
-        """Feature "pause". Takes no steps until `resume`. Running requests stay, and new requests queue. `pause` and
-        `resume` are idempotent.
+        """Feature "pause". Stops the computation of steps until `resume` is called. Running requests stay in the
+        engine, and new requests are queued. `pause` and `resume` are idempotent.
         """
         refuse(self.backend, "pause")
 
@@ -153,7 +156,7 @@ class Engine(Protocol):
 
     async def load_lora(self, name: str, path: str) -> None:
         """Feature "lora". Loads an adapter, which requests then use under `name`. Raises ConflictError if the name is
-        in use, DataError for a bad adapter.
+        in use, and DataError if the adapter is invalid.
         """
         refuse(self.backend, "lora")
 
@@ -164,8 +167,8 @@ class Engine(Protocol):
         refuse(self.backend, "lora")
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        """Feature "embeddings". Returns one vector of length 1 for each text or list of token ids. Raises NotFoundError
-        for an adapter that is not loaded.
+        """Feature "embeddings". Returns one vector for each text or list of token ids. Each vector is scaled to the
+        Euclidean norm 1. Raises NotFoundError for an adapter that is not loaded.
         """
         refuse(self.backend, "embeddings")
 
@@ -220,8 +223,9 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
 def check_resume(
     request: GenRequest, prompt_len: int, *, max_len: int, vocab_size: int, stop_token_ids: frozenset[int]
 ) -> None:
-    """Raises UsageError if a resumed request has unknown tokens, or if the tokens of a sample complete its output but
-    the sample has no finish reason.
+    """Raises UsageError if a resumed request contains unknown tokens. Also raises UsageError if the output of a sample
+    is already complete and the sample has no finish reason. An output is complete if it has reached the maximum length
+    or contains a stop token.
     """
     for index, each in enumerate(request.resume):
         tokens = each.token_ids

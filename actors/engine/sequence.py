@@ -1,5 +1,5 @@
-"""A sequence inside the engine, and the step that advances it. Does not import torch, so that the scheduler and its
-tests do not need it.
+"""A sequence inside the engine, and the step that advances it. This module does not import torch. The scheduler and its
+tests therefore run without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PooledPrompt:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. `tokens` are the prompt and the output, of which the first `num_computed` tokens have
+    """One sample of a request. `tokens` holds the prompt and the output. The first `num_computed` of these tokens have
     KV.
     """
 

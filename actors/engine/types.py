@@ -1,7 +1,6 @@
 """The engine's shared types: requests, chunks, and what an engine reports.
 
-This module does not import torch. The scheduler, the router and the tests use it without a device.
-"""
+This module does not import torch. The scheduler, the router and the tests use it without a device."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Message:
     """One turn of a chat. An assistant's turn may have tool calls. The results of the calls are turns with the role
     `tool`.
 
-    A turn with images has `parts`: its texts, and None in place of each image. `content` then has only the texts.
-    """
+    A turn with images has `parts`: its texts, and None in place of each image. `content` then has only the texts."""
 
     role: str
     content: str
@@ -89,9 +87,10 @@ PLAIN_PROMPT = PromptOptions()
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The output format that a model's chat template reveals. `tools` is the format of tool calls, "" if the template
-    has no tools. `reasoning` is `tagged` if outputs may contain reasoning in tags, `open` if they start inside the
-    reasoning, "" otherwise.
+    """The output format that a model's chat template reveals.
+
+    `tools` is the format of tool calls. It is empty if the template has no tools. `reasoning` is `tagged` if outputs
+    may contain reasoning in tags. It is `open` if outputs start inside the reasoning. Otherwise it is empty.
     """
 
     tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
@@ -113,13 +112,15 @@ class GenRequest:
     """One generation. `prompt` is text or token ids. `request_id` is unique among the requests in flight. `images` are
     image files, in the order of the prompt's image tokens.
 
-    A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival; the
-    scheduling policy "deadline" orders requests by that time. `lora` names a loaded adapter. Requests with different
-    `cache_salt` share no prefix. Teams share an engine by the `weight` of each `team`.
+    A lower `priority` goes first, as in vLLM. The first token is wanted within `deadline_s` seconds after arrival.
+    The scheduling policy "deadline" orders requests by the time at which the first token is wanted. `lora` names a
+    loaded adapter. Requests with different `cache_salt` share no prefix. If requests belong to several teams
+    (`team`), each team's share of the engine is proportional to its `weight`.
 
-    `resume` continues a stream that another engine began. It has the progress of each sample by index, and the new
-    stream has only the rest. Samples without progress start from the beginning. Ended samples stay ended. A resumed
-    request goes before new ones, but if it `gave_way` to another request here, it queues like a new one.
+    `resume` continues a stream that another engine began. `resume` has the progress of each sample, by index. The
+    new stream contains only the rest. Samples without progress start from the beginning. Ended samples stay ended. A
+    resumed request normally goes before new ones. If `gave_way` is true, this engine has preempted the request in
+    favour of another one, and the request queues like a new one.
 
     Only routers read `session`, `keep_answer` and `may_be_running`. Requests of a `session` go to one replica where
     that is sensible. With `keep_answer`, the answer may be kept for equal requests. `may_be_running` says that an
@@ -216,7 +217,7 @@ class GenChunk:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample in the output of `LLM`. `error` has the reason if `finish_reason` is "error"."""
+    """One sample in the output of `LLM`. If `finish_reason` is "error", `error` contains the reason."""
 
     text: str
     token_ids: list[int]
@@ -388,10 +389,11 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which a request ends after `error` was raised for it.
+    """Returns the error that a request must report after `error` was raised in its work.
 
-    A panic in a Rust library (tokenizers, llguidance) is a BaseException and is wrapped in RuntimeError. Exceptions
-    that ask a thread or task to end are raised again.
+    A panic in a Rust library (tokenizers, llguidance) is a BaseException and is wrapped in RuntimeError. Other
+    exceptions are returned unchanged. Exceptions that only stop a thread or task, such as cancellation, are raised
+    again.
     """
     if isinstance(error, _NOT_A_FAULT):
         raise error

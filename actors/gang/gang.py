@@ -1,5 +1,5 @@
-"""A gang in user code. It holds a lease for the length of a `with` block, in which Ray actors and tasks can run on the
-lease's members.
+"""A gang in user code. The gang is a context manager and holds a lease inside its `with` block. Inside the block, Ray
+actors and tasks can run on the lease's members.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Gang:
 
     @property
     def lease(self) -> Lease:
-        """The lease as last polled. Raises LeaseLostError before the lease is held and once it is over."""
+        """The lease as last polled. Raises LeaseLostError if the gang does not hold a lease yet, or if the lease has
+        ended.
+        """
         with self._changed:
             if self._lost is not None:
                 raise self._lost

@@ -117,8 +117,8 @@ def name_of(image: str) -> str:
 
 
 def failure_of(image: str, output: str, code: int = 0) -> RaytideError:
-    """Returns the error for a failure of podman: ImagePullError if another try may succeed, else ConfigError. `output`
-    is podman's own output, or an error message of Ray's agent that quotes it.
+    """Returns the error for a failure of podman. It is an ImagePullError if another try may succeed, else a
+    ConfigError. `output` is podman's own output, or an error message of Ray's agent that quotes podman's output.
     """
     if "No such file or directory: 'podman'" in output:
         return _error(image, "there is no podman", _INSTALL)

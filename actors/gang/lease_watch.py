@@ -30,7 +30,9 @@ def settled_members(lease: Lease) -> list[Member]:
 
 
 class LeaseWatch:
-    """Polls for the newest lease on a thread. While the API cannot be reached, the last known lease stays valid."""
+    """Polls for the newest lease in a background thread. While the API cannot be reached, the last known lease stays
+    valid.
+    """
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -67,9 +69,9 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress to the API on a thread, at most once a second. A change of the settled members is sent without
-    waiting for the second to pass. While an earlier report is on its way, `send` drops the progress that it is given. A
-    later call of `send` then sends newer progress.
+    """Sends progress to the API on a thread, at most once a second. If the value `settled` of the progress has changed,
+    it is sent at once. While an earlier report is on its way, `send` drops the progress that it gets. A later call of
+    `send` then sends newer progress.
     """
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:

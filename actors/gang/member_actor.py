@@ -1,4 +1,5 @@
-"""The Ray actor that runs the processes of a gang member, in the member's placement group with all of its resources.
+"""The Ray actor that runs the processes of a gang member. The actor runs in the member's placement group and uses all
+resources of the member.
 
 Results are futures of `concurrent.futures`, so that a script's driver does not need Ray.
 """

@@ -77,8 +77,8 @@ def is_final(requirements: Sequence[str], code: int, tail: str) -> bool:
 
 
 def keep_own() -> None:
-    """Prevents the removal of this process's own environment until the process ends. Does nothing if this module did
-    not make that environment.
+    """Makes sure that this process's own environment is not removed while the process runs. Does nothing if this module
+    did not make that environment.
     """
     lock = Path(sys.prefix).with_suffix(".lock")
     if (Path(sys.prefix) / _READY).exists() and lock.exists():

@@ -13,8 +13,10 @@ from raytide.actors.gang.packages import interpreter_with
 
 
 class PreparedActor:
-    """A Ray actor that starts when its environment is ready on the node of `strategy`. `start(...)` starts the actor
-    with the environment's options. If there are no packages and no image, the actor starts at once.
+    """A Ray actor in a prepared environment. A task prepares the environment on the node that `strategy` selects. The
+    actor starts when the environment is ready. `start(...)` starts the actor with the environment's options.
+
+    If there are no packages and no image, the actor starts at once.
     """
 
     def __init__(

@@ -1,18 +1,19 @@
-"""Runs one command so that none of its processes outlives its owner: `python -I process_shim.py FOLDER ORDER
+"""Runs one command, and ends all of its processes when the shim's owner ends: `python -I process_shim.py FOLDER ORDER
 COMMAND...`.
 
 ORDER is a file descriptor with a JSON object of two fields, `environment` and `user`. The command gets this
 environment, but the shim does not. If there is a user, the shim runs as root, and the command runs as that user and
 cannot change to another user.
 
-The owner is the process that holds the other end of stdin. Stdin closes when the owner closes it or dies. The
-command's processes then get SIGTERM, and a few seconds later SIGKILL. FOLDER, their working directory, is removed. A
-SIGTERM to the shim is passed on to the command's processes. If stdin closes after such a SIGTERM, SIGKILL follows at
-once. The shim exits as the command did: with its exit code, or with 128 plus the signal's number.
+The owner is the process that holds the other end of the shim's stdin. Stdin closes when the owner closes it or dies.
+The command's processes then get SIGTERM, and a few seconds later SIGKILL. FOLDER, their working directory, is
+removed. A SIGTERM to the shim is passed on to the command's processes. If stdin closes after such a SIGTERM, SIGKILL
+follows at once. The shim exits as the command did: with its exit code, or with 128 plus the signal's number.
 
 The shim imports nothing of raytide, since it is run as a file and must start quickly. It consists of two processes.
-The owner starts the first, and Ray kills it together with the owner. The second, the guard, is a child of the first
-in a new session, and starts the command. If one of the two is killed, the other ends the command's processes.
+The owner starts the first process, and Ray kills the first process together with the owner. The second process is
+the guard. It is a child of the first process, in a new session, and starts the command. If one of the two processes
+is killed, the other ends the command's processes.
 """
 
 from __future__ import annotations

@@ -121,8 +121,9 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
-        """Restarts with more workers if members have joined, but not within `elastic_resize_monitor_interval_s` seconds
-        of the last start. If a member leaves, Ray Train restarts by itself.
+        """Returns the decision to restart with more workers if members have joined. In the first
+        `elastic_resize_monitor_interval_s` seconds after a start, always returns the decision to do nothing. If a
+        member leaves, Ray Train restarts by itself.
         """
         age_s = time.monotonic() - worker_group_state.start_time
         members = self.members(settled_members)
@@ -184,8 +185,8 @@ class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
 
 
 class LeasedGroups(_GroupHandle):  # type: ignore[misc]
-    """The members' placement groups, in the form that Ray Train expects. The lease creates and removes them, not Ray
-    Train.
+    """The members' placement groups, in the form that Ray Train expects. Ray Train does not create or remove these
+    groups. The lease does.
     """
 
     def __init__(self, groups: Sequence[PlacementGroup], wanted: int) -> None:

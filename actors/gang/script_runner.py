@@ -71,8 +71,8 @@ class ScriptRunner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
-        """Runs the script and returns when it has succeeded. Raises ScriptError if it fails, LeaseLostError if the
-        lease is over.
+        """Runs the script and returns when it has succeeded. Raises ScriptError if the script fails. Raises
+        LeaseLostError if the lease is over.
         """
         try:
             self._run_attempts()

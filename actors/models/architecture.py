@@ -46,7 +46,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer with pre-norms. `names` selects a naming scheme for weights in `naming.py`."""
+    """A decoder-only transformer with pre-norms. `names` is the key of the model's weight names in `naming.NAMES`."""
 
     names: str
     vocab_size: int

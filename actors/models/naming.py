@@ -14,8 +14,9 @@ from raytide.actors.models.architecture import Architecture
 class Names:
     """The weight names of a model family. The defaults are Llama's.
 
-    If a projection has several names here, the weights of these names are stacked in this order. If it has a single
-    name, the file already has the stacked weight, in the order of Llama's names.
+    If a projection has several names here, the file stores one weight for each name. These weights are stacked in
+    the order of the names. If a projection has a single name, the weight in the file is already stacked. Its parts
+    are then in the order of Llama's names.
     """
 
     root: str = "model."  # missing in files of a model without its head

@@ -41,8 +41,8 @@ class TokenizerSource:
 
     @classmethod
     def read(cls, model: Path) -> TokenizerSource:
-        """Reads the parts of a model's tokenizer. Raises DataError if a file is unreadable, ConfigError for a GGUF
-        tokenizer that is not supported.
+        """Reads the parts of a model's tokenizer. Raises DataError if a file is unreadable. Raises ConfigError if the
+        tokenizer comes from a GGUF file and is not supported.
         """
         if is_gguf(model):
             file = GgufFile(model)

@@ -33,8 +33,8 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 class DirectoryScorer:
-    """Scores windows with the model in a directory. The computation is exactly that of the native engine when it serves
-    the model. This also holds for quantised weights.
+    """Scores windows with the model in a directory. The native engine makes exactly the same computation when it serves
+    the model, also with quantised weights.
     """
 
     def __init__(

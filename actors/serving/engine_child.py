@@ -106,7 +106,7 @@ class EngineChild:
         return {**status.load, "age_s": time.monotonic() - status.at_s}
 
     async def stop(self, drain_s: float) -> None:
-        """Lets running requests end, for at most `drain_s`, then ends the process."""
+        """Waits at most `drain_s` seconds until the running requests have ended. Then ends the process."""
         with suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(drain_s + _END_TIMEOUT_S):
                 await self.engine.drain(drain_s)

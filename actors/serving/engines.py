@@ -228,7 +228,9 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
 
 
 def member_module(spec: ServeSpec) -> tuple[str, dict[str, Any]]:
-    """Returns the module that a replica's members on other nodes run, and the options of that module."""
+    """Returns the name of a Python module and its options. The members of a replica on its other nodes run this
+    module.
+    """
     if choose_engine(spec).kind != "vllm":
         return NATIVE_MEMBER, {}
     from raytide.actors.engine.backends.vllm.member import MODULE

@@ -8,8 +8,10 @@ STALL_LIMIT_S = 60.0
 
 
 class ProgressWatch:
-    """Detects, from an engine's counters over time, that the engine has had work for too long without progress.
-    `limit_s` is the longest allowed time. It must exceed the duration of the longest step (a long prefill).
+    """Detects an engine that makes no progress although it has work. Compares the engine's counters over time.
+
+    `limit_s` is the longest time without progress that is allowed. It must exceed the duration of the longest step
+    (a long prefill).
     """
 
     def __init__(self, limit_s: float = STALL_LIMIT_S) -> None:

@@ -1,8 +1,8 @@
-"""The expected cost to finish a job with a deadline, from each state. It is computed by dynamic programming over a
-learned spot market.
+"""Computes the expected cost to finish a job with a deadline, for each state of the job and the market. Uses dynamic
+programming with a learned model of the spot market.
 
-Time and work are counted in steps. A step is at least as long as one restart, and a running job does one unit of work
-per step. The slack is the time until the deadline minus the remaining work.
+Time and work are counted in steps. A step is at least as long as one restart, and a running job does one unit of
+work per step. The slack is the time until the deadline minus the remaining work.
 """
 
 from __future__ import annotations

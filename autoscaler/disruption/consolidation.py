@@ -40,8 +40,8 @@ def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState
 
 
 def reserve_replacements(builder: PlanBuilder) -> None:
-    """Reserves capacity on replacement nodes for the tenants that will move there. Leaves out tenants that may no
-    longer leave their nodes, and tenants that no longer fit on the replacement.
+    """Reserves capacity on replacement nodes for the tenants that will move there. Skips tenants that may no longer
+    move, and tenants that no longer fit on the replacement node.
     """
     builder.replacements.update(_replacements(builder))
     olds, now_s = _olds(builder), builder.snapshot.at_s

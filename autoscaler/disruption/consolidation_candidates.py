@@ -1,4 +1,5 @@
-"""Consolidation candidates: tenants that would cost less on other nodes, and whether their move pays back.
+"""Finds consolidation candidates: tenants that would cost less on other nodes. Checks for each candidate that the move
+pays back.
 
 A move must pay back within `PAYBACK_S`. The move of a gang must also pay back within the time for which the gang has
 been stable. After an expensive move, a gang is therefore left alone for longer. A gang may move if it is

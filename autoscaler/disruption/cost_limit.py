@@ -7,9 +7,11 @@ Nodes leave in this order:
 - Nodes of gangs that may be preempted, the lowest priority class first. Within a class, elastic gangs
   shrink before any gang stops.
 
-Members of gangs get `NOTICE_S` to write a checkpoint. These stay: replicas, gangs that may not be preempted, gangs
-whose deadline is urgent, and nodes without a price. If an endpoint has no fresh load report, the nodes that may host
-its replicas stay too. The queue and the planner decide everything else.
+Members of gangs get `NOTICE_S` to write a checkpoint.
+
+A node stays if it hosts a replica, or a gang that may not be preempted or has an urgent deadline. A node without a
+price stays as well. If an endpoint has no fresh load report, the nodes that may host its replicas stay too. The
+queue and the planner decide everything else.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Returns the actions that make nodes and gangs leave. Returns no actions as long as the cost is at most TOLERANCE
-    times the limit. Also returns no actions while Ray does not answer, because then it is unknown which work runs on
-    which node.
+    """Returns the actions that enforce the limit on the fleet's cost per hour. These actions drain or terminate nodes,
+    and preempt or shrink gangs. There are no actions while the cost is at most TOLERANCE times the limit. There are
+    also no actions while Ray does not answer, because it is then unknown which work runs on which node.
     """
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:

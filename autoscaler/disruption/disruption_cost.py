@@ -24,7 +24,7 @@ _STABLE = (MemberState.READY, MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class DisruptionCost:
-    """The cost for a set of gangs that have to leave some of their nodes."""
+    """The cost of a disruption in which a set of gangs must leave some of their nodes."""
 
     in_place: bool = True
     """True if no gang stops, because each keeps its minimum."""

@@ -40,9 +40,10 @@ def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
 
 
 def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
-    """Yields drains of nodes that have been idle for their type's `idle_timeout_s`, as far as the type's `min_nodes`
-    allows. Nodes in `keep` stay. Yields a Wait for a node that may still be busy outside of Ray. Ray refuses a drain if
-    a task has just started on the node. `leaving` are the ids of nodes that leave for other reasons.
+    """Yields a drain for each node that has been idle for its type's `idle_timeout_s`. At least `min_nodes` nodes of
+    each type stay, and nodes in `keep` stay as well. For an idle node that may still be busy outside of Ray, yields a
+    Wait instead. Ray refuses a drain if a task has just started on the node. `leaving` are the ids of nodes that leave
+    for other reasons.
     """
     types = {t.name: t for t in snapshot.node_types}
     reservation, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)

@@ -51,8 +51,11 @@ class StartMeter:
 
     @property
     def cold_start_s(self) -> float | None:
-        """The start-up time in seconds, estimated from recent starts. If a node was bought for some of these starts,
-        only those starts are used, and their time includes the purchase. None if fewer than ENOUGH starts can be used.
+        """The start-up time in seconds, estimated from recent starts. None if there are fewer than ENOUGH starts to
+        estimate from.
+
+        If some recent starts needed a newly bought node, the estimate uses only those starts. Their time includes
+        the purchase of the node.
         """
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]

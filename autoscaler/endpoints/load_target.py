@@ -114,8 +114,9 @@ def replicas_for(work: float, traffic: Traffic) -> float:
 
 
 def cold_start_s(spec: Replicas, load: EndpointLoad | None) -> float:
-    """Returns the seconds from the decision for a replica to the replica's first answer. The learned value is used if
-    there is one, else the configured value.
+    """Returns the duration of a replica's cold start, in seconds. It is the time from the decision to add the replica
+    to the replica's first answer. If the duration has been learned, returns the learned value. Otherwise returns the
+    configured value.
     """
     learned = load.traffic.cold_start_s if load is not None and load.traffic is not None else None
     return spec.cold_start_s if learned is None else learned

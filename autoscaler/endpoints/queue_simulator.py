@@ -77,8 +77,8 @@ class CounterfactualFleets:
         """The requests, and their replica-seconds of work. Both start with one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
-        """Simulates a batch in all fleets. `usual_rps` is the usual request rate at an earlier time: one cold start
-        before the batch.
+        """Simulates a batch in all fleets. `usual_rps` is the usual number of requests per second, as known before the
+        batch. A replica that was started at that time would be ready for the batch.
         """
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
@@ -134,9 +134,9 @@ class CounterfactualFleets:
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the expected late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        The result includes counts at nearby rates. While there are few counts, a prior estimate has weight too. It
-        assumes that a request is late if all replicas are busy, and that each replica is busy independently of the
-        others.
+        The curve is computed from the counts at this request rate and at nearby rates. A prior estimate is added.
+        Its weight falls as the counted hours grow. It assumes that a request is late if all replicas are busy, and
+        that each replica is busy independently of the others.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))

@@ -1,7 +1,7 @@
 """The speed of a replica on one node type. It is measured while requests wait for the replica, that is, at full load.
 
-Each period of full load gives one measurement. The estimate is the upper quartile of the latest measurements, because
-an engine that stalled for a moment was slower than it can be. There is no estimate before `ENOUGH` measurements.
+Each period of full load gives one measurement. An engine that stalls for a moment lowers a measurement. The estimate
+is therefore the upper quartile of the latest measurements. There is no estimate before `ENOUGH` measurements.
 """
 
 from __future__ import annotations

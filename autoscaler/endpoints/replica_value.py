@@ -95,7 +95,7 @@ class IntervalStats:
 
 
 class SavedModel(Config):
-    """The part of a model that takes long to learn, in the form that is stored for the next controller."""
+    """The slowly learned values of a `ReplicaValueModel`, in the form that is stored for the next controller."""
 
     slo_ttft_s: float
     slo_target: float
@@ -158,7 +158,7 @@ class SloShadowPrice:
 
     @property
     def log_prices(self) -> Floats:
-        """The candidate prices, as logarithms relative to the initial price; `predicted` has a rate for each."""
+        """The logarithms of the candidate prices, relative to the initial price. `predicted` has one rate per price."""
         low, high = self._bounds
         prices: Floats = np.linspace(low, high, PRICES)
         return prices
@@ -312,7 +312,7 @@ class ReplicaValueModel:
             self.price.restore(past)
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Returns whether the model was learned for this SLO and maximum. Prices and speeds may have changed."""
+        """Returns whether the model was learned for the SLO and the maximum in `goal`. Prices and speeds may differ."""
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:
@@ -386,10 +386,10 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 def late_with_losses(
     late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
 ) -> Floats:
-    """Returns the late requests per hour of a fleet of `spot` spot replicas and `ondemand` on-demand replicas, averaged
-    over the times with and without losses. `late_per_h[n]` is the rate for `n` replicas without losses. Each loss is a
-    pair (share of the time, share of the spot replicas that are lost during that time). Each loss takes at least one
-    spot replica if the fleet has any."""
+    """Returns the late requests per hour of a fleet of `spot` spot replicas and `ondemand` on-demand replicas. The rate
+    is the average over the times with and without losses. `late_per_h[n]` is the rate for `n` replicas without losses.
+    Each loss is a pair: a share of the time, and the share of the spot replicas that are lost during that time. Each
+    loss takes at least one spot replica if the fleet has any."""
     sizes = np.arange(len(late_per_h))
     without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
     total = without_losses.copy()

@@ -33,8 +33,8 @@ class CounterDeltas:
     last_report: dict[str, ReplicaLoad] = field(default_factory=dict)
 
     def update(self, load: EndpointLoad) -> list[CounterDelta]:
-        """Returns the changes of the counters since the last reports. Counts from before a replica's first report are
-        left out, because the time of these counts is unknown.
+        """Returns the changes of the counters since the last reports. The result leaves out everything that a replica
+        counted before its first report, because the time of these counts is unknown.
         """
         found = []
         for replica in load.replicas:
@@ -121,9 +121,9 @@ class RouterQueue:
         return count
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
-        """Returns how many late requests are now reported a second time. A request may be reported late while it waits
-        in this queue. The replica that receives the request then reports it again at once. `late` is the number of
-        requests that replicas now report as late.
+        """Returns how many late requests are reported a second time in this call. This queue may already have counted a
+        waiting request as late. As soon as a replica receives the request, the replica counts it as late as well.
+        `late` is the number of requests that replicas now report as late.
 
         `in_replicas` is the number of requests at replicas now.
         """

@@ -115,7 +115,9 @@ class EndpointMonitor:
 
 
 class SloController:
-    """The value models of all endpoints with an SLO. `known` are the models that an earlier controller stored."""
+    """The models that estimate the value of replicas, for all endpoints with an SLO. `known` are the models that an
+    earlier controller stored.
+    """
 
     def __init__(self, known: SavedModels | None = None) -> None:
         self._known = known or {}

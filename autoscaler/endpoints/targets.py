@@ -73,7 +73,8 @@ def bounded(spec: ServeSpec, replicas: int) -> int:
 
 
 def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
-    """Returns the endpoint with two updated times: since when its load has been low, and since when it has been high.
+    """Returns the endpoint with updated `low_since_s` and `high_since_s`. `low_since_s` is the time at which the load
+    became low, or None if the load is not low now. `high_since_s` is the same for a high load.
 
     A stale report of Serve resets both times. A stale report of a single replica resets only the time of low load.
     """

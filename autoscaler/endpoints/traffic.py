@@ -3,8 +3,8 @@
 The traffic includes the request rate of the last half minute and a forecast of the request rate. Replica speeds and
 start-up times that are not configured are learned.
 
-A new controller starts with the stored speeds and start-up times. The first rates that it measures are too low
-rather than too high.
+A new controller starts with the stored speeds and start-up times. In its first half minute, the measured request
+rates are too low, because there are no measurements of the time before its start.
 """
 
 from __future__ import annotations

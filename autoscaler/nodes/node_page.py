@@ -71,7 +71,9 @@ def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
 
 
 def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
-    """Returns the values of a page that are not meters. Examples of these values are power and energy."""
+    """Returns the values of a metrics page other than the meters, such as power and energy. `meters_of` returns the
+    meters.
+    """
 
     def total(name: str) -> float | None:
         values = [value for value, _ in samples.get(name, ())]

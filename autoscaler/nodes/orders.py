@@ -1,5 +1,5 @@
-"""Orders about nodes, as pure functions. An operator or an alert orders that a node is replaced, or kept out of use
-(quarantined).
+"""Pure functions that carry out orders about nodes. An order replaces a node, puts it in quarantine (keeps it out of
+use), or lifts its quarantine. Operators issue these orders. Alerts can issue the first two kinds.
 
 A quarantined node is drained like a node that the provider reclaims: gangs get a notice, Ray places nothing new on
 it, and its work moves to other nodes. Its machine is then kept without work. When the quarantine is lifted, the

@@ -17,8 +17,8 @@ LEAST_LEFT_H = 1.0
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
-    """Returns limits on the fleet's cost per hour. If the fleet costs no more than these limits until the end of the
-    month, the month's budget lasts.
+    """Returns limits on the fleet's cost per hour. As long as the fleet stays within these limits, the month's budget
+    lasts until the end of the month.
 
     `spent_micro_usd` is the cost since the beginning of the month.
     """

@@ -100,8 +100,8 @@ class MeterReader:
         }
 
     def agents(self) -> Mapping[str, str]:
-        """Returns the address at which Ray's agent on each machine serves metrics, as last listed. The keys are Ray's
-        names of the machines.
+        """Returns the metrics address (`host:port`) of Ray's agent on each machine, from the newest list. The keys are
+        Ray's instance ids.
         """
         return self._agents
 

@@ -51,8 +51,8 @@ class Bill(Protocol):
 class Provider(Bill, Protocol):
     """A source of nodes. Calls may be repeated after a crash: repeated launches of one node id buy only one machine.
 
-    A subclass must implement `launch`, `terminate` and `machines`. By default it has no notices, no prices of its own
-    and no problems, and `watch` and `close` do nothing.
+    A subclass must implement `launch`, `terminate` and `machines`. By default, `notices`, `prices` and `problems`
+    return empty results, and `watch` and `close` do nothing.
     """
 
     def launch(self, node: Node, node_type: NodeType) -> None:

@@ -30,8 +30,9 @@ class MixedBill:
 class MixedProvider:
     """Several providers behind the interface of one. A failure of one provider does not stop the others.
 
-    If a provider does not answer, this class uses the machines of the provider's last answer, or else its records.
-    Only calls for that provider's nodes fail. `node_types` maps each node type to the name of its provider.
+    If a provider does not answer, the machines of its last answer are used. If it has never answered, the recorded
+    machines are used. Only calls for that provider's nodes fail. `node_types` maps each node type to the name of its
+    provider.
     """
 
     def __init__(

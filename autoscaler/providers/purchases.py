@@ -94,7 +94,7 @@ class Purchases:
         self.record(PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, now_s))
 
     def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
-        """Records a new price of the machine, which holds from now on."""
+        """Records a new price of the machine, and returns the changed record. The price is valid from `now_s` on."""
         earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
         prices_record = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
         write_json(self._folder / f"{purchase.node_id}.prices.json", prices_record)

@@ -56,7 +56,9 @@ def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, sh
 
 
 def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
-    """Describes the cost of moving a member's data to the offering's zone. Empty if the move is free."""
+    """Returns a text about the cost of moving a member's data to the offering's zone. The text is empty if the move is
+    free.
+    """
     cost, paid = data_transfer(offerings.table, offering, shape)
     return f"{cost}/h a member of them for data: {paid}" if paid else ""
 

@@ -86,8 +86,8 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
 
 
 def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> None:
-    """Finds or buys capacity for standing requests. `placement` describes the unmanaged work, which was
-    placed first.
+    """Finds or buys capacity for standing requests, which users make through Ray's `request_resources`. `placement`
+    describes the unmanaged work. The caller must have placed this work before.
     """
     standing = [
         d for d in builder.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())

@@ -47,8 +47,8 @@ def band(age_s: float) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReclaimRates:
-    """The rates at which zones of one market are lost and come up, as learned from observations. The rates are per
-    second and by age band.
+    """The rates at which the zones of one market are lost and become available. They are learned from observations. The
+    rates are per second, with one value for each age band.
     """
 
     lost: Floats

@@ -42,8 +42,8 @@ def forecast_from_rates(
 
 @dataclass(slots=True)
 class PoolAvailability:
-    """Availability models, one for each set of pools, kept from tick to tick. Past events are kept to train the model
-    of a new set of pools.
+    """Availability models: one model for each set of spot pools. The models persist from tick to tick. Past events are
+    also kept, because the model of a new set of pools is trained on them.
     """
 
     _events: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
@@ -62,7 +62,9 @@ class PoolAvailability:
             self._update(model, pools, now_s)
 
     def forecast(self, pools: Sequence[str], now_s: float) -> SpotForecast:
-        """Returns the forecast for these pools as one market. Later observations update the model of this market."""
+        """Returns the spot forecast of the market that consists of these pools. The model of this market is kept, and
+        later observations update it.
+        """
         key = tuple(pools)
         self._last_used_s[key] = now_s
         if key not in self._models:

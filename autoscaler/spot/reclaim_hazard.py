@@ -52,8 +52,8 @@ class ReclaimHazard:
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
-        """Updates the hazards. `held`: the number of nodes in each zone now. `lost`: the number of nodes of each zone
-        that were reclaimed since the last call. `dt_s`: the seconds since the last call.
+        """Updates the hazards. `held` is the number of nodes in each zone now. `lost` is the number of nodes in each
+        zone that were reclaimed since the last call. `dt_s` is the time since the last call in seconds.
         """
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
@@ -82,9 +82,11 @@ class ReclaimHazard:
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Yields pairs (share of the time, zones whose nodes are lost in that time) for the zones in `held`. In each
-        region, a pair with a single zone stands for the loss of that zone alone. If the region has several zones, its
-        last pair stands for the loss of all of them together.
+        """Yields pairs (share of the time, zones) for the zones in `held`. A pair means that the nodes of these zones
+        are expected to be lost for this share of the time. A loss counts for `recovery_s` seconds.
+
+        In each region, a pair with a single zone stands for the loss of that zone alone. If the region has several
+        zones, its last pair stands for the loss of all of them together.
         """
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
@@ -118,10 +120,10 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields pairs (share of the time, zones whose nodes are lost in that time).
+    """Yields pairs (share, zones). The nodes of these zones are lost for this share of the time.
 
-    In each region, a pair with a single zone stands for the loss of that zone alone. If the region has several
-    zones, its last pair stands for the loss of all of them together.
+    Each region first yields one pair for each zone, for the loss of that zone alone. A region with several zones
+    then yields one more pair, for the loss of all its zones together.
     """
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:

@@ -166,8 +166,8 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 
 
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
-    """Returns the number of tasks and bundles that the plan placed on no node. Asserts that the others fit on their
-    nodes.
+    """Returns the number of tasks and bundles that the plan placed on no node. Asserts that all other tasks and bundles
+    fit on their nodes.
     """
     draft, of = (
         PlanBuilder(seen, SchedulingState.from_snapshot(seen), NodeOccupancy.from_snapshot(seen), []),
@@ -185,8 +185,9 @@ def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> 
 
 
 def bound_usd_h(types: Sequence[NodeType], work: Work) -> float:
-    """Returns a lower bound of the cost in dollars an hour. It solves a relaxed problem: a part of a node may be
-    bought, and a task may be split over several nodes, but only over nodes that could hold the whole task.
+    """Returns a lower bound of the cost in dollars an hour. The bound is the solution of a relaxed problem. In this
+    problem, a fraction of a node may be bought, and a task may be split over several nodes. Each of these nodes must be
+    large enough for the whole task.
     """
     demand = (*work.groups, *work.tasks)
     kinds = sorted({name for t in types for name in t.resources})

@@ -4,13 +4,16 @@
                                    --collection A --results F.jsonl
 
 The other policies are Ray Serve with on-demand nodes, spot nodes alone, a static fleet, and SpotHedge. For each
-collection and depth, prints each policy's cost and share of requests in time (mean, least and most over the seeds).
-Also prints raytide's results for each SLO target, and the omniscient lower bound.
+collection and depth, the benchmark prints two figures of each policy: its cost, and the share of requests that were
+in time. Of each figure it prints the mean, the least and the most over the seeds. It also prints raytide's results
+for each SLO target, and the omniscient lower bound.
 
-Each variant of SpotHedge is compared with one of raytide's results: the cheapest whose share of requests in time is
-at most 0.05 percentage points lower than the variant's. The comparison holds if raytide saves at least 15 %. The
-number of comparisons that hold is printed at the end. Runs are kept in --results and are not repeated, so the
-benchmark can be interrupted and continued. --figure draws the results.
+Each variant of SpotHedge is compared with one of raytide's results. This is the cheapest result that serves enough
+requests in time: their share is at most 0.05 percentage points lower than the variant's share. The comparison holds
+if raytide saves at least 15 %. The number of comparisons that hold is printed at the end.
+
+Runs are kept in --results and are not repeated, so the benchmark can be interrupted and continued.
+--figure draws the results.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Measures the time of one decision on a large cluster: 10,000 nodes, 200 pools, 30,000 pending tasks in 120 shapes.
 
-The cluster also has 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, and a queue of 300 jobs. The
-state of the cluster is drawn at random for each tick. Prints quantiles of the CPU time of a whole tick without I/O,
-quantiles of the CPU time of the decision alone, and the process's peak memory. A tick moves the records forward by
-what was observed, takes the snapshot, orders the queue, plans, and writes the plan into the records.
+The cluster also has 1,500 running or waiting gangs, 100 endpoints with 4,000 replicas, and a queue of 300 jobs. The
+state of the cluster is drawn at random for each tick.
+
+A tick updates the records from an observation, takes the snapshot, orders the queue, plans, and writes the plan into
+the records. The benchmark prints quantiles of the CPU time of a whole tick without I/O, quantiles of the CPU time of
+the decision alone, and the process's peak memory.
 
     python benchmarks/autoscaler/autoscaler_tick.py --ticks 100
 """

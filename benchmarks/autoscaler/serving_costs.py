@@ -3,10 +3,11 @@
     benchmarks/autoscaler/serving_costs.py --recording code.csv --recording chat.jsonl
                                            --spot S.json --case 0
 
-The least possible cost is that of an omniscient buyer of whole nodes (serving_floor.py), who attains the
-same share of requests in time as the policy. The benchmark runs one case of serving_targets.py. All
-figures are multiples of a lower bound, which is the cost if fractions of nodes could be bought. With
---plenty, the same load is also served with spot nodes that are never scarce and never reclaimed, so that
+The least possible cost is that of a buyer of whole nodes who knows the future (serving_floor.py). This buyer serves
+the same share of requests in time as the policy does. The benchmark runs one case of serving_targets.py.
+
+All figures are multiples of a lower bound: the cost if fractions of nodes could be bought. With
+--plenty, the same load is also served with spot nodes that are never scarce and never reclaimed. Then
 only the future load is unknown. The figures of that run are multiples of a lower bound of its own.
 """
 

@@ -30,7 +30,9 @@ MOST_USD, STEPS = 100.0, 40
 
 
 class WholeNodeFloor:
-    """The lowest cost of serving one scenario, for any share of the requests that must be answered in time."""
+    """The lowest cost of serving one scenario with whole nodes. The caller gives the share of the requests that must be
+    served in time.
+    """
 
     def __init__(self, stage: Scenario) -> None:
         setup = stage.setup

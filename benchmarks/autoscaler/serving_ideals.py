@@ -129,9 +129,11 @@ def run(stage: Scenario, ideals: Sequence[str], log_price: float | None) -> tupl
 
 
 def usd_at_target(stage: Scenario, ideals: Sequence[str]) -> float:
-    """Returns the cost at which exactly the target share of requests is in time. The cost is interpolated between two
-    runs, linearly in the logarithm of the late share. The search for these two runs assumes that this logarithm falls
-    by as much as the logarithm of the price rises.
+    """Returns the cost at which exactly the target share of requests is in time. Interpolates this cost between two
+    runs. The cost is taken as linear in the logarithm of the late share.
+
+    To find the two runs, changes the price of a late request step by step. Each step assumes that a price k times
+    higher makes the late share k times smaller.
     """
     allowed = 1.0 - stage.setup.slo_target
     log_price, points = FIRST_LOG_PRICE, list[tuple[float, float]]()

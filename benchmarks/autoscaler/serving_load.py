@@ -47,8 +47,8 @@ class Load:
     hours: float = 24.0
 
     def requests(self, recorded: Floats, rng: np.random.Generator) -> Floats:
-        """Returns the changed recording as rows of (time, prompt tokens, output tokens). `recorded` has the rows of the
-        original in the same form, in order of time.
+        """Returns the load that these changes make from the recording `recorded`. The rows of both are (time, prompt
+        tokens, output tokens), in order of time.
         """
         whole_s = self.hours * 3600.0
         parts = [self._copy(recorded, whole_s, rng) for _ in range(self.copies)]

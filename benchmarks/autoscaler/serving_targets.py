@@ -1,14 +1,16 @@
-"""Compares two SLOs of raytide's serving policy: the SLO that the policy was asked for, and the SLO that it attained.
+"""Compares two SLOs of raytide's serving policy: the SLO that was asked for, and the SLO that was attained.
 
     benchmarks/autoscaler/serving_targets.py --recording code.csv --recording chat.jsonl
                                              --envelope E.csv --spot S.json
 
-On the loads of this benchmark, on-demand nodes alone reach high SLOs. Loads are made from the recordings
-(serving_load.py) and served on recorded spot capacity. Each case has its own load, collection, depth and seed. The
-constants of the policy were chosen on the cases `tune`. The cases `look` were run only after this choice (--part).
+The loads are made from the recordings (serving_load.py) and served on recorded spot capacity. On these loads, a
+fleet of on-demand nodes alone reaches high SLOs. Each case has its own load, collection, depth and seed.
 
-For each target, prints the attained share of requests in time and the share in the worst hour. Also prints the
-policy's cost divided by several other costs:
+The cases form two parts (--part). The constants of the policy were chosen on the cases `tune`. The cases `look` were
+run only after this choice.
+
+For each target, two shares of requests in time are printed: the attained share of the whole run, and the share in
+the worst hour. The policy's cost is also printed, divided by each of several other costs:
 
 - the omniscient lower bound.
 - the cost of an omniscient buyer of whole nodes (serving_floor.py).
@@ -117,7 +119,9 @@ class Runs:
         return self._kept("bound", lambda: Run(self._stage.lower_bound_usd())).cost_usd
 
     def floor_usd(self, attained: float) -> float:
-        """Returns the cost of an omniscient buyer of whole nodes who attains the given share of requests in time."""
+        """Returns the lowest cost of answering the share `attained` of the requests in time. The fleet has whole nodes,
+        and its buyer knows all requests in advance.
+        """
         return self._kept(f"floor {attained:.6f}", lambda: Run(self._floor.usd(attained))).cost_usd
 
     def of(self, policy: str, **changed: object) -> Run:
@@ -154,8 +158,8 @@ def scenario(
 
 
 def cost_of_hedges(hedges: list[Run], slo: float) -> float | None:
-    """Returns the least cost at which SpotHedge attains the share `slo`, interpolated linearly between any two
-    variants. Returns None if no variant attains it.
+    """Returns the least cost at which SpotHedge attains the share `slo`. The cost may be interpolated linearly between
+    a variant that attains less and one that attains enough. Returns None if no variant attains the share.
     """
     costs = [hedge.cost_usd for hedge in hedges if hedge.attained >= slo]
     for low, high in combinations(sorted(hedges, key=lambda hedge: hedge.attained), 2):

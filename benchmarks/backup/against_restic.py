@@ -1,11 +1,11 @@
-"""Times the backup of a cluster, and for comparison restic alone on the same files. First all files are backed up, then
-one more checkpoint.
+"""Measures the time of raytide's backup of a cluster. For comparison, also measures a backup of the same files by
+restic alone. First all files are backed up, then one more checkpoint.
 
 Both sides ignore changed ctimes, because raytide makes links to the files, which changes their ctimes. For each
 repetition, both sides get an empty repository and an empty cache. The two sides take turns at going first, so that
-other work on the machine affects both equally. One repository is a copy of the other: restic chooses the cost of a
-new key by the present speed of the machine, so two separately created repositories would take different times to
-open.
+other work on the machine affects both equally. One repository is a copy of the other. The reason is that restic
+chooses the cost of a new key by the present speed of the machine. Two separately created repositories would
+therefore take different times to open.
 
     python benchmarks/backup/against_restic.py --gigabytes 2 --repetitions 3
 """

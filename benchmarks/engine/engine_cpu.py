@@ -49,7 +49,7 @@ CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of random weights."""
+    """The architecture and the sizes of a model. Its weights are random."""
 
     architecture: str
     hidden: int

@@ -2,9 +2,9 @@
 
     python engine_sides.py SIDE MODEL_DIR DTYPE CORES
 
-Each line on stdin is a JSON list of prompts, which run together. The answer is one line on stdout with the elapsed
-time, the CPU time, the mean time to the first token, and for the native engine the share of time in its own Python
-code. The script runs under any interpreter that has the engine.
+Each line on stdin is a JSON list of prompts, which run together. The answer is one line on stdout. It contains the
+elapsed time, the CPU time and the mean time to the first token. For the native engine, it also contains the share of
+time in the engine's own Python code. The script runs under any interpreter in which the engine is installed.
 """
 
 from __future__ import annotations

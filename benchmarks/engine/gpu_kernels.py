@@ -2,11 +2,15 @@
 
     python benchmarks/engine/gpu_kernels.py [--json FILE]
 
-For each operator, prints the median, least and most time of 20 runs, the time of torch's operator for the same task,
-and the share of the memory's bandwidth that the operator reaches. The share is computed from the smallest number of
-bytes that the operator must read and write. The bandwidth is that of a copy of 1 GiB in the same run. The weights
-have the sizes of one layer of an 8B model. Before each run, 256 MiB are written, because the caches would otherwise
-hold the operands.
+Prints one line for each case of an operator:
+
+- The median, the shortest and the longest time of 20 runs.
+- The share of the memory's bandwidth that the operator reaches.
+- The median time of torch's operator for the same task.
+
+The share is computed from the smallest number of bytes that the operator must read and write. The bandwidth is that
+of a copy of 1 GiB in the same run. The weights have the sizes of one layer of an 8B model. Before each run, 256 MiB
+are written, because the caches would otherwise hold the operands.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measures the effect of an int8 KV cache: on quality for held-out text, and on decoding time with long contexts.
+"""Measures how an int8 KV cache changes the quality for held-out text and the decoding time with long contexts.
 
 For quality, the model with `kv_dtype="int8"` is compared with the same model without it. Both read windows of
 `--window` tokens of two texts: modules of Python's library, and licences of the installed packages. `ppl` is the
-change of the perplexity. `KL` is the divergence per token from the model without int8. `same top-1` is the share of
-tokens for which both models find the same next token most likely.
+relative change of the perplexity. `KL` is the divergence per token from the model without int8. `same top-1` is the
+share of tokens for which both models rank the same next token first.
 
 The speed is the mean time of a step in which `--sequences` sequences decode. Each sequence decodes 32 tokens after a
-prompt of `--context` tokens, whose own time is not counted. The two engines take turns, and the best round of each
-counts.
+prompt of `--context` tokens. The time for the prompt is not counted. The two engines take turns, and the best round
+of each counts.
 
     python benchmarks/engine/kv_dtype.py [--model smollm2] [--tokens 4096] [--context 1024]
 """

@@ -1,12 +1,14 @@
-"""Measures the linear layers of a decoding step, head included: with 8 and 4 bits, and with bfloat16 and float32.
+"""Measures the time that a decoding step spends in its linear layers and its head. Compares weights of 8 bits, 4 bits,
+bfloat16 and float32.
 
 Weights are random. Their scales are rounded to float16, as in GGUF's Q8_0 and Q4_0. Every layer has weights of its
 own, so that the caches are used as in a real model. "native" means the implementation that the engine chooses for
-the dtype on this machine, which is oneDNN where that is faster.
+the dtype on this machine. This is oneDNN where oneDNN is faster.
 
-The forms take turns, and the best round of each counts. Prints the milliseconds of a step of `rows` tokens, and the
-ratio of bfloat16's time to the form's time. By default, time is the CPU time of all threads divided by the number of
-threads, because other work on the machine disturbs CPU time less than wall time.
+A form is a weight format with the type of its inputs (`--form`). Each round measures every form once, and the best
+round of each form counts. Prints the milliseconds of a step of `rows` tokens, and the ratio of bfloat16's time to
+the form's time. By default, time is the CPU time of all threads divided by the number of threads. Other work on the
+machine disturbs CPU time less than wall time.
 
     python benchmarks/engine/quantized_linear.py --shape 28M 350M --threads 1
     python benchmarks/engine/quantized_linear.py --march x86-64-v3 --rows 1 64

@@ -49,7 +49,9 @@ def main() -> None:
 
 
 def measure(logits_RV: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Returns the milliseconds of each round, by option. A first round, which warms up, is left out."""
+    """Returns a dict from each option to the milliseconds that each of its rounds took. A warm-up round runs first and
+    is not included.
+    """
     samplers = {name: (Sampler(), sequences(len(logits_RV), fields)) for name, fields in OPTIONS.items()}
     times: dict[str, list[float]] = {name: [] for name in OPTIONS}
     scratch_RV = torch.empty_like(logits_RV)

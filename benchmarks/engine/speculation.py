@@ -7,11 +7,13 @@ There are three kinds of requests, and each request uses a different file of the
 - completion: the prompt has the first lines of a file. The answer is the lines that follow.
 - chat: the prompt is a question. The answer is a page of prose, the docstrings of a module.
 
-The model has random weights and computes everything, but the benchmark forces it to write the answer: in each step,
-the logits of the answer's next tokens are raised, both with and without drafts. The share of accepted drafts is
-therefore that of a model that writes exactly this text, and all costs are those of the model's shape. With
-`--model`, the model in a directory writes its own answers instead, and the answers with and without speculation are
-compared.
+The model has random weights, and the benchmark forces it to write the answer. In each step, the model computes all
+logits. The benchmark then raises the logits of the answer's next tokens, both with and without drafts. The measured
+times are therefore those of a model of this shape. The share of accepted drafts is the share for a model that would
+write exactly this text.
+
+With `--model`, the model in a directory writes its own answers instead, and the answers with and without speculation
+are compared.
 
     python benchmarks/engine/speculation.py --shape 28M --dtype bfloat16 --turns 5
     python benchmarks/engine/speculation.py --model path/to/model --concurrency 1
@@ -110,7 +112,8 @@ def save_tokenizer(model_dir: Path, vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """The answers by request. `seconds` (by clock) and `steps` are counted from the moment at which every request has a
+    """The answers by request, with the time and the number of engine steps that the engine needed. `seconds` maps each
+    clock ("wall" or "cpu") to a time. `seconds` and `steps` are counted from the moment at which every request has a
     token.
     """
 

@@ -6,8 +6,10 @@
 The endpoint is one engine process and one gateway process, as `raytide up` starts them. The engine is a fake one
 that yields `--rate` tokens a second for each request. With --real, it is the native engine with 28M random weights
 and without a prefix cache. Both tools send the prompts of one file, with the same concurrency, and ask for answers
-of the same length. They take turns, and the tool that begins changes every round. Prints throughput and latency as
-medians over the rounds with their spread, and raytide's figure divided by vLLM's.
+of the same length. They take turns, and the tool that begins changes every round.
+
+Prints the median, minimum and maximum of each throughput and latency over the rounds. Then prints raytide's medians
+divided by vLLM's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ stream:
 
 - `bare`: the engine's own HTTP server.
 - `gateway`: an engine process and two gateway processes, as `raytide up` starts them.
-- `keys`: the same, with API keys and a usage row for each request.
+- `keys`: like `gateway`, with API keys and a usage row for each request.
 - `haproxy`, `sglang`, `thin`: a proxy in front of the bare server. They are HAProxy, sglang-router (from
   an environment of its own) and thin_plane.py.
 - `serve`: Ray Serve's HAProxy mode. Serve configures an HAProxy in front of a replica. The replica
@@ -16,12 +16,15 @@ stream:
 
 While one side is measured, the other sides keep running idle. If a side cannot run, the reason is printed.
 
-The sides take turns in each round. Prints medians over the rounds, with quartiles, of three measurements: how much
-longer the time to the first token is than on the side `bare`; the tokens a second of many fast streams; and the CPU
-time for 1,000 of these tokens, without and with the engine's server. Then each side gets two replicas, and the
-process of the busier one is killed while streams run. At the same moment, as many new requests are sent as there are
-streams. Prints the number of streams that ended whole, the number of broken ones, the longest pause of a stream that
-ended whole, and the number of new requests that were answered.
+The sides take turns in each round. Three measurements are printed as medians over the rounds, with quartiles:
+
+- The additional time to the first token, compared with the side `bare`.
+- The tokens per second of many fast streams.
+- The CPU time for 1,000 of these tokens, without and with the engine's server.
+
+Then each side gets two replicas, and the process of the busier replica is killed while streams run. At the same
+moment, as many new requests are sent as there are streams. The benchmark prints the number of complete streams, the
+number of broken streams, the longest pause of a complete stream, and the number of new requests that were answered.
 """
 
 from __future__ import annotations
@@ -113,8 +116,8 @@ class Plane(Side):
     engines: Callable[[], list[int]] = list
 
     def cpu_s(self) -> tuple[float, float]:
-        """Returns the CPU seconds that two groups of processes have used so far: the processes between clients and
-        engines, and these processes together with the engines.
+        """Returns two sums of the CPU seconds used so far. The first sum covers the processes between clients and
+        engines. The second sum also covers the engines.
         """
         between = sum(map(_cpu_s, self.between()))
         return between, between + sum(map(_cpu_s, self.engines()))
@@ -273,7 +276,7 @@ def fast_streams(sides: Sequence[Plane], args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Loss:
-    """The outcome of the streams of one side after one of its engines was killed."""
+    """The outcome of a test in which one engine of a side is killed while the side serves streams."""
 
     whole: int
     broken: int

@@ -83,8 +83,9 @@ class Switch:
 
 @contextmanager
 def scraped(pages: Path, every_s: float, switch: Switch) -> Iterator[list[int]]:
-    """Starts a thread that reads all metrics pages each time the switch has been on for another `every_s` seconds.
-    Yields a list to which the thread appends the size of each page read. The thread ends with the context.
+    """Starts a thread that reads all metrics pages. It reads them once for every `every_s` seconds during which the
+    switch is on. Yields a list to which the thread appends the size of each page that it has read, in bytes. The thread
+    ends with the context.
     """
     stopped, sizes = threading.Event(), list[int]()
 

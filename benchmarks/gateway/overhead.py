@@ -2,7 +2,8 @@
 
     python benchmarks/gateway/overhead.py [--streams 1 32 256] [--rounds 5] [--serve] [--litellm PATH]
 
-All sides have the same fake engine behind them, which yields `--rate` tokens a second for each stream:
+A side is a server, with or without a proxy in front of it. All sides use the same fake engine. It yields `--rate`
+tokens a second for each stream. The sides are:
 
 - `bare`: the engine's own HTTP server in one process.
 - `gateway`: an engine process and two gateway processes, as `raytide up` starts them.
@@ -272,8 +273,9 @@ def free_port() -> int:
 
 
 def gateways(spec: str, ports: Sequence[int], control: str = "", replicas: int = 1) -> list[str]:
-    """Returns a command. It starts the engine processes, and for each entry of `ports` one gateway process. Several
-    gateways may share a port. If `control` is given, callers need API keys of the control API at this address.
+    """Returns a command that starts the engine processes and the gateway processes. One gateway process is started for
+    each entry of `ports`. Several gateways may share a port. If `control` is given, callers need API keys of the
+    control API at this address.
     """
     return [sys.executable, "-c", GATEWAY, WORKER, spec, control, str(replicas), *map(str, ports)]
 
@@ -304,8 +306,8 @@ def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Si
 
 
 def first_tokens(sides: Sequence[Side], streams: int, rounds: int, tokens: int) -> None:
-    """Prints, for each side, the time to first token (the median and the 99th percentile) and how much longer it is
-    than on the side `bare` (the median and the quartiles over the rounds).
+    """Prints two figures for each side. The first is the time to first token: its median and its 99th percentile. The
+    second is how much longer this time is than on the side `bare`: the median and the quartiles over the rounds.
     """
     seen: dict[str, list[list[float]]] = {side.name: [] for side in sides}
     for turn in range(rounds):
@@ -334,7 +336,9 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def throughput(sides: Sequence[Side], rounds: int) -> None:
-    """Prints the tokens a second and the events a second of many fast streams, for the best of the rounds."""
+    """Measures each side with many fast streams. Prints the tokens per second and the events per second of each side in
+    its best round.
+    """
     best = {side.name: max(asyncio.run(round_of(side.port, 256, 100))[1:] for _ in range(rounds)) for side in sides}
     shown = (f"{name} {tokens:,.0f} in {events:,.0f} events" for name, (tokens, events) in best.items())
     print("tokens/s: " + ", ".join(shown))

@@ -4,14 +4,15 @@
     python benchmarks/gateway/routing.py --mix hot
 
 TRACE is in Mooncake's format. All lengths are divided by 32, as in benchmarks/engine/prefix_cache.py. With `--mix`,
-the requests are made up instead: all prompts are distinct, all are equal, or half of them share one prefix.
+the requests are generated instead. The mixes are: all prompts are distinct, all are equal, or half of them share one
+prefix.
 
 Each replica is simulated with the production scheduler and block pool. A step takes `--step-ms`, plus a constant for
-each token of prefill and decode. The router is the gateway's own. It runs in one gateway process or in two. Each of
-two processes gets a random half of the requests. The replicas push reports to the gateways every 0.25 s. With two
-gateways, the replicas also push a report 20 ms after a request. A report to a gateway has statistics, and the
-prefixes that the other gateway sent. A load of 1 is the rate at which the replicas would be just busy if their
-caches were unlimited.
+each token of prefill and decode. The gateway's own router is used, in one gateway process or in two. With two
+processes, each gets a random half of the requests. Every 0.25 s, the replicas push a report to each gateway. With
+two gateways, the replicas also push a report 20 ms after a request. The report contains statistics. It also contains
+the prefixes of the requests that the other gateway has sent. At a load of 1, the replicas would be just busy if
+their caches were unlimited.
 
 Three baselines run on the same requests: power of two choices (by requests in flight), least loaded, and one engine
 with the memory and speed of all replicas. With several seeds, prints the mean, the least and the greatest result.
@@ -74,8 +75,8 @@ class Replica:
         self.sent: list[tuple[Policy, bytes]] = []
 
     def tell(self, gateways: Sequence[Policy]) -> None:
-        """Pushes the replica's statistics to all gateways, and tells each gateway which prefixes the others have
-        sent.
+        """Pushes the replica's statistics to all gateways. Also tells each gateway which prefixes the other gateways
+        have sent to this replica.
         """
         self.state, self.has_news = self.report(), False
         for gateway in gateways:

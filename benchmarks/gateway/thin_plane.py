@@ -1,4 +1,5 @@
-"""A reverse proxy of two ASGI processes, which only passes bytes on. `data_planes.py` compares the other sides with it.
+"""A reverse proxy that consists of two ASGI processes. It passes bytes on and does nothing else. `data_planes.py`
+compares this proxy with the other sides.
 
 python benchmarks/gateway/thin_plane.py PORT URL [URL ...]
 """

@@ -1,5 +1,5 @@
-"""An API over a busy cluster that exists only as records. It serves the page's screenshots, measurements and soak
-test.
+"""An API of a simulated busy cluster, which exists only as records in a store. This API is used to take screenshots of
+the page, to measure the page, and to run the page's soak test.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class BusyCluster:
                 )  # fmt: skip
 
     def observe(self, tick: int) -> None:
-        """Writes live.json and the progress of some jobs, with the values that a real cluster would have one second
-        later.
+        """Writes live.json and the progress of some jobs. The values look like those of a real cluster, `tick` seconds
+        after the start.
         """
         now_s, chance = time.time(), self.random
         for job in chance.sample(self.running, min(len(self.running), 25)):

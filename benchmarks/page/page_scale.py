@@ -1,5 +1,5 @@
-"""Measures the page over 1,000 jobs, 200 nodes and 50 endpoints: first useful paint, smoothness, `raytide ps`. With
---screenshots, writes screenshots instead.
+"""Measures the page with 1,000 jobs, 200 nodes and 50 endpoints. The results are the time to the first useful paint,
+the smoothness, and the time of a call of `raytide ps`. With --screenshots, writes screenshots instead.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RayRun:
-    """The cost of a build on a Ray cluster with one CPU, without the start of Ray."""
+    """The cost of a dataset build on a Ray cluster with one CPU. The start of Ray is not included."""
 
     pool_cpu_s: float
     """The CPU seconds of the worker's start, with all that it imports."""
@@ -188,8 +188,8 @@ sys.exit(done.returncode)
 
 
 def measured(command: list[str], bytecode: Path) -> Run:
-    """Runs a command in a process on one CPU. Python modules are compiled only once, into `bytecode`, as pip compiles
-    them at installation.
+    """Runs a command in a process on one CPU. Python modules are compiled only once, and their bytecode is kept in
+    `bytecode`. pip likewise compiles modules once, at installation.
     """
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "RAYON_NUM_THREADS": "1"}
     env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
@@ -204,7 +204,7 @@ def measured(command: list[str], bytecode: Path) -> Run:
 
 
 class Comparison:
-    """Runs every system on a corpus, in rounds, and prints the cost of each."""
+    """Runs every system on a corpus, in rounds, and prints the CPU time and the memory that each system used."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, tokenizer: Path) -> None:
         self.folder, self.tokenizer = folder, tokenizer

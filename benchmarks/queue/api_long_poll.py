@@ -1,16 +1,16 @@
-"""Measures the CPU time of the API while drivers wait for their leases, and how soon drivers hear of a change.
+"""Measures the CPU time of the API while drivers wait for their leases, and the delay until drivers hear of a change.
 
     python benchmarks/queue/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2]
                                              [--repeats 3]
 
 The API runs in a process of its own over a SQLite store, as on a head. Each driver sends a request that waits for up
-to `--poll` seconds. After the answer, the driver sends the next request at once. Half of the jobs are GANG jobs. A
-waiting request of a GANG job's driver counts as the driver's heartbeat. Meanwhile another process commits changes of
+to `--poll` seconds. After the answer, the driver sends the next request at once. Half of the jobs are GANG jobs. In
+a GANG job, a waiting request also counts as the driver's heartbeat. Meanwhile another process commits changes of
 single leases, `--changes` times a second, as the controller does.
 
 The CPU time is printed as a share of a core. It is the user and system time of the API's process only, without the
-drivers and the commits. A lower bound of this time is the CPU time that the same
-server needs for the same number of requests that do nothing. The script does not measure it.
+drivers and the commits. A lower bound of this time would be the CPU time of the same server for the same number of
+requests that do nothing. The script does not measure this bound.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NoMachines:
 
 
 def serve(folder: Path) -> None:
-    """Serves the API as on a head."""
+    """Serves the API of the store in `folder` in the same way as the head of a cluster does."""
     desk = ApiService(
         store=Store.open(f"sqlite:///{folder}/state.db"),
         config=load_cluster(LOCAL),

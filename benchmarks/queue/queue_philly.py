@@ -70,8 +70,12 @@ def figures(trace: JobTrace, gpus: int, policy: str, days: int) -> Figures:
 
 
 def ratios(ours: Figures, las: Figures, fifo: Figures, easy: Figures) -> tuple[float, float, float]:
-    """Returns raytide's mean relative to LAS, its 99th percentile relative to FIFO, and its longest wait of a gang
-    relative to EASY. If gangs wait only in raytide's queue and not under EASY, the third ratio is infinite.
+    """Returns three ratios of raytide's figures to the figures of a baseline:
+
+    - The mean completion time, relative to LAS.
+    - The 99th percentile of the completion time, relative to FIFO.
+    - The longest wait of a gang, relative to EASY. If gangs wait only in raytide's queue and not under EASY,
+      this ratio is infinite.
     """
     if not easy.wait_s:
         wait = math.inf if ours.wait_s else 0.0

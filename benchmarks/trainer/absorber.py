@@ -102,8 +102,8 @@ class Run:
         return asked[math.ceil(0.95 * len(asked)) - 1] if asked else 0.0
 
     def start_s(self) -> float | None:
-        """Returns the duration of the slowest replica's start in seconds. A start lasts from the moment when the
-        replica's seat became free until the replica's first answer. Returns None if no replica started.
+        """Returns the seconds that the slowest replica took to start. The time runs from the release of resources for
+        the replica to the replica's first answer. Returns None if no replica started.
         """
         freed_s = sorted(at_s for at_s in self.freed_s if at_s > 0.0)
         pairs = zip(freed_s, sorted(self.answers_s), strict=False)
@@ -226,8 +226,8 @@ def world(spec: TrainSpec) -> int:
 
 
 async def ask_all(base_url: str, args: argparse.Namespace, began_s: float) -> list[Answer]:
-    """Sends requests at even intervals before, during and for a while after the spike. No request waits for another
-    one.
+    """Sends requests before the spike, during the spike, and for a while after the spike. The requests of each of these
+    phases are sent at even intervals. No request waits for another one.
     """
     at_s = [-BEFORE_S + n / args.base_rps for n in range(int(BEFORE_S * args.base_rps))]
     at_s += [n / args.spike_rps for n in range(int(args.spike_s * args.spike_rps))]
@@ -256,7 +256,9 @@ async def ask(http: httpx.AsyncClient, began_s: float, patience_s: float) -> Ans
 
 
 def tell(run: Run, tide: rt.Client, job_id: str, began_s: float) -> None:
-    """Records the controller's decisions in the controller's own words, and the times of the trainer's shrinks."""
+    """Records the controller's `scale`, `shrink` and `grow` actions, each with its time and the controller's reason.
+    Also records the times at which the controller decided to shrink the job `job_id`.
+    """
     for plan in tide.client.plans(limit=1000):
         for action in plan["actions"]:
             if action["action"] in ("scale", "shrink", "grow") and plan["at_s"] > began_s - BEFORE_S:

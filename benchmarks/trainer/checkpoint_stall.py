@@ -1,18 +1,18 @@
-"""Measures for how long a checkpoint stops training. One process trains, and meanwhile saves its state of half a
-gigabyte.
+"""Measures for how long a checkpoint stops training. The benchmark runs in one process. The trainer's state has half a
+gigabyte by default.
 
     python benchmarks/trainer/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2]
                                                    [--url s3://bucket/run]
 
 Each run measures three things, one after the other:
 
-- copy: a copy of the whole state in memory, into memory that was used before.
-- waited save: a save, until it is complete.
+- copy: the time to copy the whole state in memory. The target memory was used before.
+- waited save: the time from the start of a save until the save is complete.
 - stall: the time for which a save in the background stops training. The steps that run during this save
   are measured too.
 
-Prints the median, the least and the most of each in milliseconds, and two ratios with their goals: stall / copy <=
-2, and stall / waited save <= 0.25.
+Prints the median, the minimum and the maximum of each time in milliseconds. Also prints two ratios with their goals:
+stall / copy <= 2, and stall / waited save <= 0.25.
 """
 
 from __future__ import annotations

@@ -171,8 +171,9 @@ def interrupted(metrics: Path, events: Path | None, deed: Callable[[], object]) 
     """Calls `deed`, waits until training continues, and returns the interruption.
 
     Steps that were done before `deed` may be reported after it. They do not count as continued training. Without
-    `events`, training has continued once a step has another world size or a lower number than the last step before
-    `deed`. With `events`, it has continued once a recovery is recorded.
+    `events`, training counts as continued once a reported step differs from the last step before `deed`: it has
+    another world size or a lower step number. With `events`, training counts as continued once a recovery is
+    recorded.
     """
     before = last(metrics)
     told = len(recoveries(events))

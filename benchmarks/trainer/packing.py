@@ -1,9 +1,11 @@
-"""Measures the padding, the cut documents and the speed of best-fit packing.
+"""Measures best-fit packing: the share of padding, the share of cut documents, and the speed.
 
-The cut documents are compared with those of concat-and-chop, and the speed with that of a plain Python loop. With
-`--dataset`, the documents are those of a token dataset. Otherwise their lengths are random, like those of code
-files: log-normal, at least 2 tokens. The plain loop also does best-fit (with a heap for each amount of room), but
-only on the first documents. Times are CPU seconds. The seed is printed.
+The share of cut documents is compared with that of concat-and-chop. It counts only documents that fit into a row.
+The speed is compared with that of a plain Python loop. The loop also does best-fit (with a heap for each amount of
+room), but only on the first documents.
+
+With `--dataset`, the documents are those of a token dataset. Otherwise their lengths are random, like those of code
+files: log-normal, at least 2 tokens. Times are CPU seconds. The seed is printed.
 
     python benchmarks/trainer/packing.py [--dataset DIR] [--documents 1000000] [--runs 3] [--seed 0]
 """
@@ -45,7 +47,9 @@ def plain_best_fit(lengths: list[int], seq_len: int) -> int:
 
 
 def chopped(ends: np.ndarray[Any, np.dtype[np.int64]], lengths: np.ndarray[Any, np.dtype[np.int64]], seq: int) -> float:
-    """Returns the share of documents that concat-and-chop cuts. Counts only documents that fit into a row."""
+    """Returns the share of documents that are cut by the method concat-and-chop. Counts only documents that fit into a
+    row.
+    """
     fits = lengths <= seq
     cut = (ends - lengths) // seq != (ends - 1) // seq
     return float((cut & fits).sum() / max(1, fits.sum()))

@@ -2,11 +2,11 @@
 
     python benchmarks/trainer/plan_accuracy.py [--steps 7] [--ranks 2] [--seconds 2] [--json FILE]
 
-The machine is measured first, as `raytide bench node` does: matrix products, memory, and an all-reduce between ranks
-on gloo. Then real trainers run. Twelve configurations run in one process, and the median step time of each is
-compared with the prediction. The pace of the device is learned from three of these configurations, and the printed
-errors are those of the other nine. Several layouts then run on `--ranks` ranks, and the planner's first choice is
-compared with the fastest layout.
+The benchmark first measures the machine, as `raytide bench node` does: matrix products, memory, and an all-reduce
+between ranks on gloo. Then real trainers run. Twelve configurations run in one process, and the median step time of
+each is compared with the prediction. The pace of the device is learned from three of these configurations, and the
+printed errors are those of the other nine. Several layouts then run on `--ranks` ranks, and the planner's first
+choice is compared with the fastest layout.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def rope_write_kernel(
 ):
     """Processes each head as three parts: two halves that rotate into each other, and the rest.
 
-    Two numbers that rotate into each other are read and written by the same thread. Therefore no number is overwritten
-    before another thread has read it.
+    The same thread reads and writes both numbers of a pair that rotates. Therefore the thread has read both numbers
+    before it overwrites one of them.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -40,8 +40,8 @@ class CorpusCleaning:
     def add(self, index: int, fingerprints: Fingerprints, counts: CleaningCounts) -> None:
         """Adds a chunk's fingerprints and counts.
 
-        They take 8 bytes of memory for each band of a document, and 4 bytes for each word if a step needs the words'
-        hashes. The rest of the signatures goes to a temporary file.
+        Memory use is 8 bytes for each band of a document. If a step needs word hashes, it is 4 more bytes for each
+        word. The slots of the MinHash signatures go to a temporary file.
         """
         self.counts.append(counts)
         if (near := self.spec.near_duplicates) is not None and (signatures := fingerprints.signatures) is not None:

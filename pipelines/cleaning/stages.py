@@ -1,4 +1,6 @@
-"""Users' own cleaning stages: plain Python functions, found by module name or file, with a hash of their code."""
+"""Users' own cleaning stages. A stage is a plain Python function. It is found by the name of its module or by its file,
+and identified by a hash of its code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from raytide.core.specs.cleaning import UserStage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin of a document: its file, and its row in the file, counted from 0 at the byte `start`."""
+    """The origin of a document: its file and its row. Row 0 is the row that begins at the byte `start` of the file."""
 
     url: str
     row: int | None = None

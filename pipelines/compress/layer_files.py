@@ -63,7 +63,7 @@ class LayerFiles:
         self._json("model.safetensors.index.json", body)
 
     def finish(self, config: Mapping[str, object], source: Path, record: Mapping[str, object]) -> None:
-        """Adds config and tokenizer, and moves the directory to its target.
+        """Writes the config and copies the tokenizer files. Then moves the directory to its target.
 
         Raises ConflictError if the target exists.
         """

@@ -39,8 +39,8 @@ class CalibratedStep(QuantizationOptions):
 
 
 class PruneStep(Config):
-    """Removes the parts that are least important by Minitron's measure of activations. The result is an ordinary,
-    smaller model.
+    """Removes the least important parts of a model. Their importance is measured by their activations, as in Minitron.
+    The result is an ordinary, smaller model.
     """
 
     ffn: float = Field(default=1.0, gt=0, le=1)

@@ -78,15 +78,15 @@ class Reader(Protocol):
         """
 
     def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        """Yields the records of a part, in order.
+        """Yields the records of a part, in order. If the part is damaged, yields the records before the damage and then
+        raises an error.
 
-        In a damaged part, it yields the records before the damage and then raises DamagedError or DataError, as `split`
-        does.
+        Raises DamagedError or DataError for the same reasons as `split`.
         """
 
 
 class DamagedError(DataError):
-    """Raised when a file is truncated, or not of the format that its name indicates."""
+    """Raised when a file is truncated, or when its content does not have the format that its name indicates."""
 
 
 UNREADABLE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)

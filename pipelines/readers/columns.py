@@ -1,4 +1,6 @@
-"""Readers of Parquet, split by row group, and of Arrow IPC files and streams. Each row is a record."""
+"""Readers of Parquet files, and of Arrow IPC files and streams. A Parquet file is split into its row groups. Each row
+is a record.
+"""
 
 from __future__ import annotations
 

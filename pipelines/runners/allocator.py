@@ -1,4 +1,4 @@
-"""Keeps memory that the work on one chunk frees, for use by the next chunk."""
+"""Makes this process keep the memory that is freed after each chunk. The next chunk uses this memory again."""
 
 from __future__ import annotations
 

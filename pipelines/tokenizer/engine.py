@@ -155,10 +155,11 @@ def agree(engine: TokenEngine, reference: TokenEngine, texts: Sequence[str]) -> 
 
 
 def sample_of(texts: Sequence[str]) -> list[str]:
-    """Returns pieces of evenly spaced texts. Together they have about one in CHECKED_SHARE of all characters.
+    """Returns pieces of evenly spaced texts. The total length of the pieces is about 1 / CHECKED_SHARE of all
+    characters, but at least about CHECKED_CHARS characters if the texts are long enough.
 
-    Pieces are taken from different places in their texts. Pieces from the beginnings would show little if texts begin
-    alike, as source files with a licence do.
+    Each piece is taken from another place in its text. If all pieces came from the beginnings, they would show
+    little about texts that begin alike, such as source files with a licence.
     """
     if not texts:
         return []

@@ -1,9 +1,9 @@
 """The KV blocks of one memory (device or host): their reference counts, the free blocks, and the blocks that hold a
 reusable prefix.
 
-A block without references is free. A free block that was registered under a hash keeps its content until the block is
-taken. Blocks that became free without a hash are taken first, then the least recently used ones. Nothing here touches
-memory, since a block is only a number.
+A block without references is free. A free block that was registered under a hash keeps its content until the block
+is taken. Free blocks without a hash are taken first. Then the least recently used blocks are taken. This module does
+not access the memory itself. A block is only a number here.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockPool:
     """Allocates the KV blocks of device and host memory, and shares the blocks of cached prefixes.
 
-    A device block with cached content may be needed for other content. The cached content is then moved to free host
-    memory if `keeps_cold` is True, and to `disk` if there is a disk tier.
+    When a device block is needed for other content, its cached content may be saved. If `keeps_cold` is True and a
+    host block is free, the content is moved to that host block. If there is a disk tier, the content may also be
+    written to `disk`.
     """
 
     def __init__(
@@ -116,14 +117,15 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """Returns how many free device blocks it takes to use these cached blocks. A block in host memory takes one,
-        and so does a device block without references.
+        """Returns the number of free device blocks that a sequence uses up if it reuses these cached blocks. A block in
+        host memory uses up one free block, for its copy on the device. A device block without references is itself one
+        of the free blocks, so it counts as well.
         """
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
     def add_reference(self, places: Sequence[Place]) -> None:
-        """Adds one reference to each of these blocks, on the device or in host memory."""
+        """Adds one reference to each of these blocks. The blocks may be on the device or in host memory."""
         for on_host, block in places:
             (self.host if on_host else self.device).add_reference(block)
 

@@ -128,8 +128,8 @@ class DiskTier:
         return is_worth
 
     def write(self, hashes: Items[bytes], layers: Items[Bytes]) -> None:
-        """Queues blocks for writing, after `wants` has returned True for each. `layers` is the result of `KvCache.read`
-        for these blocks.
+        """Queues blocks for writing to disk. Call it only for blocks for which `wants` has returned True. `layers` is
+        the result of `KvCache.read` for these blocks.
         """
         rows = [layer.reshape(len(hashes), -1) for layer in layers]
         folder, unwritten = self._folder, self._unwritten
@@ -159,9 +159,9 @@ class DiskTier:
         return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
-        """Starts to read these blocks if that is cheaper than computing them. Reads them in order, and stops before the
-        first block that is not on disk or that another read in progress contains. Returns the key of the read, or None
-        if nothing is read.
+        """Starts to read these blocks in order. The read ends before the first block that is not on disk, or that
+        another read in progress contains. Returns the key of the read. If computing the blocks is cheaper, or if there
+        is no block to read, starts no read and returns None.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -326,7 +326,7 @@ class Worker:
         return not self._finish.alive or done.wait(timeout_s)
 
     def end(self) -> None:
-        """Ends the thread once its tasks so far are done. Idempotent."""
+        """Ends the thread after it has finished all tasks that were already given to `run`. Idempotent."""
         self._finish()
 
 

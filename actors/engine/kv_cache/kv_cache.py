@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 class KvCache:
     """The KV memory of device and host, and the moves of blocks between them.
 
-    `layers` has one tensor [2, S, K, D] per layer on the device, which the model reads and writes. S is the number of
-    slots in `num_blocks` blocks.
+    `layers` holds one tensor [2, S, K, D] on the device for each layer. The model reads and writes these tensors. S
+    is the number of slots in `num_blocks` blocks.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:

@@ -40,11 +40,11 @@ class PrefixCache:
         return self._pool.match(self._hashes(seq, self._shareable(seq)))
 
     def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
-        """Running sequences may be computing blocks of a sequence's prefix. Returns the hash of the last such block if
-        the sequence should wait for it, else None.
+        """Returns the hash of the block for which the sequence should wait. Returns None if it should not wait.
 
-        Waiting pays if the running sequences compute at least half of the uncached tokens. A sequence never waits
-        for a sequence of worse rank.
+        Running sequences may be computing blocks of the sequence's prefix. The sequence should wait for the last of
+        these blocks if they make up at least half of its uncached tokens. A sequence never waits for a sequence of
+        later rank.
         """
         if not self._producers or not seq.reads_cache:
             return None
@@ -71,8 +71,8 @@ class PrefixCache:
         return key
 
     def take_from_disk(self, running: Items[Sequence]) -> list[bytes]:
-        """Lets sequences share the blocks that were read from disk. One free block is left for the growth of each
-        running sequence. Returns the keys of the reads that have ended.
+        """Lets sequences share the blocks that were read from disk. Keeps one free block for each running sequence that
+        can still grow. Returns the keys of the reads that have ended.
         """
         disk, keys = self._pool.disk, list[bytes]()
         for read in () if disk is None else disk.finished():

@@ -81,8 +81,8 @@ class DraftModel:
         """Returns a draft for each sequence. `counts` has the number of tokens to guess for each sequence. Blocks for
         these tokens must already be allocated.
 
-        First computes missing KV of the sequences, a limited number of tokens per call. If a sequence's KV is still
-        incomplete after that, its draft is empty.
+        First computes KV that the sequences lack. Each call computes a limited number of such tokens. If a
+        sequence's KV is still incomplete after that, its draft is empty.
         """
         drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
         left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()

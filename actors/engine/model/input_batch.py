@@ -25,9 +25,9 @@ Ints = npt.NDArray[np.int64]
 class StepInputs:
     """The inputs of one forward pass.
 
-    `rows_R` are the rows of the flat batch whose results are wanted. For each sequence that gets a next token, these
-    are the row of its last token and the rows of its draft. The rows that the caller adds come after those of all
-    sequences.
+    `rows_R` lists the rows of the flat batch whose results are needed. A sequence that gets a next token needs the
+    row of its last token, and one row for each token of its draft. These rows come first, sequence by sequence. Rows
+    that the caller adds come after them.
     """
 
     ids_T: torch.Tensor

@@ -1,7 +1,8 @@
-"""The layers of a model whose weights are larger than the memory for them. The first layers stay in memory. The
-remaining layers are read from the files in every pass, each while the layer before it computes.
+"""The layers of a model whose weights exceed the memory limit for weights. The first layers stay in memory. Each of the
+remaining layers is read from the files in every pass, while the previous layer computes.
 
-The layers are built by the same code as those of any other model. Results are therefore identical to the bit.
+The layers are built by the same code as those of any other model. The results are therefore bitwise identical to
+those of a model that is fully in memory.
 """
 
 from __future__ import annotations

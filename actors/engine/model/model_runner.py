@@ -191,8 +191,7 @@ class ModelRunner:
     @property
     def row_cost(self) -> float:
         """A first guess of the time that one more row adds to a step, relative to a step with one row. It depends on
-        the device type.
-        """
+        the device type."""
         return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
 
     @property
@@ -272,8 +271,9 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. A sequence that then has no uncomputed tokens gets a next token, and further tokens if
-        its draft is right. Returns the new tokens by sequence id.
+        """Computes the chunks. Then samples a next token for each sequence that has no uncomputed tokens left. If the
+        beginning of a sequence's draft is right, the sequence gets several tokens. Returns the new tokens by sequence
+        id.
 
         Records prompt log probabilities and pooled states in the sequences. Executing a chunk twice writes the same
         KV and draws the same token, so a failed step can be retried in parts.
@@ -332,8 +332,8 @@ class ModelRunner:
         return self._adapters.id_of(name)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns the number of tokens at the start of a draft that the sequence's grammar allows. Without a grammar,
-        all tokens are allowed.
+        """Returns how many draft tokens, counted from the start of the draft, the sequence's grammar allows. Without a
+        grammar, all tokens are allowed.
         """
         return len(draft) if seq.grammar is None else self._sampler.allowed(seq, draft)
 

@@ -36,8 +36,8 @@ _UNPACKED_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantizedOptions:
-    """The options of quantized models. `input` is the number format of the inputs of linear layers. `rounds_head` and
-    `rounds_kv` say whether the output head and the KV cache are rounded to int8 as well.
+    """The options of quantized models. `input` is the number format of the inputs of linear layers. If `rounds_head` is
+    True, the output head is rounded to int8. If `rounds_kv` is True, the KV cache is rounded to int8.
     """
 
     input: LinearInput = "float"

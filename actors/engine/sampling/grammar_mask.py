@@ -19,7 +19,7 @@ _STRIKES = 2
 
 
 class GrammarMask:
-    """The grammar states of running sequences."""
+    """The state of the grammar of each running sequence."""
 
     def __init__(self) -> None:
         self._states: dict[str, GrammarState] = {}
@@ -67,8 +67,9 @@ class GrammarMask:
         return errors
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns the number of tokens at the start of a draft that the sequence's grammar allows. Returns 0 if the
-        grammar fails; the error is reported when the sequence's next token is drawn.
+        """Returns the length of the longest prefix of the draft that obeys the sequence's grammar, in tokens.
+
+        Returns 0 if the grammar fails. The error is then reported when the sequence's next token is drawn.
         """
         try:
             state = self._state(seq)

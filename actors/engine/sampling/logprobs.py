@@ -79,7 +79,9 @@ def _counts(true_RV: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step's flat batch from which the requested log probabilities of prompt tokens are computed."""
+    """The rows of a step's flat batch that belong to prompt tokens with requested log probabilities. The log
+    probabilities are computed from these rows.
+    """
 
     chunks: list[tuple[ScheduledChunk, int]]  # with the number of its first positions that count
     rows: list[int]

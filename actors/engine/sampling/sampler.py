@@ -42,13 +42,14 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
-        """Returns the next tokens of each chunk's sequence: one token, and one more after each draft token that equals
-        the drawn token. The draft never changes which tokens are drawn. If a draw after the first one fails, the
-        sequence gets only the tokens before the failed draw. The next step repeats that draw.
+        """Returns the next tokens of each chunk's sequence. A sequence gets one drawn token. If this token equals the
+        first draft token, the sequence gets a second one, and so on along the draft. The draft never changes which
+        tokens are drawn. If a draw after the first one fails, the sequence gets only the tokens before the failed draw.
+        The next step repeats that draw.
 
-        Drafts are checked in rounds of one token for each sequence. After each round, the right tokens are appended to
-        the sequences, so that penalties, grammars and bans apply at the right position. At the end of the call, these
-        tokens are removed from the sequences again.
+        Drafts are checked in rounds of one token for each sequence. If the drawn token equals the draft token, it is
+        appended to the sequence before the next round. Penalties, grammars and bans thus apply at the right
+        position. At the end of the call, the appended tokens are removed from the sequences again.
         """
         seqs = [chunk.seq for chunk in chunks]
         if not any(chunk.draft for chunk in chunks):
@@ -112,7 +113,7 @@ class Sampler:
             self._batch = _Batch(seqs, device)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns the number of tokens at the start of a draft that the sequence's grammar allows."""
+        """Returns the length of the longest prefix of the draft that obeys the sequence's grammar, in tokens."""
         return self._constraint.allowed(seq, draft)
 
     def _reported(self, logits_RV: Tensor, batch: _Batch) -> tuple[Tensor, list[int]]:

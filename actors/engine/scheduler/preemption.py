@@ -59,11 +59,11 @@ def choose_victims(
     wanted: Collection[int],
     tokens_lost: Callable[[Sequence], float],
 ) -> list[Sequence]:
-    """Returns the sequences to evict, at least one, so that `missing` blocks become free. Blocks in `wanted` do not
-    count as free. Returns an empty list if the candidates do not have enough blocks.
+    """Returns the sequences to evict so that `missing` blocks become free. Blocks in `wanted` do not count as free. If
+    the candidates have enough blocks, the result contains at least one sequence. Otherwise it is empty.
 
-    The less urgent sequences, whose level is higher, are evicted first. Among sequences of equal level, those with the
-    lowest cost are evicted first, and at equal cost the latest arrivals.
+    The less urgent sequences, whose level is higher, are evicted first. Among sequences of equal level, those with
+    the lowest cost are evicted first, and at equal cost the latest arrivals.
     """
     lost = {seq.seq_id: tokens_lost(seq) for seq in candidates}
     chosen: list[Sequence] = []

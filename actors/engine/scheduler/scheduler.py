@@ -196,10 +196,10 @@ class Scheduler:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
-        """Records a step's result. The KV of every chunk is written. `sampled` maps the id of a sequence to its next
-        tokens, if all of the sequence's earlier tokens are computed. A sequence gets one next token, or more if draft
-        tokens were right. KV of wrong draft tokens does not count as computed, so it is never shared and is
-        overwritten.
+        """Records the result of a step that has written the KV of every chunk. `sampled` maps the id of a sequence to
+        its next tokens. It contains only sequences whose earlier tokens are all computed. A sequence gets one next
+        token, or more if draft tokens were right. KV of wrong draft tokens does not count as computed. It is therefore
+        never shared, and later steps overwrite it.
 
         Sequences that finished since `plan` are skipped. Sequences that end with their new token are finished here.
         """

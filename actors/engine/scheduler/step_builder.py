@@ -14,9 +14,11 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` has the full blocks, on the device
-    or in host memory. If the last of these tokens fill only part of a block, `tail` is the parent sequence's block with
-    the KV of these tokens. `load` copies the block `tail`.
+    """The KV that a sequence can reuse for its first `num_tokens` tokens. `places` lists the reusable blocks, on the
+    device or in host memory.
+
+    The tokens that a sequence shares with its parent may end in the middle of a block. In this case `tail` is this
+    block of the parent, and `places` does not list it. `load` makes a copy of `tail` for the sequence.
     """
 
     num_tokens: int
@@ -104,7 +106,7 @@ class StepBuilder:
         self.fill(seq)
 
     def fill(self, seq: Sequence) -> None:
-        """Adds as many tokens of a sequence as the budget allows, which may be none. Prompt positions that need log
+        """Adds as many tokens of a sequence as the budget allows. This number may be 0. Prompt positions that need log
         probabilities are also limited by `logprob_rows`, since the logits of each position cover the whole vocabulary.
         """
         length = min(seq.num_pending, self.room(seq))

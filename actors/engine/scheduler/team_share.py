@@ -107,10 +107,11 @@ class TeamShare:
         left: int,
         may_admit: bool,
     ) -> StepLimit | None:
-        """Returns the limit of a step, or None if the step computes nothing of light teams.
+        """Returns the limit of a step. Returns None if the step computes no tokens for light teams.
 
-        `started` are the prompts of light teams in the step. `left` is the budget that remains after the decodes of
-        `running`. `may_admit` is True if a sequence waits and there is a free place to run it.
+        `started` are the prompt chunks of the light teams' sequences that start in this step. `left` is the budget
+        that remains after the decodes of `running`. `may_admit` is True if a sequence waits and there is a free
+        place to run it.
         """
         working = [seq for seq in running if seq.team in light and seq.seq_id not in self._stalled]
         decodes = sum(seq.num_pending == 1 for seq in working)

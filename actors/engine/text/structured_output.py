@@ -160,9 +160,11 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Returns the compiled grammar, and blocks until it is compiled. Raises UsageError if the grammar is invalid or
-        takes too long to compile, OverloadedError if too many grammars wait or the machine is too busy, ConfigError if
-        llguidance is not installed or cannot read the tokenizer.
+        """Waits until the grammar is compiled, and returns it.
+
+        Raises UsageError if the grammar is invalid or takes too long to compile. Raises OverloadedError if too many
+        grammars wait or the machine is too busy. Raises ConfigError if llguidance is not installed or cannot read
+        the tokenizer.
         """
         job = self._submit(structured)
         began_s = time.monotonic()

@@ -75,8 +75,8 @@ class Tokenizer:
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Returns the ids of ordinary tokens that spell `text`, including the names of special tokens in `text`.
-        Returns None if `text` contains no such name.
+        """Encodes `text` with ordinary tokens only, and returns their ids. A special token's name in `text` is encoded
+        as plain text. Returns None if `text` contains no such name.
         """
         if not any(name in text for name in self._special_names):
             return None

@@ -54,8 +54,8 @@ def code_range(bits: int) -> tuple[int, int]:
 
 
 def nearest_integers(weight_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
-    """Returns the nearest integers to `weight / scale + zero`, as float32. Clamped to the code range, they are the
-    codes.
+    """Returns `weight / scale + zero`, rounded to the nearest integers, as float32. The caller clamps these integers to
+    the code range to get the codes.
     """
     codes_NGg = weight_NK.reshape(*scale_NG.shape, -1) / scale_NG.float()[..., None]
     if zero_NG is not None:

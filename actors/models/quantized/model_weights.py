@@ -1,4 +1,4 @@
-"""The interface to a model's weights, the same for all formats of its files."""
+"""The interface to a model's weights. It is the same for all file formats."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class WholeWeights(ModelWeights, Protocol):
 
 
 def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> WholeWeights:
-    """Opens a model's files. Raises DataError if the files are unreadable, ConfigError for an unsupported format.
+    """Opens a model's files. Raises DataError if the files are unreadable. Raises ConfigError if the format is not
+    supported.
 
     If `maps` is False, files are not memory-mapped, and only the returned tensors stay in memory.
     """

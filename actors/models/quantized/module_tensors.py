@@ -49,7 +49,9 @@ class ModuleTensors:
         return self._stored(suffix, (dtype,), shape, where)
 
     def scales(self, suffix: str, *shape: int, where: Where = None) -> Tensor:
-        """Returns scales, or a block of them, in float32. Raises DataError if one is not finite."""
+        """Returns scales in float32: all scales, or the block that `where` selects. Raises DataError if a scale is not
+        finite.
+        """
         scales = self._stored(suffix, _SCALE_DTYPES, shape, where).float()
         if not bool(scales.isfinite().all()):
             raise DataError(

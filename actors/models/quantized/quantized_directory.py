@@ -1,4 +1,6 @@
-"""The weights of a Hugging Face directory with quantized modules. The tensors of each module decide its format."""
+"""Reads the weights of a Hugging Face directory that contains quantized modules. The format of each module is derived
+from the module's tensors.
+"""
 
 from __future__ import annotations
 

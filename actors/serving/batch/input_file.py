@@ -40,7 +40,7 @@ class InputRow:
 
 @dataclass(slots=True)
 class BatchInput:
-    """The rows of an input file, stored as byte offsets into the file. If the file is refused, `errors` has the
+    """The rows of an input file, stored as byte offsets into the file. If the file is refused, `errors` contains the
     reasons.
     """
 

@@ -137,7 +137,7 @@ class ProgressFile:
 
 
 def to_line(value: Mapping[str, Any]) -> bytes:
-    """Returns a value as one line of JSON in UTF-8. Half a surrogate pair, which UTF-8 lacks, stays escaped."""
+    """Returns a value as one line of JSON in UTF-8. Lone surrogates stay escaped, because UTF-8 cannot encode them."""
     return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 

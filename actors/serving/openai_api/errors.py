@@ -112,7 +112,9 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
-    """Returns FastAPI's validation errors as one error (400) that names the first bad field, as OpenAI does."""
+    """Converts FastAPI's validation errors to one error with the status 400. Like OpenAI's errors, the error names one
+    field: the first bad field.
+    """
     first = errors[0]
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)

@@ -1,7 +1,7 @@
 """The choices of one HTTP request, generated in parallel and merged into batches in order of arrival.
 
-One task per prompt reads the engine's output. Because of that, `cancel()` needs no await and works inside a cancelled
-request.
+For each prompt, a separate task reads the engine's output. `cancel()` only cancels these tasks. It therefore needs
+no await, and it works even in a request that has been cancelled.
 """
 
 from __future__ import annotations

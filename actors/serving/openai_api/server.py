@@ -302,8 +302,8 @@ def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
 
 
 def prompt_options(request: ChatRequest) -> PromptOptions:
-    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as vLLM
-    does.
+    """Returns the options of a chat's prompt. Raises ApiError (400) if two fields exclude each other. vLLM refuses the
+    same fields.
     """
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:

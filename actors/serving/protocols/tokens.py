@@ -27,8 +27,8 @@ class _Request(BaseModel):
 class TokenizeRequest(_Request):
     """A text in `prompt`, or a chat in `messages` with the fields that determine the chat's prompt.
 
-    A text gets special tokens (a BOS, if the tokenizer has one) unless `add_special_tokens` is false. A chat has
-    only the special tokens of its template.
+    If `add_special_tokens` is false, a text gets no special tokens. Otherwise it gets the tokenizer's special
+    tokens, such as a BOS. A chat has only the special tokens of its template.
     """
 
     prompt: str | None = None

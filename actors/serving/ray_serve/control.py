@@ -59,10 +59,10 @@ class ServeControl:
         self._look_timeout_s = look_timeout_s
 
     def start(self) -> None:
-        """Starts Serve's controller unless it is running. Serve's controller takes no CPU.
+        """Starts Serve's controller unless it is running. The controller reserves no CPU of the cluster.
 
-        Serve's own proxy stays off, because it would serve requests without API keys. Requests come through raytide's
-        gateway.
+        Serve's own proxy stays off, because it would serve requests without API keys. Requests come through
+        raytide's gateway.
         """
 
         def call() -> None:

@@ -219,7 +219,7 @@ class MemberHosts:
 
     async def bring(self, invitation: Invitation) -> None:
         """Starts the members in all bundles except the first, and watches them until the call is cancelled. Raises
-        EngineError if a member cannot start or ends.
+        EngineError if a member cannot be started. Also raises EngineError if a running member exits.
         """
         group = ray.util.get_current_placement_group()
         if group is None:

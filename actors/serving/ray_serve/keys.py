@@ -1,8 +1,8 @@
-"""The keys in the GCS (its internal key-value store) through which controller, Serve's policy, replicas and gateways
-communicate.
+"""The keys of Ray's internal key-value store (in the GCS). The controller, Serve's policy, the replicas and the
+gateways use these keys to exchange data.
 
-The keys that `policy.py` uses are defined in `policy.py`, because Serve pickles that module by value and it must
-import nothing of raytide.
+`policy.py` defines the keys that it uses itself. It cannot import them from this module: Serve pickles `policy.py`
+by value, so `policy.py` must not import anything of raytide.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Applies the spec's live fields: the adapters and the weights. Running replicas take over changes of these fields
-without a restart.
+"""Applies the spec's live fields: the adapters and the weights. When one of these fields changes, the running replicas
+apply the change without a restart.
 """
 
 from __future__ import annotations

@@ -122,9 +122,9 @@ class OutputParser:
         return [piece for piece in self._steps(at_end=False) if piece != _NOTHING]
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Returns the last pieces. `is_cut` is true for an output that reached its length limit. If such an output has
-        complete calls and breaks off inside a further call, the incomplete call is dropped, because clients would read
-        its text as part of the answer.
+        """Returns the last pieces. `is_cut` is true for an output that reached its length limit. Such an output may
+        contain complete calls and end inside a further call. The incomplete call is then dropped, because clients would
+        read its text as part of the answer.
         """
         self._drops_tail = is_cut and self.calls > 0
         return [piece for piece in self._steps(at_end=True) if piece != _NOTHING]
@@ -359,7 +359,9 @@ class JsonScanner:
 
     @classmethod
     def inside(cls) -> JsonScanner:
-        """Returns a scanner that starts inside an object, for an object whose beginning was already read."""
+        """Returns a scanner for an object whose beginning has already been read. The scanner starts inside the
+        object.
+        """
         scanner = cls()
         scanner._depth, scanner._kind = 1, "nested"
         return scanner

@@ -47,8 +47,8 @@ class Listing:
 
 
 class UnsavedNotice:
-    """The reason why the last checkpoint was not written. The reason is shown until a later checkpoint is complete. If
-    it has not been shown by then, it is still shown once.
+    """The reason why the last checkpoint was not written. `show` returns the reason until a later checkpoint is
+    complete. If `show` has not been called by then, its next call still returns the reason.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class CheckpointManager:
 
     @property
     def has_saved(self) -> bool:
-        """True if a save was started and has succeeded, and `wait` has not been called since."""
+        """True if the latest save has succeeded and `wait` has not been called since that save started."""
         return self._in_flight and not self.is_saving and not self.has_failed
 
     @property
@@ -124,8 +124,8 @@ class CheckpointManager:
         self._in_flight = True
 
     def before_update(self) -> None:
-        """Makes weight updates wait until a running copy has read the weights on the GPU. Call this method before the
-        weights change.
+        """Makes weight updates on the GPU wait until a running copy has read the weights. The host does not wait. This
+        method must be called before the weights change.
         """
         self._saver.buffer.before_update()
 

@@ -1,9 +1,9 @@
-"""Checkpoint folders: a folder such as `step-00000050-5f3a9c01` holds files and, written last, a manifest with their
-hashes.
+"""Checkpoint folders. A folder such as `step-00000050-5f3a9c01` contains files and a manifest with the hashes of these
+files. The manifest is written last.
 
 A folder without a manifest is an unfinished write and is never loaded. The hashes detect later damage. Each restart
-of the gang begins a new generation of ranks. A rank of a broken generation may still be saving then. It cannot touch
-the files of another generation, because each save has its own folder. This module does not import torch.
+of the gang begins a new generation of ranks. A rank of an earlier generation may still be saving then. It cannot
+touch the files of another generation, because each save has its own folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
 
 
 def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
-    """Reads the named files of a checkpoint completely and returns their problems. The default is all files."""
+    """Reads the files `files` of a checkpoint completely, and returns their problems. If `files` is None, reads all
+    files of the checkpoint.
+    """
     found = []
     for name in checkpoint.manifest.files if files is None else files:
         path, expected = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
@@ -176,9 +178,9 @@ def unfinished_folders(store: CheckpointStorage) -> list[str]:
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Removes old checkpoints after the checkpoint `committed` was written. Only checkpoints up to the step of
-    `committed` are considered. Of these, the intact checkpoints of the newest `keep` steps stay. All others are
-    removed.
+    """Removes old checkpoints after the checkpoint `committed` was written. Considers only checkpoints up to the step
+    of `committed`. The newest `keep` steps that have an intact checkpoint keep all of their intact checkpoints. All
+    other checkpoints are removed.
 
     Folders of later steps belong to another generation of the gang. They are neither counted nor removed. Unfinished
     folders stay, because a rank may be writing to them until the next restart.

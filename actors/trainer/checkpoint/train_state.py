@@ -37,7 +37,9 @@ class OptimizerState(Protocol):
         """
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the values that were written into the tensors returned by `tensors()`."""
+        """Sets the optimizer's state. `tensors` must be a result of the method `tensors`. The caller has written the
+        values to load into these tensors.
+        """
 
 
 class Stateful(Protocol):

@@ -51,8 +51,8 @@ class TokenDataset(Protocol):
 
     @property
     def template(self) -> Mapping[str, Path]:
-        """The file of the chat template with which the data was rendered, by name. The mapping is empty if the data was
-        rendered with the model's own template, or without a template.
+        """The chat template with which the data was rendered, as a mapping from the template's file name to its path.
+        The mapping is empty if the data was rendered with the model's own template, or without a template.
         """
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:

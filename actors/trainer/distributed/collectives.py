@@ -31,8 +31,8 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's local tensor of a parameter that is sharded or replicated over the tensor-parallel axis. In
-    the backward pass, the gradient of a replicated parameter is taken as a partial sum.
+    """Returns this rank's local tensor of a parameter. The parameter is sharded or replicated over the tensor-parallel
+    axis. If it is replicated, the backward pass treats this rank's gradient as a partial sum.
     """
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]

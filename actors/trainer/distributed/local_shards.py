@@ -40,8 +40,8 @@ def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def square_sum(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the squared norm, over all ranks, of a tensor that is sharded like the parameter. `value` is this rank's
-    shard of the tensor.
+    """Returns the squared norm of a sharded tensor, summed over all ranks. The tensor is sharded like the parameter,
+    and `value` is this rank's shard of the tensor.
     """
     return sum_over(value.square().sum(), parameter, range(parameter.ndim))
 

@@ -133,8 +133,8 @@ class ProcessGroup:
     def new_channel(self) -> dist.ProcessGroup:
         """Returns a new gloo group of all ranks for a background thread. Two threads must not share a gloo group.
 
-        The ranks of a new group meet at the store, where nobody notices that a peer has died. They therefore wait for
-        each other in an existing group first.
+        The ranks of a new group meet at the store. A rank that waits there does not notice that a peer has died.
+        Therefore all ranks first wait for each other in an existing group.
         """
         dist.barrier(group=self.io)
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.io_timeout_s))

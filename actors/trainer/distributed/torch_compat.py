@@ -29,10 +29,11 @@ def tell_meshes_apart() -> None:
 
 
 def count_groups_from_zero() -> None:
-    """Makes torch name the next process group as a new process would name its first one.
+    """Resets torch's counter of process groups. The next process group then has the same name as the first group of a
+    new process.
 
-    Ranks meet under the group's name. A name is used up even if the group does not form, because a rank died meanwhile.
-    The survivors would therefore never meet the process that takes the place of the dead rank.
+    Ranks find each other by the group's name. If a rank dies while a group forms, the name is used up all the same.
+    Without a reset, the survivors would use the next name, but the replacement process would use the first one.
     """
     torch.distributed.distributed_c10d._world.group_count = 0
 

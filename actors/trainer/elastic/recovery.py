@@ -60,7 +60,7 @@ class StepRate:
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """Leaves the time until the next step out of the rate. Call this method when the gang forms again."""
+        """Makes the measured rate ignore the time until the next step. Call this method when the gang forms again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:

@@ -217,9 +217,10 @@ class FullParameters:
 class AtomicDirectory:
     """A directory that appears at its target as a whole or not at all.
 
-    Files are written to a hidden directory beside the target, or to a local directory if the target is a URL. `publish`
-    then moves or uploads the directory to the target. Directories that killed writers left are removed first. Hidden
-    directories beside the target are moved and removed only while the context manager `commit` is open.
+    Files are written to a hidden directory beside the target, or to a local directory if the target is a URL.
+    `publish` then moves or uploads the directory to the target. If killed writers left hidden directories beside the
+    target, these are removed before the first write. Leftovers are removed, and the target is replaced, only while
+    the context manager `commit` is open.
 
     The first error is kept until `publish` returns it, because other ranks may still be sending tensors.
     """
@@ -248,11 +249,11 @@ class AtomicDirectory:
             raise
 
     def publish(self) -> RaytideError | None:
-        """Replaces the target inside the context manager `commit`. Returns the first error, or None.
+        """Replaces the target while the context manager `commit` is open. Returns the first error, or None.
 
-        After an error before the replacement the target is unchanged. If an upload broke off, the target instead has
-        no config, so that no reader takes it for a model. If a local replacement broke off, the target is incomplete
-        or missing.
+        If the error occurs before the replacement begins, the target stays unchanged. If an upload breaks off, the
+        target has no config. Readers therefore do not mistake it for a model. If a local replacement breaks off, the
+        target is incomplete or missing.
         """
         try:
             with self._commit():

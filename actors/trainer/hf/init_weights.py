@@ -70,11 +70,11 @@ def local_block(parameter: Tensor) -> Block:
 
 
 def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
-    """Returns the slices that one rank holds of a parameter.
+    """Returns the slices of a parameter that are on one rank.
 
     `axes` describes the axes of the device mesh. Each axis is a tuple: the size of the axis, this rank's index on
-    the axis, and the tensor dimension that the axis shards. The dimension is None if the axis shards none. The
-    innermost axis (tensor parallelism) is cut first, and FSDP cuts the rest.
+    the axis, and the tensor dimension that the axis shards. The dimension is None if the axis does not shard the
+    parameter. The innermost axis (tensor parallelism) is cut first, and FSDP cuts the rest.
     """
     block = [slice(0, length) for length in shape]
     for ranks, rank, dim in reversed(axes):

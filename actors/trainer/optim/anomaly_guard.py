@@ -95,7 +95,7 @@ class AnomalyGuard:
 
 
 def stopped_error(name: str, result: StepResult) -> TrainError:
-    """Returns the error that ends a run after the guard's verdict on a batch was `stopped`."""
+    """Returns the error that ends a run if the guard's verdict on a batch is `stopped`."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",
         hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "

@@ -67,7 +67,7 @@ class EarlyStop:
 
 
 class Evaluator:
-    """Computes a run's loss on held-out sequences, the same ones in every evaluation.
+    """Computes a run's loss on held-out sequences. Every evaluation uses the same sequences.
 
     All ranks of the process group must create the evaluator together, and call `loss` together.
     """

@@ -26,8 +26,8 @@ AHEAD = 2
 
 
 def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:
-    """Returns FSDP's offload policy. When a CPU trains, nothing is offloaded, because the weights are in host memory
-    already.
+    """Returns FSDP's offload policy. In training on a CPU, nothing is offloaded, because the weights are already in
+    host memory.
     """
     if memory.parameters == "none" or device.type == "cpu":
         return OffloadPolicy()
@@ -35,8 +35,8 @@ def offload_policy(memory: MemorySpec, device: torch.device) -> OffloadPolicy:
 
 
 def allocate(part: Transformer, memory: MemorySpec, device: torch.device) -> None:
-    """Allocates the tensors of a sharded model that is on the meta device. Their place is the device, host memory or a
-    file, as the spec says.
+    """Allocates the tensors of a sharded model whose tensors are on the meta device. The spec chooses the place: the
+    device, host memory or a file.
     """
     if memory.parameters != "disk":
         part.to_empty(device=device if memory.parameters == "none" else torch.device("cpu"))

@@ -1,10 +1,10 @@
 """Tensor and sequence parallelism (Korthikanti et al., 2022).
 
-Each rank of the tensor axis has some of the attention heads, a part of every feed-forward layer's width, and a part of
-the vocabulary. Between these modules, where tokens are independent, a rank has a part of the sequence.
+Each rank of the tensor axis has some of the attention heads, a part of every feed-forward layer's width, and a part
+of the vocabulary. Between these modules, where tokens are independent, a rank has a part of the sequence.
 
-Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole parameters. A module's forward
-works on local tensors, which hooks put in place of the DTensors. No operator therefore needs DTensor support. A
+Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole parameters. While a module
+runs, hooks replace its DTensors by this rank's local tensors. No operator therefore needs DTensor support. A
 replicated parameter sees only this rank's tokens or heads. Its gradient is thus a partial sum, which FSDP completes
 before it reduces gradients.
 """
@@ -65,8 +65,8 @@ def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
 
 
 def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
-    """Shards a model part over the tensor axis: its parameters, and its work on sequences of `length` tokens. The
-    parameters must be on the meta device.
+    """Shards the parameters of a model part over the ranks of the tensor axis. Also installs the hooks that divide the
+    part's computation among these ranks, for sequences of `length` tokens. The parameters must be on the meta device.
     """
     part.at_T = torch.arange(
         length, device=mesh.device_type

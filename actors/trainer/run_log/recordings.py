@@ -19,8 +19,8 @@ MOST_EVENTS = 1_000_000
 
 
 class Recording:
-    """The base of the recordings. The constructor starts the recording. In this base class, `stop` has nothing to end,
-    and `write` writes no file.
+    """The base class of the recordings. The constructor of a subclass starts a recording, `stop` ends it, and `write`
+    writes its files. The methods of the base class do nothing.
     """
 
     suffixes: tuple[str, ...] = ()

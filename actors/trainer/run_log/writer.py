@@ -140,7 +140,9 @@ class SampleLog:
 
 
 class RunLog:
-    """The log of a run, as one driver writes it. `logs_steps` is False if rank 0 writes the log of the steps."""
+    """The log of a run. The job's driver writes it. If `logs_steps` is false, rank 0 writes the log of the steps
+    instead of the driver.
+    """
 
     def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True, claim: str = "") -> None:
         """`claim` is the token of the run's claim on its folders; without one, uploads are not checked."""

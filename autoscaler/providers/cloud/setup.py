@@ -1,7 +1,8 @@
 """Sets up a new machine as a node of the cluster. Ray's updater copies the files and runs the set-up and start commands
 of cluster.yaml over ssh.
 
-Each worker is started with raytide's node id and labels. By these, raytide finds the worker in Ray's reports.
+Each worker is started with raytide's node id and labels. raytide finds the worker in Ray's reports by this id and
+these labels.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ log = logger(__name__)
 
 
 class SetUp:
-    """The interface that turns a bought machine into a node of the cluster. This base class does nothing: it serves
-    callers that only end machines.
+    """The set-up that turns a bought machine into a node of the cluster. The methods of this base class do nothing. The
+    base class is used by callers that only terminate machines.
     """
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:

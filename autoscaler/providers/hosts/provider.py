@@ -172,7 +172,9 @@ class HostsProvider(Provider):
         return (*(entry.describe() for entry in self._quarantine.all_held()), *silent)
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Starts a thread that checks every three seconds, on each machine with a node, that the node's raylet runs."""
+        """Starts a thread that checks the machines every three seconds. On each machine with a node, it checks that the
+        node's raylet runs.
+        """
         self._on_change = on_change
         self._watcher = PollWatcher("hosts", _POLL_S, self.check_nodes, on_change)
 

@@ -73,7 +73,9 @@ class HostQuarantine:
         return was_there
 
     def succeed(self, host: str) -> None:
-        """Deletes the record of the machine's failures after a success. An operator's order stays in force."""
+        """Deletes the record of the machine's failures. It is called when a node has started on the machine. A
+        quarantine that an operator ordered stays in force.
+        """
         entry = self._read(host)
         if entry is not None and entry.until_s is not None:
             self.lift(host)

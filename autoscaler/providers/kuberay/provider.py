@@ -1,11 +1,11 @@
 """Nodes as pods of a RayCluster. raytide patches the worker groups, and KubeRay's operator creates and deletes the
 pods.
 
-A node type is a worker group. The patch sets the number of pods of each group and names the pods to delete. The
-operator counts terminating pods as pods of the group. If the group then has more pods than the number in the patch, the
-operator deletes an arbitrary pod. Therefore every patch names the pods to delete again, until Kubernetes no longer
-lists them. Every patch is computed anew from purchase records and listed pods, so the next call makes up for a call
-that was lost.
+A node type is a worker group. The patch sets the number of pods of each group and lists the pods to delete. The
+operator counts terminating pods as pods of the group. If the group then has more pods than the number in the patch,
+the operator deletes an arbitrary pod. To prevent this, every patch repeats the list of pods to delete, until
+Kubernetes no longer lists these pods. Every patch is computed anew from purchase records and listed pods. If a call
+is lost, the next call therefore makes up for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Wakes a running provider when a node ends (by a pidfd) or gets a notice (by a FIFO in the run folder)."""
+"""Wakes a running provider when a node ends or gets a notice. A pidfd reports the end of a node, and a FIFO in the run
+folder reports notices.
+"""
 
 from __future__ import annotations
 

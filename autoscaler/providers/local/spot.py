@@ -36,7 +36,7 @@ def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
 
 
 def set_stockouts(run_dir: Path, pools: Iterable[Pool]) -> None:
-    """Sets which pools are out of stock and refuse launches: exactly the given pools."""
+    """Marks the given pools as out of stock, so that they refuse launches. All other pools are then in stock."""
     write_json(run_dir / "stockouts.json", {"pools": [list(pool) for pool in pools]})
 
 

@@ -103,8 +103,8 @@ class SlurmProvider(Provider):
                 raise ProviderError(f"Slurm's job {job.job_id} ended before it was a node: {self._why(node.id, job)}")
 
     def terminate(self, node_id: str) -> None:
-        """Sends the node's job a signal to end. A job that does not end in time is cancelled. The node has ended once
-        its job has ended.
+        """Asks the node's job to end, by a signal. A job that does not end in time is cancelled. The node has ended
+        once its job has ended.
         """
         with self._lock:
             self._look_if_due()

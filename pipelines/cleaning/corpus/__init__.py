@@ -1,1 +1,3 @@
-"""Cleaning steps that compare documents with others: near-duplicates, repeated substrings and evaluation sets."""
+"""Cleaning steps that compare documents with other documents. They find near-duplicates, repeated substrings, and
+documents that overlap with evaluation sets.
+"""

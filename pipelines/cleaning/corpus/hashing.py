@@ -1,8 +1,8 @@
 """Hashes of words and of n-grams, computed in numpy for whole batches of documents.
 
-A word is a run of ASCII letters, digits and underscores, in lower case, or a single character that is not ASCII. ASCII
-punctuation and space are ignored. The hashes do not depend on a tokenizer, so datasets with different tokenizers can be
-compared.
+A word is either a run of ASCII letters, digits and underscores, or a single character that is not ASCII. ASCII
+letters are converted to lower case. ASCII punctuation and space are ignored. The hashes do not depend on a
+tokenizer, so datasets with different tokenizers can be compared.
 """
 
 from __future__ import annotations

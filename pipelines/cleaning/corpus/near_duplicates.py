@@ -24,7 +24,7 @@ are mostly false candidates.
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """The clusters of near-duplicates among N documents in dataset order."""
+    """The clusters of near-duplicates among N documents. The documents are numbered in dataset order."""
 
     first: NDArray[np.int64]
     """The index of the first document of each document's cluster; a kept document's own index."""

@@ -18,11 +18,12 @@ COMPARED = 1 << 16
 
 
 def repeated_words(ids: NDArray[np.uint64], lengths: NDArray[np.int64], min_words: int) -> NDArray[np.bool_]:
-    """Returns a mask of the words in runs that repeat an earlier run of at least `min_words` words.
+    """Returns a mask of repeated words. A word is repeated if it is in a run of at least `min_words` words that
+    occurred earlier.
 
-    The earlier run may be in an earlier document or in the same one. `ids` are the words of all documents, `lengths`
-    the number of words in each. A run never crosses a document's end. The function needs about 40 bytes of memory per
-    word.
+    The earlier run may be in an earlier document or in the same one. `ids` contains the words of all documents, and
+    `lengths` contains the number of words in each document. A run never crosses a document's end. The function needs
+    about 40 bytes of memory per word.
     """
     is_repeat = np.zeros(len(ids), np.bool_)
     is_long = lengths >= min_words

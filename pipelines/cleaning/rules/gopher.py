@@ -1,5 +1,5 @@
-"""Gopher's rules (Rae et al. 2021, arXiv 2112.11446, appendix A.1). They decide as datatrove's GopherQualityFilter and
-GopherRepetitionFilter do.
+"""Gopher's rules (Rae et al. 2021, arXiv 2112.11446, appendix A.1). The rules make the same decisions as datatrove's
+GopherQualityFilter and GopherRepetitionFilter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Keeps documents by language with py3langid, whose wheel contains the model."""
+"""Keeps the documents that are in one of the chosen languages. Detects the language with py3langid, whose wheel
+contains the model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def language_of(text: str, max_chars: int) -> tuple[str, float]:
-    """Returns the language of the start of a text, as an ISO 639-1 code, and the probability that it is correct."""
+    """Returns the language of the beginning of a text, as an ISO 639-1 code. Also returns the probability that this
+    language is correct. The beginning is the first `max_chars` characters.
+    """
     code, confidence = _identifier().classify(text[:max_chars])
     return str(code), float(confidence)
 

@@ -1,5 +1,5 @@
-"""The rules of C4 (arXiv 1910.10683) and FineWeb (arXiv 2406.17557) for web pages. They decide as datatrove's filters
-do.
+"""The rules of C4 (arXiv 1910.10683) and FineWeb (arXiv 2406.17557) for web pages. datatrove's filters make the same
+decisions.
 """
 
 from __future__ import annotations

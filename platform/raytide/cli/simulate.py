@@ -1,5 +1,5 @@
-"""The commands `simulate`. They replay recorded traces with raytide's own decision code or with a baseline policy, or
-look ahead from the state of the live cluster.
+"""The command `simulate` and its subcommands. The subcommands replay recorded traces with raytide's own decision code
+or with a baseline policy. `simulate --from-live` starts from the state of the live cluster and looks ahead.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
 def scrubbed(text: str) -> str:
-    """Returns the text with everything that looks like a secret replaced."""
+    """Returns the text after replacing everything in it that looks like a secret."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text

@@ -79,9 +79,11 @@ class UsageReader:
         return json.dumps(self._read(_parsed(body))).encode()
 
     def events(self, piece: bytes) -> Iterator[bytes]:
-        """Yields the complete lines of a streamed response as bytes arrive. The model's name in these lines is replaced
-        by this endpoint's name, and the answer's id is replaced by the constructor's `id`. An event that contains only
-        the usage is left out unless the client asked for it. Raises EngineError for a malformed line.
+        """Accepts the next bytes of a streamed response, and yields each line that they complete.
+
+        In these lines, the model's name is replaced by this endpoint's name, and the answer's id is replaced by the
+        constructor's `id`. If the client did not ask for the usage, an event that contains only the usage is left
+        out. Raises EngineError for a malformed line.
         """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > _MOST_LINE_BYTES:

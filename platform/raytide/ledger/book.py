@@ -52,11 +52,12 @@ def close(
     origins: Sequence[int] = (),
     energy_mj: int = 0,
 ) -> tuple[Entry, ...]:
-    """Returns the last entries of a node whose bill ends at `end_us`.
+    """Returns the ledger entries that end a node's bill at `end_us`. Usually these are the entries for the costs up to
+    `end_us` that are not booked yet.
 
-    The provider may report an end that is earlier than the time up to which the node is booked. The entries are then
-    reversed from `end_us` on. `booked` are the node's entries that end after `end_us`. `origins` are the start times of
-    the node's earlier prices.
+    The provider may report an end that is earlier than the time up to which costs are already booked. In this case,
+    the function returns entries that reverse the costs after `end_us`. `booked` are the node's entries that end
+    after `end_us`. `origins` are the start times of the node's earlier prices.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us, energy_mj)

@@ -86,9 +86,10 @@ class PendingDemand:
         return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """Computes the resources that remain on a node of each offering in `rows`, and their value to the pending
-        shapes. A node of the offering `rows[i]` first gets `members[i]` members with the resources `need`. `left` is,
-        for each shape, the number of members that are still to be placed.
+        """Computes what is left on a node of each offering in `rows` after a placement, and what the pending shapes can
+        use of it. The placement puts `members[i]` members on a node of the offering `rows[i]`. Each of these members
+        needs the resources `need`. `left` holds, for each pending shape, the number of members that are still to be
+        placed.
 
         Returns two arrays. The first is the value of the remaining resources to the pending shapes, in micro-dollars
         an hour. The second is the number of members of each shape that would fit into the remaining resources.

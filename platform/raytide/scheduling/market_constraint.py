@@ -44,8 +44,9 @@ def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """Returns those of the job's `shapes` that allow `market`, each restricted to `market`. The result is empty if
-    `shape`, the shape of the job's lease, already allows `market`.
+    """Returns the job's `shapes` that allow `market`. Each returned shape is restricted to `market`.
+
+    `shape` is the shape of the job's lease. If it already allows `market`, the result is empty.
     """
     return () if _allows(shape, market) else tuple(_in_market(each, market) for each in shapes if _allows(each, market))
 

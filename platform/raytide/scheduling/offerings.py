@@ -54,7 +54,7 @@ class Offering:
 
 
 class OfferingTable:
-    """A table of all offerings, which does not change. All copies of `Offerings` share it."""
+    """A table of all offerings. The table does not change, and all copies of `Offerings` share it."""
 
     def __init__(self, offerings: Sequence[Offering], transfer: TransferSection | None = None) -> None:
         self.offerings = tuple(offerings)

@@ -188,9 +188,9 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option. If the zone of the cheapest option already has more than half of the endpoint's
-    members, chooses among the options that cost at most a little more, and returns the one whose zone has the fewest
-    members.
+    """Returns one of the options: normally the cheapest one. If the zone of this option already has more than half of
+    the endpoint's members, slightly more expensive options also count (see SPREAD_EXTRA). The function then returns the
+    option whose zone has the fewest members.
 
     An option is a tuple that begins with its cost and ends with an index. `zone` returns the zone of an index.
     """

@@ -141,12 +141,13 @@ class SchedulingState:
         apart: frozenset[str] | None = None,
     ) -> Placements | Unschedulable:
         """Reserves slots for `count` members, or for as many as fit, and returns the slots. Returns an Unschedulable if
-        fewer than `at_least` fit (default: all).
+        fewer than `at_least` members fit. The default of `at_least` is `count`.
 
         Existing nodes are used first, the tightest fit first. New nodes follow, from the pool that is cheapest per
-        member. `menu` restricts the types of new nodes, and `max_new` their number. `spread_from` counts the members in
-        each zone, to spread members over zones. `paces` is the relative throughput by node type, to compare costs per
-        unit of work. With `apart`, each member gets a node of its own that is not in `apart`."""
+        member. `menu` restricts the types of new nodes. `max_new` is the largest number of new nodes. If
+        `spread_from` is given, members are spread over zones. `spread_from` then has the number of members that each
+        zone already has. `paces` is the relative throughput by node type. It is used to compare costs per unit of
+        work. If `apart` is given, each member gets a node of its own. The nodes in `apart` are not used."""
         if count <= 0:
             return ()
         needed = count if at_least is None else at_least
@@ -236,7 +237,7 @@ class SchedulingState:
             self.full.clear()
 
     def release(self, node_id: str, resources: Resources) -> None:
-        """Frees resources on a node. Has no effect on a node that takes no work."""
+        """Frees resources on a node. Has no effect on a node that accepts no new work."""
         if (row := self.rows.get(node_id)) is not None:
             self.node_table.reserve(row, resources, -1)
             self.full.clear()
@@ -381,8 +382,7 @@ def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Mem
 
     ASSIGNED members have no group and are subtracted. FORMING members have a group that Ray may count or not. They are
     subtracted as long as the free resources cover them: at worst this hides free resources for a second until they are
-    READY, but nothing is promised twice. If the free resources do not cover them, Ray must have counted them.
-    """
+    READY, but nothing is promised twice. If the free resources do not cover them, Ray must have counted them."""
     free = view.available
     if taken and not fits(taken, minus(view.total, free)):
         free = {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}

@@ -104,8 +104,8 @@ class UnattributedUsage:
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def amount(self, view: NodeView) -> Resources:
-        """Returns the used resources of a node beyond those that known members and replicas explain. An amount is
-        negative if Ray does not show known usage yet.
+        """Returns the unattributed usage of a node: its used resources minus those that known members and replicas
+        hold. An amount is negative while Ray does not yet report usage of known members or replicas.
         """
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 

@@ -344,9 +344,10 @@ def client_task(
 
 
 def connect(cluster: str | None = None) -> Client:
-    """Returns a client of the cluster `cluster` on this machine, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
+    """Returns a client of a cluster.
 
-    If `cluster` is None and both variables are set, the client connects to the address in RAYTIDE_API.
+    If `cluster` is None and both RAYTIDE_API and RAYTIDE_TOKEN are set, the client connects to the address in
+    RAYTIDE_API with this token. Otherwise the client connects to the cluster `cluster` on this machine.
 
     `connect` also works in drivers of `ray job submit`, which run on the head node.
     """

@@ -1,7 +1,7 @@
 """Live views of jobs and endpoints. On a terminal, rich draws them. In a notebook, they are updated in place.
 Elsewhere, nothing is shown.
 
-Notebooks are recognised in the same way as by `tqdm.auto`. On a terminal, views are written to standard error.
+This module recognises notebooks by the same test as `tqdm.auto`. On a terminal, views are written to standard error.
 """
 
 from __future__ import annotations

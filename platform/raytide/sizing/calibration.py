@@ -39,7 +39,9 @@ class Corrections:
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def apply(self, device: Accelerator) -> Accelerator:
-        """Returns the device with the correction factors that were learned for it."""
+        """Returns a copy of the device with the learned factors for its pace and its memory. A factor that was not
+        learned keeps its value.
+        """
         return replace(
             device,
             pace=self.pace.get(device.name, device.pace),

@@ -1,5 +1,5 @@
-"""Accelerators and the links between them: the figures of the vendors' data sheets, and the shares of the peak FLOP/s
-that real runs reach.
+"""Accelerators and the links between them. Their figures come from the vendors' data sheets. Further figures say which
+share of the peak FLOP/s is reached in real runs.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def device_of(node_type: NodeType) -> Accelerator | None:
 
 
 def gpu_memory_gb(node_type: NodeType) -> float | None:
-    """Returns the memory in GB of one GPU of the node type, as declared or as known for its accelerator. Returns None
-    if the memory is unknown.
+    """Returns the memory in GB of one GPU of the node type. If the node type does not declare its GPU memory, returns
+    the known memory of its accelerator. Returns None if the memory is unknown.
     """
     if not node_type.resources.get("GPU"):
         return None

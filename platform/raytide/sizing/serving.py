@@ -1,5 +1,5 @@
-"""Estimates the speed of one replica of a served model by a roofline model, and the number of replicas that a request
-rate and an SLO need.
+"""Estimates the speed of one replica of a served model, and the number of replicas that meet a request rate and an SLO.
+The speed comes from a roofline model.
 
 The estimates are first guesses of whether a replica fits, and of how many replicas are needed. Measured speeds later
 replace the estimated speeds (`autoscaler/endpoints`). Published predictors of this kind are off by up to 47 % for

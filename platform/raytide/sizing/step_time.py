@@ -164,7 +164,7 @@ def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
 
 
 def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, devices_per_node: int) -> StepTime:
-    """Returns the time of one optimizer step of the whole gang, split into parts."""
+    """Returns the time of one optimizer step of the whole gang. The result lists the parts of this time separately."""
     sizes, layout, memory = strategy.sizes, strategy.layout, strategy.memory
     count, sequences = strategy.microbatches(workload)
     part = Slice(sequences, workload.seq_len, sizes.tensor, sizes.context, workload.bytes_each, on_cpu=device.is_cpu)

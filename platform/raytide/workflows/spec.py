@@ -131,7 +131,7 @@ class ScheduleSpec(Config):
 
 
 class FlowSpec(Config):
-    """A workflow, as in the file of `raytide flow run FILE`."""
+    """A workflow. `raytide flow run FILE` reads it from a file in this format."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
     out: bounds.Location = Field(min_length=1)

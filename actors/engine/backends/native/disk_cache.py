@@ -62,8 +62,8 @@ def open_folder(config: EngineConfig, runner: ModelRunner, weights: WeightsSourc
 
 
 def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
-    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use are written first, then the
-    most recently used ones. Within a prefix, earlier blocks are written first.
+    """Writes the device's cached blocks to disk, until all are written or 5 s have passed. Blocks in use are written
+    first, then the most recently used ones. Within a prefix, earlier blocks are written first.
     """
     if disk is None or not cache.layers:
         return

@@ -164,8 +164,8 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Continues a request that another engine exported. If there is no room for the request's KV now, if the engine
-    sleeps, or if the export has no KV, the request waits in the queue and this engine computes the KV again.
+    """Continues a request that another engine exported. In three cases, the request waits in the queue, and this engine
+    computes the KV again: there is no room for the KV now, this engine sleeps, or the export contains no KV.
 
     Raises the same errors as `EngineCore.add`. Raises UsageError if `request` is not the exported request, and
     ConflictError if the KV is from another model, version or layout.

@@ -1,3 +1,3 @@
-"""An engine in another process, and its protocol over a socket. Routers and a replica's supervisor use the engine this
-way.
+"""The client and the server of an engine that runs in another process, and their protocol over a socket. Routers use
+such engines, and so does a replica's supervisor.
 """

@@ -152,7 +152,9 @@ class RemoteEngine(Engine):
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
 
     async def holds(self, rejoin_key: str) -> bool:
-        """Returns whether the engine's process is computing, or still keeps, the answer of a request with this key."""
+        """Returns whether the engine's process has an answer for the request with this key. The process may still be
+        computing the answer, or may have kept the finished answer.
+        """
         return bool(await self._call("holds", rejoin_key))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
@@ -208,7 +210,7 @@ class RemoteEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class Status:
-    """The latest report of an engine's process. `load` has the engine's load and totals for the controller."""
+    """The latest report of an engine's process. `load` contains the engine's load and totals for the controller."""
 
     stats: EngineStats | None
     load: dict[str, float]

@@ -29,8 +29,8 @@ class DirectSender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class DirectStream:
-    """The output of one request. The engine's thread sends a chunk directly only if all earlier chunks are written, so
-    that no chunk overtakes another.
+    """The output of one request. The engine's thread may send a chunk directly, but only after the event loop has
+    written all chunks that were left to it. Thus no chunk overtakes another.
     """
 
     connection: DirectSender
@@ -88,8 +88,9 @@ class DirectOutput:
                 yield stream.sent.popleft()
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Takes the outputs of a step, and sends those that may go directly to the clients. Each connection gets one
-        message. Returns the outputs that were not sent, which go to the event loop. Runs on the engine's thread.
+        """Sends outputs of a step to the clients, except those that must go through the event loop. Each connection
+        gets one message. Returns the outputs that were not sent. The event loop then sends them. Runs on the engine's
+        thread.
         """
         rest: list[Any] = []
         direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)

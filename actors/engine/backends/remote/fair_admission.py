@@ -239,11 +239,12 @@ class FairAdmission:
         return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
 
     def dispatch(self) -> None:
-        """Starts the next requests of the queue, as long as the engine can run more sequences. Call it regularly: the
-        order changes as teams are served, even while no request arrives or ends.
+        """Starts the next requests of the queue, as long as the engine can run more sequences. It must be called
+        regularly, because the order of the queue changes while teams are served. The order changes even if no request
+        arrives or ends.
 
-        A request of several samples starts as soon as the engine can run one of them. Its other samples wait inside the
-        engine. If the request waited until all could run at once, it would hold up the queue.
+        A request of several samples starts as soon as the engine can run one of them. Its other samples wait inside
+        the engine. If the request waited until all could run at once, it would hold up the queue.
         """
         if not self._queue:
             return

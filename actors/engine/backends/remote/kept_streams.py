@@ -73,7 +73,9 @@ class KeptStreams:
                 await stream.stop()
 
     async def stop(self, key: str) -> None:
-        """Ends the running stream with this key, if there is one. Its client has lost it, and asks for the rest."""
+        """Stops the running stream with this key, if there is one. The server calls this method when a client has lost
+        the stream and now requests the remaining output.
+        """
         if (stream := self._running.get(key)) is not None:
             await stream.stop()
 

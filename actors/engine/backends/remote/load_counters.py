@@ -103,7 +103,9 @@ class TrackedRequest:
             self._counters.first_token(self)
 
     def end(self, *, is_refused: bool) -> None:
-        """Counts the request as ended without any chunk. Does nothing if a chunk was counted."""
+        """Counts that the request has ended before its first chunk. Does nothing if the first chunk has been
+        counted.
+        """
         if not self._is_counted:
             self._is_counted = True
             self._counters.unanswered(self, is_refused=is_refused)

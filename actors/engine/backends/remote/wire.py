@@ -79,8 +79,8 @@ def pack_request(request: GenRequest) -> dict[str, Any]:
 
 
 def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
-    """Returns the request from its packed form. Raises UsageError for parameters out of range, TypeError for unknown
-    parameters.
+    """Returns the request from its packed form. Raises UsageError for parameters out of range, and TypeError for
+    unknown parameters.
     """
     sampling = dict(packed["sampling"])
     if structured := sampling.pop("structured", None):
@@ -177,7 +177,9 @@ def unpack_messages(packed: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def pack_tools(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Returns tools as JSON text: their schemas may have numbers beyond 64 bits, which msgpack lacks."""
+    """Returns tools as JSON text. msgpack cannot encode integers beyond 64 bits, and the tools' schemas may contain
+    such integers.
+    """
     return json.dumps(list(tools))
 
 

@@ -1,5 +1,5 @@
-"""The output of one sample that vLLM computes. Its token ids become text here, with raytide's detokenizer and stop
-strings.
+"""The output of one sample that vLLM computes. vLLM returns token ids. This module converts them to text with raytide's
+detokenizer, and applies the stop strings.
 """
 
 from __future__ import annotations

@@ -37,5 +37,5 @@ def imports(module: str) -> bool:
 
 
 def removal(names: Iterable[str]) -> str:
-    """Returns the shell command that removes these packages, which raytide itself does not need."""
+    """Returns the shell command that removes these packages. raytide itself does not need the packages."""
     return f"{sys.executable} -m pip uninstall -y {' '.join(names)}"

@@ -1,5 +1,5 @@
-"""Replaces the weights of a running vLLM in place. vLLM's workers read another directory, and vLLM then computes the KV
-of running requests again.
+"""Replaces the weights of a running vLLM in place. vLLM's workers load the weights of another directory. vLLM then
+recomputes the KV of the running requests.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class ServedWeights:
         self._exchanges = set[asyncio.Task[str]]()
 
     async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:
-        """Serves the weights of another directory from the next step on, and returns their version.
+        """Replaces the served weights by those of another directory from the next step on. Returns the version of the
+        new weights.
 
-        vLLM overwrites its weights in place. It pauses meanwhile, and then computes the KV of running requests again.
-        Raises ConflictError for another architecture, DataError for unreadable files. If vLLM fails to read the new
-        weights, it reads the old ones again, and this call raises EngineError. If the call is cancelled, the exchange
-        still goes on to its end.
+        vLLM pauses while it overwrites its weights in place. Afterwards it computes the KV of running requests
+        again. Raises ConflictError if the new weights have another architecture, and DataError if their files cannot
+        be read. If vLLM fails to load the new weights, it loads the old ones again, and this call raises
+        EngineError. If the call is cancelled, the replacement continues in the background until it is complete.
         """
         model_dir = Path(source)
         found = await asyncio.to_thread(_checked, model_dir, self._model_dir)

@@ -16,8 +16,8 @@ import threading
 
 
 class EndsWithParent:
-    """The class that vLLM's option `worker_extension_cls` adds to its worker. The class is empty: the import of this
-    module starts a thread that ends the worker with its parent.
+    """An empty class, which vLLM's option `worker_extension_cls` adds to its worker. To add the class, vLLM imports
+    this module. The import starts a thread that kills the worker's process when the parent process ends.
     """
 
 

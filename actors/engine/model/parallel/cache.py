@@ -78,7 +78,9 @@ class LeaderCache(MemberCache):
             super().zero_blocks(blocks)
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Returns for each layer the content of these blocks, with the heads of all members."""
+        """Returns the content of these blocks, as one array of bytes for each layer. Each array contains the heads of
+        all members.
+        """
         rows = list(blocks)
         if not rows or not self.layers:
             return super().read(rows)

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """The description of a computation that several member processes share. All members have the same values, except
+    """Describes a computation that is divided among several member processes. All members have the same values, except
     for `ops` and `device`. `arch` is the architecture of the whole model.
     """
 

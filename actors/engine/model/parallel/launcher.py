@@ -79,7 +79,9 @@ class LocalMembers:
             self._invite(invitation)
 
     def problem(self) -> str | None:
-        """Returns a message that names a member that has ended, with its exit code. Returns None if all members run."""
+        """Returns a message if a member has ended, otherwise None. The message contains the member's rank and exit
+        code.
+        """
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"member {rank} ended with code {code}"

@@ -87,8 +87,9 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
     """Returns, for each linear module of a layer, the part of the module that a member holds. The keys are the modules'
     paths in the layer.
 
-    Projections into heads and feed-forward columns are cut by output, and projections out of them by input (Shoeybi
-    et al. 2019). Members then exchange only two sums per layer.
+    Each member holds some heads and some feed-forward columns. A projection that computes heads or columns is cut by
+    output. A projection that reads them is cut by input. Members then exchange only two sums per layer (Shoeybi et
+    al. 2019).
     """
     dim = arch.head_dim
     heads = _scaled(shard.part(arch.num_heads), dim)

@@ -188,5 +188,7 @@ class AdapterShard:
         return a_RN[:, first:end].contiguous(), b_MR
 
     def sum(self, partial_TR: Tensor) -> Tensor:
-        """Returns the product of A with the whole input, which is the sum of all members' partial products."""
+        """Returns the product of A with the whole input. The product is the sum of the partial products of all
+        members.
+        """
         return self._group.sum(partial_TR)

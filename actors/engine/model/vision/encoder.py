@@ -72,7 +72,9 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels_BCHW: Tensor) -> Tensor:
-        """Returns the vectors that stand for the images in a prompt, of shape [B, tokens per image, N]."""
+        """Encodes images. Returns vectors of the shape [B, tokens per image, N], which replace the images in a
+        prompt.
+        """
         spec = self._spec
         x_BPH = F.conv2d(pixels_BCHW.to(self._patches), self._patches, self._patch_bias, stride=spec.patch_size)
         x_BPH = x_BPH.flatten(2).transpose(1, 2)

@@ -41,12 +41,15 @@ def cell_of(source: Source, length: int) -> int:
 
 
 class Acceptance:
-    """Counts guesses and right guesses. There are separate counts for each source of guesses, and for each range of
-    lengths of the match that a guess comes from. Older counts decay.
+    """Counts guesses and right guesses. Each source of guesses has separate counts for each range of match lengths.
+    Older counts decay.
 
     A guess is a single token. The next token shows whether the guess was right, so guesses count even if no step
-    verified them. The second token of a draft matters only if the first token is right. The second token therefore
-    counts as a guess from a match that is longer by one. The same holds for later tokens.
+    verified them.
+
+    The second token of a draft matters only if the first token is right. In this case the match is longer by one
+    token. The second token is therefore counted under the length of this longer match. The same holds for later
+    tokens.
     """
 
     def __init__(self) -> None:
@@ -75,7 +78,8 @@ class Acceptance:
 
 
 class AnswerHistory:
-    """The latest answers to requests with one salt of the prefix cache, and how often guesses from them were right.
+    """The latest answers to those requests that share one salt of the prefix cache. The class also records how often
+    guesses from these answers were right.
 
     There are two generations of answers. When the younger generation is full, it replaces the older one, which is
     dropped as a whole.

@@ -131,8 +131,8 @@ class _Guesser:
 class Speculator:
     """Drafts tokens for decoding sequences, and counts drafts and right guesses by source.
 
-    `allowed(seq, draft)` returns how many tokens at the start of the draft the sequence's grammar allows. The draft
-    model, if there is one, guesses only for sequences that get no draft from a lookup.
+    `allowed(seq, draft)` returns the length of the longest beginning of the draft that the sequence's grammar
+    allows, in tokens. If there is a draft model, it guesses only for sequences that get no draft from a lookup.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Speculator:
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts to those decodes of a step for which guessing is expected to pay. For the parameters see
-        `Drafter.add_drafts`.
+        """Adds drafts to the decodes of a step, but only where the drafts are expected to save time.
+        `Drafter.add_drafts` describes the parameters.
         """
         self._drafted.clear()
         self._fruitless += 1

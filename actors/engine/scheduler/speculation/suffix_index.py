@@ -50,8 +50,8 @@ class Match:
 
 
 class SuffixIndex:
-    """An index of the trigrams in a list of tokens that grows at its end. The list's last token is left out, because it
-    has no next token that could be a guess.
+    """An index of the trigrams in a list of tokens. The list may grow at its end. The list's last token is not indexed,
+    because it has no next token that could be a guess.
 
     An indexed token takes about 100 bytes and a third of a microsecond. Tokens before `start` are not indexed.
     """

@@ -1,3 +1,3 @@
-"""GGUF, llama.cpp's file format. One file has the architecture, the tokenizer, and the weights, which are divided into
-blocks.
+"""GGUF, llama.cpp's file format. One file contains the architecture, the tokenizer and the weights. The weights are
+divided into blocks.
 """

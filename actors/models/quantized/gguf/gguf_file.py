@@ -95,7 +95,9 @@ def is_gguf(model: str | Path) -> bool:
 
 
 class GgufFile:
-    """An open GGUF file. Raises DataError if it is unreadable or damaged, ConfigError if it is not supported."""
+    """An open GGUF file. Raises DataError if the file is unreadable or damaged. Raises ConfigError if the file is not
+    supported.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -219,8 +219,8 @@ class ChatWriter(_Writer):
         return b"".join(self._choice(ChunkChoice(index=index, delta=role), **prompt) for index in range(choices))
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """Returns the events of a delta. The text comes first. The finish reason follows with an empty delta, as OpenAI
-        does.
+        """Returns the events of a delta. The text comes first. If the choice has ended, an event with an empty delta
+        and the finish reason follows. OpenAI's API sends the finish reason in the same way.
         """
         self._completion_tokens += len(delta.token_ids)
         if delta.index not in self._parsers:

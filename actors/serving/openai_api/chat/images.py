@@ -37,8 +37,8 @@ def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 async def images_of(messages: Sequence[ChatMessage], fetcher: ImageFetcher) -> tuple[bytes, ...]:
     """Returns the files of all images in the messages, in order. The files are not decoded here. Raises ApiError if
-    there are too many images. Also raises ApiError if a file cannot be read from its URL; that error names the part of
-    the message with the URL.
+    there are too many images. Also raises ApiError if a file cannot be read from its URL. The error then names the
+    message part that contains the URL.
     """
     budget = ImageBudget()
     return tuple(await asyncio.gather(*(_read(where, url, fetcher, budget) for where, url in _urls(messages))))

@@ -26,7 +26,7 @@ class PooledRequest(TruncationFields):
 
 
 def check_tokens(tokens: int, param: str) -> None:
-    """Raises ApiError if the inputs of a request have too many tokens together."""
+    """Raises ApiError if the inputs of a request together have too many tokens. `tokens` is their total number."""
     if tokens > MAX_EMBEDDING_TOKENS:
         raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)
 

@@ -117,11 +117,11 @@ class MessagesRequest(PromptRequest):
 
 
 def chat_request(request: PromptRequest) -> ChatRequest:
-    """Returns the request as a chat request. Raises ApiError (400), which names the field, for a field that cannot be
-    honoured.
+    """Returns the request as a chat request. Raises ApiError (400) if a field cannot be honoured. The error names the
+    field.
 
-    Also raises pydantic's ValidationError. Its errors use the field names of the chat request, which `in_messages`
-    translates.
+    Also raises pydantic's ValidationError. Its errors use the field names of the chat request. `in_messages`
+    translates these names.
     """
     _refuse_unknown(request)
     fields = _prompt_fields(request)

@@ -67,8 +67,8 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
-    """Returns the reads that fill these shards. The `dest_index` of a read is the position of the shard in the list.
-    The shard's name would not do, because tied parameters have the same name.
+    """Returns the reads that fill these shards. The `dest_index` of a read is the position of its shard in `shards`.
+    The shard's name cannot serve as the index, because tied parameters have the same name.
 
     Raises CheckpointError if a stored tensor is missing or has another shape.
     """

@@ -1,3 +1,3 @@
-"""Snapshots of the training state in the memory of other ranks (as in Gemini, SOSP 2023). They survive the loss of a
-node and need no storage.
+"""Snapshots of the training state. Each rank's snapshot is copied to the memory of another rank, as in Gemini (SOSP
+2023). These copies survive the loss of a node and need no storage.
 """

@@ -27,7 +27,9 @@ TITLES = ["start a cluster", "build a dataset", "train on spot nodes", "serve th
 
 
 def run(*, keep: bool, out: Path | None, json: bool) -> int:
-    """Runs the demo and returns its exit code, which is 0 if everything that the demo promises has happened."""
+    """Runs the demo and returns its exit code. The exit code is 0 if the demo had no problem and its final checks pass.
+    Otherwise it is 1.
+    """
     console = Console(stderr=json)
     report = Report()
     folder = out.resolve() if out is not None else Path(tempfile.mkdtemp(prefix="raytide-demo-"))

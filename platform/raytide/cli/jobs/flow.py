@@ -86,8 +86,8 @@ def flows(
 
 
 def value_of(text: str) -> Value:
-    """Returns the value that results from parsing a text as YAML, if this is a number, a boolean or a string. Otherwise
-    returns the text itself.
+    """Parses a text as YAML and returns the result if it is a number, a boolean or a string. Otherwise returns the text
+    itself.
     """
     import yaml
 

@@ -81,7 +81,7 @@ def run(
 ) -> None:
     """Run a script on every node of a gang.
 
-    Options stand before the script. Everything after the script is passed to it.
+    Put options before the script. All arguments after the script are passed to the script.
     """
     if own := {name for option in context.command.params for name in option.opts}.intersection(args or ()):
         note = (

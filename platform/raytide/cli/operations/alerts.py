@@ -120,7 +120,9 @@ def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json
 
 @nodes.command()
 def replace(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Drain a node and end it. Its work moves to other nodes, or to a new one if they have no capacity."""
+    """Drain a node and end it. The work of the node moves to other nodes. If these have no capacity, it moves to a new
+    node.
+    """
     _order("replace_node", node, reason, cluster, json)
 
 

@@ -174,8 +174,8 @@ def forget(cluster: ClusterName = None, json: Json = False) -> None:
 
 
 def resume(cluster: ClusterName = None, json: Json = False) -> None:
-    """Let a restored controller act again. Before it acts, the controller corrects its records by the machines that the
-    provider lists.
+    """Let a restored controller act again. The controller first reads the provider's list of machines, and corrects its
+    records accordingly.
     """
     from raytide.control.client import ApiClient
 

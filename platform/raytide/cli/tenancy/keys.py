@@ -1,4 +1,6 @@
-"""The commands `key`, for the API keys of the gateway, and `usage`, which shows the requests made with them."""
+"""The commands `key` and `usage`. `key` manages the API keys of the gateway. `usage` shows the requests that were made
+with the keys.
+"""
 
 from __future__ import annotations
 

@@ -34,11 +34,12 @@ def update_intervals(
     at_once: Collection[str] = (),
     pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
-    """Books those billing intervals of `nodes` that are due, up to `now_us`.
+    """Books each billing interval of `nodes` that is due, up to the time `now_us`.
 
-    No node in `nodes` was GONE before this tick, so each interval is closed exactly once. The intervals of nodes
-    that jobs in `at_once` hold are always due. `booked_after(node_id, time_us)` returns a node's ledger entries that
-    end after a time. `pending_mj` maps node ids to the energy in mJ that is not booked yet.
+    No node in `nodes` was GONE before this tick, so each interval is closed exactly once. `at_once` contains ids of
+    jobs. If such a job holds a node, the node's interval is always due. `booked_after(node_id, time_us)` returns a
+    node's ledger entries that end after a time. `pending_mj` maps node ids to the energy in mJ that is not booked
+    yet.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []

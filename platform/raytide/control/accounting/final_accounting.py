@@ -54,7 +54,7 @@ def cost_report(books: LedgerQueries, machines: Iterable[Machine], now_us: int, 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The final accounts of a cluster whose records have been ended."""
+    """The final accounts of a cluster. `close_books` computes them when it ends the cluster's records."""
 
     nodes: tuple[Node, ...]
     """All nodes that the cluster ever had, newest first."""

@@ -50,19 +50,18 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Returns a copy of the job that records a preemption with the causes `by`. Returns the job unchanged if it
-    recently had a disruption and the driver has not reported the lost work yet.
+    """Returns a copy of the job that records a preemption with the causes `by`.
 
-    In that case the lost work is due to the disruption, because a preempted gang saves its work before it leaves its
-    nodes.
+    Returns the job unchanged if it recently had a disruption and the driver has not reported the lost work yet. The
+    lost work is then due to the disruption, because a preempted gang saves its work before it leaves its nodes.
     """
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= CAUSE_WINDOW_S
     return job if is_struck and not _is_reported(job) else on_disruption(job, by, now_s)
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Returns the ids of jobs whose newly reported loss can be booked: the loss's cause is known, or can no longer
-    become known.
+    """Returns the ids of jobs whose newly reported loss can be booked. A loss can be booked if its cause is known. It
+    can also be booked if it is too late for a cause to become known.
     """
     return frozenset(
         job.id
@@ -75,7 +74,8 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
 def book_losses(
     jobs: Iterable[Job], new: Sequence[Entry], booked: Callable[[str, int], Sequence[Entry]], now_s: float
 ) -> Losses:
-    """Returns the jobs with their newly reported lost time included, and the ledger entries for these new losses.
+    """Returns two things: the jobs with updated `lost_s`, and the ledger entries for the time that was newly reported
+    as lost.
 
     `new` are this tick's ledger entries. `booked(job_id, after_us)` returns earlier entries that end after
     `after_us`.

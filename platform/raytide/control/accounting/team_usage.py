@@ -32,7 +32,9 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """Returns the snapshot with teams, priority classes and spending. `old_s` becomes the snapshot's `old_s`."""
+    """Returns the snapshot with teams, priority classes and spending. Also sets the snapshot's `old_s`, the greatest
+    age in seconds that any job has reached.
+    """
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,

@@ -46,8 +46,8 @@ _CLOSE = {"Connection": "close"}
 class Gate:
     """Middleware that authenticates requests and limits their bodies.
 
-    It responds with 401 if there is no valid token, with 403 if the token does not open the route, with 413 if a body
-    is too large, and with 408 if a body is too slow.
+    It responds with 401 if there is no valid token, and with 403 if the token may not use the route. It responds
+    with 413 if a body is too large, and with 408 if a body arrives too slowly.
     """
 
     def __init__(

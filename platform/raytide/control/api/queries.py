@@ -1,8 +1,11 @@
 """The types of request paths, queries and bodies, with their bounds, and the thread pools for routes that block.
 
-Every route takes its input through these types. Therefore no number is infinite or beyond 64 bits, no name in a path
-or query contains control characters, no text in a body contains a NUL or half of a surrogate pair, and no body
-exceeds the depth or the number of values that a spec may have.
+Every route takes its input through these types. They therefore guarantee the following for all routes.
+
+- No number is infinite or beyond 64 bits.
+- No name in a path or query contains control characters.
+- No text in a body contains a NUL or half of a surrogate pair.
+- No body exceeds the depth or the number of values that a spec may have.
 """
 
 from __future__ import annotations
@@ -91,8 +94,8 @@ def checked_name(name: str) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a request body. Raises UsageError if the body is not an object, or contains something
-    that no spec may contain.
+    """Returns the JSON object in a request body. Raises UsageError if the body is not a JSON object. Also raises
+    UsageError if the object is too large or nested too deeply, or if a number or a text in it cannot be stored.
     """
     try:
         found = json.loads(raw.decode(), parse_constant=_no_constant)

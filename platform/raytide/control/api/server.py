@@ -97,7 +97,9 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
 
 
 def allow_connections() -> None:
-    """Increases the soft limit on open files to what all connections need, as far as the hard limit allows."""
+    """Increases the soft limit on open files to the number that all connections need. If the hard limit is lower,
+    increases the soft limit to the hard limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,8 +1,9 @@
-"""Lists the folders that a copy of the state store names: checkpoints, datasets, models, and the files of runs.
+"""Finds the folders to back up: checkpoints, datasets, models, and the files of runs. The records in a copy of the
+state store refer to these folders.
 
-Checkpoints, datasets and exported models are sealed: a manifest, which is written last, has the hash of each file. A
-backup leaves incomplete folders out. After a restore, the hash of a sealed folder is compared with the hash that the
-backup recorded.
+Checkpoints, datasets and exported models are sealed: a manifest, which is written last, contains the hash of each
+file. A backup leaves incomplete folders out. After a restore, the hash of a sealed folder is compared with the hash
+that the backup recorded.
 """
 
 from __future__ import annotations

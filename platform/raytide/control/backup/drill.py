@@ -107,9 +107,9 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
-    """Yields the problems of the restored state. Checks the ledger's sums, the audit log's hash chain, the specs of
-    jobs and the hold on the controller. To check that the controller could decide, computes one decision from the
-    restored records.
+    """Yields the problems of the restored state. Checks the ledger's sums, the audit log's hash chain, and the specs of
+    jobs. Also checks that the state contains a hold, which prevents a restored controller from acting at once. Computes
+    one decision from the restored records, to check that the controller could decide.
     """
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         booked, kept = (

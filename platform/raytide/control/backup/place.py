@@ -46,8 +46,10 @@ class BackupPlace:
 
 
 def place_of(cluster: str) -> BackupPlace:
-    """Returns the backup's places for a cluster of this machine. The cluster need not be running. Raises NotFoundError
-    if the cluster has no run folder, and ConfigError if its configuration has no `backup` section."""
+    """Returns the run folder, the state database and the backup settings of a cluster on this machine. The cluster need
+    not be running. Raises NotFoundError if the cluster has no run folder. Raises ConfigError if the cluster's
+    configuration has no `backup` section.
+    """
     run_dir = run_dir_of(cluster)
     config_path = run_dir / CONFIG
     if not config_path.exists():

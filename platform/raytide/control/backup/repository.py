@@ -215,10 +215,11 @@ class Repository:
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
     def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
-        """Removes the snapshots that no rule in `keep` keeps, and the data that only those snapshots use.
+        """Removes the snapshots to which no rule in `keep` applies. Also removes the data that only those snapshots
+        use.
 
-        Returns the numbers of snapshots kept and removed. The newest snapshot is always kept. Without rules, all other
-        snapshots are removed.
+        Returns the number of snapshots that were kept, and the number of snapshots that were removed. The newest
+        snapshot is always kept. If there are no rules, all other snapshots are removed.
         """
         rules = [f"--keep-{name}={count}" for name, count in keep.items() if count]
         command = ["forget", "--json", "--prune", "--tag", TAG, "--host", cluster, "--group-by", "host"]

@@ -1,7 +1,7 @@
 """Restores a snapshot: first into a scratch folder, where it is checked, and from there to the original paths.
 
-The folders that the state store names are moved first and the state store last. A restore that is killed thus leaves no
-state store that names missing folders. Existing files are never overwritten.
+The folders that the state store names are moved first. The state store is moved last. If a restore is killed before
+this last move, there is no state store yet that could name missing folders. Existing files are never overwritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Copies a cluster's state store as one consistent whole into a SQLite file, and from such a file into a new store.
+"""Copies a cluster's state store, as of one instant, into a SQLite file. Also fills a new store from such a file.
 
-The copy of a PostgreSQL store is a SQLite file, too. A drill can open it without a server, and a cluster can move from
-one kind of store to the other.
+The copy of a PostgreSQL store is a SQLite file, too. A drill can open it without a server, and a cluster can move
+from one kind of store to the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ assert registry.models.metadata is metadata  # importing the registry's tables a
 
 
 def copy_state(url: str, target: Path) -> None:
-    """Writes the state at this URL, as of one instant, to the SQLite file `target`. Other processes keep writing to the
-    state."""
+    """Copies the state store at this URL to the SQLite file `target`. The copy is a consistent snapshot of one instant,
+    even if other processes write to the store meanwhile.
+    """
     with closing(Database(url)) as database:
         if database.is_sqlite:
             copy_sqlite(Path(str(database.engine.url.database)), target)

@@ -95,7 +95,9 @@ class RunningCluster(Config):
 
     @property
     def client_file(self) -> Path:
-        """The file {address, token} with which users reach the API. It exists while the cluster is up."""
+        """The JSON file with the API's address and the operator's token. Clients of this user read the file to reach
+        the API. The file exists while the cluster is up.
+        """
         return self.run_dir / "client.json"
 
     @property
@@ -115,7 +117,7 @@ class RunningCluster(Config):
 
     @property
     def loopback_ip(self) -> str:
-        """An IP address of the head that other machines cannot reach."""
+        """An IP address of the head. Other machines cannot reach this address."""
         return "127.0.0.1"
 
     @property
@@ -229,8 +231,10 @@ class LocalCluster(RunningCluster):
 
 class HeadCluster(RunningCluster):
     """A cluster that is not embedded. With several heads, Ray uses the token in the folder that the heads share. With
-    one head, raytide did not start Ray, and follows Ray's own rules: Ray uses a token if RAY_AUTH_MODE is `token`. If
-    RAY_AUTH_MODE is unset, Ray uses the token in Ray's usual place, if that file exists."""
+    one head, raytide did not start Ray, and follows Ray's own rules. If RAY_AUTH_MODE is `token`, Ray uses the token
+    file in Ray's usual place. If RAY_AUTH_MODE is not set, Ray uses this file only if it exists. For any other value,
+    Ray uses no token.
+    """
 
     @property
     def ray_token_file(self) -> Path | None:

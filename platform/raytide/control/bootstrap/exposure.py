@@ -23,7 +23,9 @@ _TIMEOUT_S = 10.0
 
 
 def check_file(file: Mapping[str, Any], *, where: str) -> None:
-    """Raises ConfigError if the `ray start` commands of this cluster.yaml would open Ray to others."""
+    """Raises ConfigError if the `ray start` commands of this cluster.yaml start Ray without a token. Also raises
+    ConfigError if they let Ray's dashboard listen on an address other than loopback.
+    """
     problems = [
         f"{role}_start_ray_commands start Ray without its token"
         for role in ("head", "worker")

@@ -89,8 +89,8 @@ class ApiClient:
 
     @classmethod
     def of_job(cls, run_dir: Path | str, job_id: str) -> ApiClient:
-        """Returns a client for the managed driver of this job. It has the job's rights (docs/security.md) until the job
-        is over.
+        """Returns a client for the managed driver of this job. The client has the job's rights (docs/security.md) until
+        the job is over.
 
         Reads the cluster's key for job tokens, which only raytide's own user can read."""
         folder = Path(run_dir)
@@ -119,7 +119,8 @@ class ApiClient:
         return from_json(JobView, self._post("/v1/jobs", _to_body(spec), {"key": key or secrets.token_hex(8)}))
 
     def upload(self, package: bytes) -> str:
-        """Uploads a packed working directory, which later jobs may name. Returns its digest."""
+        """Uploads a packed working directory and returns its digest. Specs of later jobs can refer to the package by
+        this digest."""
         from raytide.core.io.working_dir import digest_of
 
         digest = digest_of(package)
@@ -285,8 +286,8 @@ class ApiClient:
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def create_key(self, spec: KeySpec) -> NewKey:
-        """Creates an API key. The request is not retried while the API is away. If the response is lost, so is the
-        secret."""
+        """Creates an API key. If the API does not respond, the request is not sent again. If the response is lost, the
+        key's secret is lost, too."""
         return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
 
     def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:
@@ -315,8 +316,7 @@ class ApiClient:
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
         """Returns entries of the audit log, newest first. `which` filters the entries by actor, action, object, since_s
-        and until_s.
-        """
+        and until_s."""
         return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:

@@ -1,5 +1,6 @@
-"""Adds to the Snapshot the inputs that the stored records do not have: spot risk, spending limits, and the value of
-replicas."""
+"""Completes the Snapshot with inputs that the stored records do not contain: spot risk, spending limits, and the value
+of replicas.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ class ClusterObservation:
 
 
 class ApiProbe:
-    """Checks whether the API answers. While it does not answer, the silence of drivers means nothing."""
+    """Checks whether the API answers. While it does not answer, drivers cannot send heartbeats. A missing heartbeat
+    then does not show that the driver is dead.
+    """
 
     def __init__(self, api_url: str) -> None:
         self._http = httpx.Client(base_url=api_url, timeout=1.0, trust_env=False)  # a tick waits for it

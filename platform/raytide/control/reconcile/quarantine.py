@@ -94,8 +94,10 @@ class Quarantine:
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
         """Returns the result of `act`, which handles this one record. If `act` raises, returns `default` and
-        quarantines the record. If the record is in quarantine already, `act` is called as well, but an error extends
-        the quarantine only if the record's retry is due.
+        quarantines the record.
+
+        `act` is called even if the record is already in quarantine. If it then raises, the quarantine is extended
+        only if the record's retry is due.
         """
         try:
             return act()

@@ -27,10 +27,12 @@ log = logger(__name__)
 class RetryLoop:
     """Runs ticks with back-off.
 
-    `attempt` runs a tick and returns the seconds until the next tick. After a success or a first failure, this delay is
-    `period_s`. Each further failure in a row doubles the delay, up to ten seconds. A StorageError or OSError is retried
-    without limit, because its cause passes. Any other exception is a bug. From the fifth failure in a row on, a bug is
-    raised, so that the supervisor restarts the process.
+    `attempt` runs a tick and returns the seconds until the next tick. After a success or a first failure, this delay
+    is `period_s`. Each further failure in a row doubles the delay, up to ten seconds.
+
+    A StorageError or OSError is retried without limit, because its cause is expected to be temporary. Any other
+    exception is a bug. From the fifth failure in a row on, `attempt` raises such an exception, so that the
+    supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Passes the Snapshot of a running controller through files to other processes, which make decisions from it.
+"""Gives other processes the Snapshot of a running controller, through files. These processes make decisions from the
+Snapshot.
 
 Only the controller observes the cluster. It writes the Snapshot only on request, because writing a large Snapshot on
 every tick would cost more than the decision.

@@ -164,8 +164,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dropped_before(head: bytes) -> int | None:
-    """Returns the number of dropped bytes that the header of a driver's log states. Returns None if no bytes were
-    dropped."""
+    """Reads the number of dropped bytes from the header of a driver's log. Returns None if no bytes were dropped."""
     found = _DROPPED.match(head)
     return None if found is None else int(found[1])
 

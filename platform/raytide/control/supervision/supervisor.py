@@ -69,7 +69,9 @@ class Child:
     is_recorded: bool = True
 
     def on_end(self, now_s: float) -> None:
-        """Schedules the restart of the child after its end. Each quick end doubles the delay."""
+        """Schedules the restart of a child that has ended. If the child ran for at least `_HEALTHY_S` seconds, the
+        delay before the restart is `_FIRST_DELAY_S`. Otherwise it is twice the previous delay, at most `_LAST_DELAY_S`.
+        """
         if now_s - self.started_s >= _HEALTHY_S:
             self.delay_s = _FIRST_DELAY_S
         self.process = None

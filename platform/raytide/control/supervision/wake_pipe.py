@@ -14,7 +14,9 @@ _MOST_BYTES = 65_536
 
 
 def wake_controller(run_dir: Path) -> None:
-    """Wakes the controller from its rest. If the controller does not rest now, its next rest ends at once."""
+    """Ends the idle controller's wait for its next tick. If the controller does not wait now, its next wait of this
+    kind ends at once.
+    """
     with suppress(OSError):  # no controller runs, or it has wake-ups pending
         fd = os.open(run_dir / _NAME, os.O_WRONLY | os.O_NONBLOCK)
         try:

@@ -19,10 +19,11 @@ _LEFT_BEHIND_S = 60.0
 
 
 def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_kept: bool = True) -> None:
-    """Replaces the file atomically by `data` as JSON.
+    """Writes `data` as JSON to the file. The file is replaced atomically.
 
-    If `is_kept`, the new text survives a power loss once this function has returned. If not, the file may have the old
-    text or be empty after a power loss. An OSError leaves the old text and no temporary file.
+    If `is_kept` is True, the new text survives a power loss once this function has returned. If `is_kept` is False,
+    the file may have the old text or be empty after a power loss. If the function raises OSError, the file keeps the
+    old text, and no temporary file is left.
     """
     write_text(path, _json(data), mode=mode, is_kept=is_kept)
 

@@ -1,12 +1,14 @@
-"""A claim file, through which only one writer at a time uses an output folder. The folder is a path or an fsspec URL.
+"""A claim file, which makes sure that only one writer at a time uses an output folder. The folder is a path or an
+fsspec URL.
 
-The claim names its holder and changes with every heartbeat. Another run may take the claim over at once in three cases:
-both runs belong to the same job, or the holder's job has ended, or the holder was a process of this machine and is
-dead. In all other cases, a run may take the claim over after WATCH_S without a heartbeat. Clocks of different machines
-are never compared.
+The claim names its holder and changes with every heartbeat. Another run may take the claim over at once in three
+cases: both runs belong to the same job, or the holder's job has ended, or the holder was a process of this machine
+and is dead. In all other cases, a run may take the claim over after WATCH_S without a heartbeat. Clocks of different
+machines are never compared.
 
 A writer that lost its claim learns this before it commits (`committing`). fsspec has no compare-and-swap for object
-stores. So runs that take over a URL at the same time read the file back to see which of them won.
+stores. Two runs may therefore take over a URL at the same time. Each of them reads the file back to see which run
+has won.
 """
 
 from __future__ import annotations
@@ -198,8 +200,8 @@ class Claim:
 
 @contextmanager
 def committing(places: Sequence[str], token: str) -> Iterator[None]:
-    """Opens a context in which this run may publish its results. Raises ConflictError unless `token` is the token of
-    the claim on each of `places`, for example if another run has taken over a claim.
+    """Opens a context in which this run may publish its results. Raises ConflictError if the claim on one of `places`
+    is missing or has a token other than `token`. This happens, for example, after another run has taken over a claim.
 
     While the context is open, no other run can take over the claim on a local folder. An empty token disables the
     check.

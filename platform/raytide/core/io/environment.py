@@ -53,11 +53,11 @@ NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*\*?$"
 
 
 def passed(inherited: Mapping[str, str], allowed: Iterable[str], named: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment variables whose names match a pattern in `allowed` or in `named`, the operator's own
-    list.
+    """Returns the environment variables whose names match a pattern. The patterns are those in `allowed` and those in
+    `named`, which is the operator's own list.
 
-    A variable whose name looks like a secret passes only if `named` has its full name. A pattern such as `HF_*` is
-    meant for caches, and not for HF_TOKEN.
+    A variable whose name looks like a secret passes only if `named` contains its full name. A pattern such as `HF_*`
+    is meant for caches, and not for HF_TOKEN.
     """
     patterns, exact = tuple(allowed), set(named)
     more = tuple(name for name in exact if name.endswith("*"))

@@ -1,5 +1,5 @@
-"""fsspec's local file system with a check of each file after it was opened, because links may change after a path was
-checked.
+"""fsspec's local file system with an additional check. Each file is checked again after it is opened, because a link in
+its path may have changed after the path was checked.
 
 Import this module lazily: importing fsspec is slow.
 """

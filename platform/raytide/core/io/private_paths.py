@@ -53,8 +53,8 @@ def restrict_to(roots: Iterable[str]) -> None:
 
 
 def inherited_restriction() -> dict[str, dict[str, str]] | None:
-    """Returns the `runtime_env` for `ray.init` that gives all actors and tasks this process's restriction. Returns None
-    if this process has no restriction.
+    """Returns a `runtime_env` for `ray.init`, which passes this process's restriction on to all actors and tasks.
+    Returns None if this process has no restriction.
     """
     return {"env_vars": {ROOTS: os.environ[ROOTS]}} if _roots() else None
 

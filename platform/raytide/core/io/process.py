@@ -148,8 +148,9 @@ def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
 
 
 def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
-    """Sends SIGKILL to the processes that `marked` returns, until it returns none. Returns the number of killed
-    processes. Raises ClusterError if some are left after `timeout_s`."""
+    """Sends SIGKILL to the processes that `marked` returns. Repeats this until `marked` returns no more processes.
+    Returns the number of killed processes. Raises ClusterError if processes are left after `timeout_s` seconds.
+    """
     deadline = time.monotonic() + timeout_s
     killed: set[Process] = set()
     while left := marked(name, value):

@@ -64,8 +64,9 @@ def read_bytes(url: str) -> bytes:
 
 
 def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
-    """Writes the file atomically: to a temporary name, which is then renamed. If `is_durable` is false, the file may be
-    empty or torn after a power failure."""
+    """Writes the data to a temporary file and renames it to the file at `url`. The write is therefore atomic. If
+    `is_durable` is false, the file may be empty or incomplete after a power failure.
+    """
     write_parts(url, [data], is_durable=is_durable)
 
 

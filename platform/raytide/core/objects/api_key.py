@@ -37,7 +37,9 @@ def digest_of_secret(secret: str) -> str:
 
 
 class KeyBudget(Config):
-    """The most that the requests of a key may cost in a period, by the token prices of the endpoints."""
+    """The budget of a key: the most that its requests may cost in a period. The cost is computed from the token prices
+    of the endpoints.
+    """
 
     usd: float = Field(ge=0, le=bounds.MOST_USD)
     per: Literal["month", "life"] = "month"
@@ -231,8 +233,9 @@ class UsageBatch(Config):
 
 @dataclass(frozen=True, slots=True)
 class KeyTableChange:
-    """The API keys, prices and weights that a gateway needs. The change has all keys, or only those that changed since
-    the gateway's last revision.
+    """A change of the API keys, prices and weights that a gateway needs. It contains all prices and weights. If
+    `is_whole` is true, it also contains all keys. Otherwise it contains only the keys that changed since the gateway's
+    last revision.
     """
 
     revision: int

@@ -138,7 +138,8 @@ class BackupRetention(Config):
 
 
 class SftpSection(Config):
-    """The login at `sftp:` repositories, in place of the user's own ssh configuration. Host keys are checked."""
+    """The ssh key and the known hosts for logins to `sftp:` repositories. This section replaces the user's own ssh
+    configuration. Host keys are checked."""
 
     key: str = Field(default="~/.ssh/id_ed25519", pattern=r"^(/|~/)", max_length=4096)
     """The file of the private key, without a passphrase."""
@@ -146,8 +147,8 @@ class SftpSection(Config):
 
 
 class BackupSection(Config):
-    """The settings of backups. Backups are made with restic: one by each `raytide backup`, and others on a schedule by
-    a process of the cluster."""
+    """The settings of backups. Restic makes the backups. Each `raytide backup` makes one backup, and a process of the
+    cluster makes backups on a schedule."""
 
     repository: Annotated[str, Field(min_length=1, max_length=4096)]
     """The repository: a path or a restic URL, such as `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path` or
@@ -258,20 +259,19 @@ class RaytideSection(Config):
 
     def user_of(self, team: str) -> str:
         """Returns the user of the operating system that runs the team's scripts. An empty text means raytide's own
-        user.
-        """
+        user."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError if a training or an endpoint names pip packages although `run_as` names a separate user of
-        the operating system for the team's code.
+        """Raises DeniedError if pip packages are requested and `run_as` names a separate OS user for the team's code.
+        `pip` are the packages that a training or an endpoint requests.
         """
         hint = "Install them on the nodes, or run a script: its packages are its user's."
         self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
 
     def check_image(self, image: str | None, team: str, what: str) -> None:
-        """Raises DeniedError if a job names a container image although `run_as` names a separate user of the operating
-        system for the team's code.
+        """Raises DeniedError if a job names a container image and `run_as` requires that the team's code runs as a
+        separate user of the operating system. An image would run as raytide's user.
         """
         hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
         self._check_user(None if image is None else f"the image {image}", team, what, hint)

@@ -49,7 +49,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The demand on an endpoint, as `autoscaler/endpoints/traffic.py` learns it by observation."""
+    """The demand on an endpoint. `autoscaler/endpoints/traffic.py` measures and forecasts it."""
 
     requests_rps: float = 0.0
     """The requests per second. All rates are those of the last half minute."""

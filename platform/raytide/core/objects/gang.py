@@ -228,8 +228,9 @@ class Lease(ShownAsHtml):
 
 
 class LeaseClient(Protocol):
-    """The interface through which the driver of a gang follows its lease. Each call shows that the driver is alive,
-    which keeps the lease."""
+    """The interface through which the driver of a gang follows its lease. Each call counts as a heartbeat of the
+    driver. Without heartbeats, the driver loses the lease.
+    """
 
     def lease(self, job_id: str) -> Lease:
         """Returns the lease as it is now. Raises LeaseLostError if the job is over or is being stopped."""

@@ -93,7 +93,9 @@ _DAY_MINUTES = 24 * 60
 
 
 class ScheduledMinimum(Config):
-    """The smallest number of nodes or replicas during some hours of some weekdays, by the clocks of a time zone."""
+    """The smallest number of nodes or replicas during some hours of some weekdays. The hours and weekdays are in a
+    configured time zone.
+    """
 
     min: int = Field(ge=0)
     days: tuple[Weekday, ...] = Field(default=WEEKDAYS, min_length=1)
@@ -122,7 +124,9 @@ class ScheduledMinimum(Config):
         return self
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the schedule applies at `at_s` (seconds since the epoch), by the clocks of its time zone."""
+        """Returns whether the schedule applies at the time `at_s` (seconds since the epoch). The schedule's days and
+        hours are in its time zone.
+        """
         local = datetime.fromtimestamp(at_s, ZoneInfo(self.time_zone))
         today, now = WEEKDAYS[local.weekday()], local.hour * 60 + local.minute
         begin, end = (int(text[:2]) * 60 + int(text[3:]) for text in (self.begin, self.end))
@@ -180,8 +184,9 @@ class NodeType(Config):
         return self
 
     def at(self, at_s: float) -> NodeType:
-        """Returns the node type with the minimum of nodes that is scheduled for this time. The minimum is at most
-        `max_nodes`."""
+        """Returns the node type with the `min_nodes` that its schedule sets for this time. The value is at most
+        `max_nodes`. If the schedule has no entry for this time, `min_nodes` is unchanged.
+        """
         minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
         if not minimums:
             return self

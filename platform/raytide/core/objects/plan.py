@@ -36,7 +36,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Says that a subject (job, lease or endpoint) waits, what it waits for, and what would help."""
+    """A notice that a subject (job, lease or endpoint) waits. It contains the constraint that blocks the subject, the
+    reason in words, and a remedy if one is known.
+    """
 
     subject: str
     constraint: Literal[
@@ -188,7 +190,9 @@ class Plan:
     actions: tuple[Action, ...] = ()
 
     def for_storage(self) -> Plan:
-        """Returns the plan in its stored form. The Waits of jobs far back in the queue are replaced by their number."""
+        """Returns the plan in its stored form. If many jobs wait, the Waits of the last jobs in the queue are replaced
+        by a single Wait. This Wait tells how many jobs it stands for.
+        """
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:
             return self

@@ -130,8 +130,9 @@ class MarketConstraint:
 
 @dataclass(frozen=True, slots=True)
 class SpotForecast:
-    """A group of spot pools that are watched as one market, and the learned rates of its changes.
-    `raytide.autoscaler.spot.availability_model` defines these rates."""
+    """A group of spot pools that are watched as one market. It contains the rates of the market's changes, which were
+    learned from observations. `raytide.autoscaler.spot.availability_model` defines these rates.
+    """
 
     pools: tuple[str, ...]
     is_up: tuple[bool, ...]
@@ -145,7 +146,7 @@ class SpotForecast:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the fleet's cost an hour, and on the rate at which the fleet changes. A limit that is None does not
+    """Limits on the fleet's hourly cost, and on the rate at which the fleet changes. A limit that is None does not
     apply.
     """
 

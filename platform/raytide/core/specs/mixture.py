@@ -131,8 +131,9 @@ class MaskedInputs(Config):
 
     @property
     def start_rate(self) -> float:
-        """Returns the share s of positions at which a masked span starts. Spans may overlap, so that `1 - (1 - s) **
-        span = rate`."""
+        """Returns the share s of positions at which a masked span starts. Spans may overlap, and therefore s is
+        computed from `1 - (1 - s) ** span = rate`.
+        """
         return 1.0 - float((1.0 - self.rate) ** (1.0 / self.span))
 
 

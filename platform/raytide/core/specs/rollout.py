@@ -209,7 +209,9 @@ def group_in_id(request_id: str) -> int:
 
 
 def application_of(endpoint: str, revision: int) -> str:
-    """Returns the name of the Ray Serve application that runs a challenger: `revision` of `endpoint`."""
+    """Returns the name of the Ray Serve application for revision `revision` of `endpoint`. The application runs this
+    revision as a challenger.
+    """
     return f"{endpoint}{REVISION_SEPARATOR}{revision}"
 
 

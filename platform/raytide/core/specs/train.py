@@ -1,4 +1,4 @@
-"""The specification of a training run: model, data order, optimizer, memory, guards and gang. Without torch.
+"""The specification of a training run: model, data order, optimizer, memory, guards and gang. Does not import torch.
 
 The data order does not depend on the gang: a step has `global_batch` sequences with any number of ranks."""
 
@@ -355,8 +355,7 @@ class TrainSpec(Config):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the state in memory. They do if `snapshot_every` is not 0, unless the
-        parameters are on disk."""
+        """True if `snapshot_every` is not 0 and the parameters are not on disk: peers keep copies of the state then."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
@@ -386,7 +385,8 @@ class TrainSpec(Config):
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Returns a hash of the fields that determine the samples. A run resumes only from checkpoints of its own hash.
+        """Returns a hash of the fields that determine the samples. A run resumes only from checkpoints that have the
+        same hash.
 
         Packing, mixtures and held-out documents are covered by the dataset's own digest."""
         keys = {"seed", "global_batch", "seq_len"}

@@ -31,7 +31,9 @@ Values = dict[str, Any]
 
 
 def shared(record: type, table: Table, *, but: Collection[str] = ()) -> tuple[str, ...]:
-    """Returns the names of a dataclass's fields that are columns of its table, except for the names in `but`."""
+    """Returns the names of those fields of the dataclass `record` that are also columns of `table`. The names in `but`
+    are left out.
+    """
     names = (field.name for field in dataclasses.fields(record))
     return tuple(name for name in names if name in table.c and name not in but)
 

@@ -29,8 +29,8 @@ _NAME = "controller"
 class Leader:
     """The leadership of one controller, as this controller sees it.
 
-    If the lease already has this controller's name, the controller takes the lease at once. The holder was the
-    controller's predecessor, and a lock on the machine has shown that the predecessor is dead.
+    The lease may already have this controller's name, because the controller's predecessor held it. A lock on the
+    machine has then shown that the predecessor is dead. The controller therefore takes such a lease at once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The dataclasses that group the records which the store reads or writes in one transaction."""
+"""The dataclasses for groups of records. The store reads or writes each group in one transaction."""
 
 from __future__ import annotations
 

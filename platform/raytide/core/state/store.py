@@ -340,8 +340,8 @@ class Store:
             return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """Returns the records of all applications, sorted by name. Deleted applications are left out, unless `ended` is
-        true. Even then, a deleted challenger that serves no endpoint is left out.
+        """Returns the records of applications, sorted by name. If `ended` is false, deleted applications are left out.
+        If `ended` is true, they are included, except deleted challengers that serve no endpoint.
         """
         with self._db.read() as c:
             return endpoints(c, ended=ended)

@@ -109,8 +109,9 @@ def transitions(
 
 
 def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT_ONCE) -> int:
-    """Deletes the oldest jobs that ended before `ended_before_s` and are in a final state, with their leases and
-    events. Returns the number of deleted jobs.
+    """Deletes the oldest jobs that are in a final state and ended before `ended_before_s`, at most `limit` of them.
+    Also deletes the leases and events of these jobs. A job with an unreleased lease is kept. Returns the number of
+    deleted jobs.
     """
     is_old = sa.and_(jobs.c.state.in_(FINAL_STATES), jobs.c.ended_at_s < ended_before_s)
     held = sa.select(leases.c.job_id).where(leases.c.state != LeaseState.RELEASED)

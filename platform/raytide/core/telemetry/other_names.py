@@ -78,8 +78,9 @@ _ALIASES: Mapping[str, Mapping[Metric, tuple[_Alias, ...]]] = {
 
 
 def with_other_names(samples: Iterable[Sample], query: Mapping[str, Sequence[str]]) -> Iterator[Sample]:
-    """Yields all samples, and then copies of samples under their aliases. `query` is the request's query, whose `names`
-    choose the sets of aliases."""
+    """Yields all samples, and then copies of samples under their aliases. `query` contains the parameters of the
+    request. Its parameter `names` chooses the sets of aliases.
+    """
     found = list(samples)
     yield from found
     for names in dict.fromkeys(query.get("names", ())):

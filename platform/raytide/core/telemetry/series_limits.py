@@ -59,8 +59,8 @@ class SeriesLimits:
         limit."""
 
     def apply(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Returns the samples of one page within the limits. Samples beyond the limits are summed under the label value
-        OTHER. Gauges beyond the limits are left out.
+        """Applies the limits to the samples of one page, and returns the result. Counters and histograms beyond the
+        limits are summed under the label value OTHER. Gauges beyond the limits are left out.
         """
         found = list(samples)
         self._names = self._named(found)

@@ -49,7 +49,7 @@ Cursor = Annotated[str | None, Query(max_length=MAX_NAME_CHARS)]
 
 
 def team_of(request: Request) -> str:
-    """Returns the team of the caller that a middleware has identified."""
+    """Returns the team of the request's caller. A middleware has already identified the caller."""
     return caller_of(request.scope).team
 
 
@@ -134,7 +134,8 @@ def _checked(form: UploadForm) -> tuple[str, int | None]:
 
 
 def expiry_of(fields: Mapping[str, Any], param: str) -> int:
-    """Returns the number of seconds in the expiry `{anchor, seconds}`. `fields` are its form fields or its JSON object.
+    """Returns the number of seconds of an expiry `{anchor, seconds}`. `fields` contains the two fields, from a form or
+    from a JSON object.
 
     Raises an ApiError about the parameter `param` if the expiry is invalid.
     """

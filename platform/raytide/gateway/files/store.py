@@ -247,8 +247,8 @@ class FileStore:
 
     def sweep(self) -> None:
         """Removes expired files that no unfinished batch reads, and incomplete files that killed processes left behind.
-        Also removes contents that are older than an hour and that the database does not list, unless a damaged database
-        was set aside.
+        Also removes contents that are older than an hour and that the database does not list. If a damaged database was
+        set aside, these contents stay, because that database may list them.
         """
         sweep([self.folder])
         with self.database.write() as connection:

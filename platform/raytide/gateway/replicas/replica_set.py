@@ -172,7 +172,7 @@ class ReplicaSet:
     def ready(self) -> list[Replica]:
         """The replicas that take requests.
 
-        Replicas without a recent status are left out, unless no replica has a recent status.
+        Includes only replicas with a recent status. If there are none, includes the replicas with an old status.
         """
         listed = self._addresses
         ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]

@@ -61,11 +61,11 @@ def is_for_fallback(error: Exception) -> bool:
 
 
 def champion_may_answer(error: Exception) -> bool:
-    """Returns whether the champion may answer a request that failed on the challenger before any part of a response was
-    sent.
+    """Returns whether the champion may answer a request after the challenger failed. The challenger had not sent any
+    part of a response yet.
 
-    The champion may not answer if the caller lacks permission or exceeds a limit, or if the request's time is over. It
-    may answer if the challenger refused the content, because the challenger may be wrong.
+    The champion may not answer if the caller lacks permission or exceeds a limit, or if the request's time is over.
+    It may answer if the challenger refused the content, because the challenger may be wrong.
     """
     if is_overload(error) or isinstance(error.__cause__, WaitTimeoutError):
         return True

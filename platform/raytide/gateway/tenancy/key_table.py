@@ -52,7 +52,7 @@ class KeyTable:
         """Set once the table was read."""
 
     async def follow(self) -> None:
-        """Polls the control API for changes of the table until it is cancelled."""
+        """Polls the control API for changes of the key table, and applies them. Runs until the task is cancelled."""
         problem = ""
         while True:
             try:

@@ -125,8 +125,9 @@ class Tenancy:
         """Returns the caller of a batch's row. `account` is the account of the API key that created the batch, or "" if
         the batch was created without a key.
 
-        Raises an ApiError: 401 if the account has no valid key any more, or if requests need a key now and the batch
-        was created without one; 503 if the keys cannot be checked.
+        Raises an ApiError with the status 401 if the account no longer has a valid key. The status is also 401 if
+        the batch was created without a key and requests need a key now. The status is 503 if the keys cannot be
+        checked.
         """
         if account:
             return GatewayCaller(self, self.keys.key_of_account(account), row)

@@ -54,11 +54,11 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows of `lower` that a job may preempt when its team, `team`, borrows quota. `lower` contains the
-        candidates that come after the job in the scheduling order.
+        """Yields the rows that a job of team `team` may preempt. The job borrows quota. `lower` contains the candidate
+        rows that come after the job in the scheduling order.
 
-        Rows whose team borrows quota come first, and rows whose team does not borrow follow. Without `any_team`,
-        rows of other teams are left out if their team does not borrow.
+        Rows of teams in `borrowing` come first. If `any_team` is true, the rows of all remaining teams follow.
+        Otherwise, only rows of the job's own team follow.
         """
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()

@@ -110,9 +110,10 @@ def bands(table: QueueTable) -> Ints:
 
 
 def fair_wait_s(table: QueueTable) -> float:
-    """Returns the wait in seconds in a first-come-first-served queue.
+    """Returns the wait in seconds that a first-come-first-served queue would have.
 
-    This wait is the age of the oldest job that would not fit if all earlier jobs held their GPUs.
+    The GPUs that jobs hold now are assigned to all jobs in the order of submission. The wait is the age of the
+    oldest job for which they do not suffice.
     """
     first = np.argsort(table.submitted_s, kind="stable")
     is_behind = np.cumsum(table.gpus[first]) > table.gpus[table.is_held].sum()

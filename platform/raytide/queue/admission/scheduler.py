@@ -1,8 +1,10 @@
 """The queue's part of a decision: which jobs are admitted, and which gangs are preempted, shrink or grow.
 
-Jobs are tried in the order of `priority.py`. A job can take free capacity, capacity that can be bought, and capacity
-that jobs later in the order yield. A job may be admitted to slots whose members are still leaving. These slots are
-reserved for the job, and become free within `GRACE_S`.
+Jobs are tried in the order of `priority.py`. A job can take free capacity and capacity that can be bought. It can
+also take capacity from jobs that come later in the order.
+
+A job may be admitted to slots whose members are still leaving. These slots are reserved for the job, and become free
+within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -159,8 +161,8 @@ def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placem
 def queue_table(state: AdmissionState) -> QueueTable:
     """Returns the jobs as a table with one row for each job.
 
-    A job that is stopping or yielding does not wait, and does not keep its lease either. Such a job counts as
-    holding GPUs.
+    A job that is stopping or yielding neither waits nor keeps its lease. The table counts such a job as a job that
+    holds GPUs.
     """
     now_s, jobs = state.snapshot.at_s, state.jobs
     waits = {job.id for job in queued_jobs(state.snapshot)}

@@ -1,5 +1,5 @@
-"""Chooses the victims of a preemption. Candidates are preempted in a given order until a gang or a replica fits. Of
-these, only the necessary ones remain victims.
+"""Chooses the victims of a preemption. First, candidates are preempted one after another, in a given order, until a
+gang or a replica fits. Then each candidate whose preemption was unnecessary is removed from the victims.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """The members of one gang as victims: its spare members, the least useful first, and the members that make up the
-    gang's minimum size.
+    """The members of one gang as victims for preemption. `spare` contains the members beyond the gang's minimum size,
+    the least useful first. `minimum` contains one victim, which consists of all members of the minimum.
     """
 
     spare: tuple[Victim, ...]
@@ -70,8 +70,8 @@ class GangVictims:
 class Simulation:
     """The capacity and quota as they would be if some victims were preempted.
 
-    The capacity is only computed. The quotas are changed in place once the capacity is enough, and `close` restores
-    them.
+    The simulation works on a copy of the capacity. The quotas, however, are changed in place as soon as the capacity
+    is enough. `close` restores the quotas.
     """
 
     def __init__(

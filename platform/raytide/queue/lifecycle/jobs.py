@@ -86,7 +86,7 @@ def advance(
 
 
 def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
-    """Returns the job after the queue's Admit. The caller stores the new lease together with the job."""
+    """Returns the job after the Admit action of the queue. The caller stores the new lease together with the job."""
     return replace(
         job,
         state=JobState.ADMITTED,

@@ -1,8 +1,9 @@
 """The life of a lease, as a pure function of its nodes and its placement groups.
 
-A gang starts all or nothing. No member is usable until the placement groups of enough members are ready. If they are
-not ready in time, all groups of the gang are removed. Members that are lost later are replaced one by one, while the
-others continue. `wanted_groups` is the only interface to Ray: it returns the placement groups that should exist now.
+A gang never starts with too few members: no member is usable until the placement groups of enough members are ready.
+If they are not ready in time, all groups of the gang are removed. Members that are lost later are replaced one by
+one, while the others continue. `wanted_groups` is the only interface to Ray: it returns the placement groups that
+should exist now.
 """
 
 from __future__ import annotations

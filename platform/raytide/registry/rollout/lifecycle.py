@@ -1,7 +1,7 @@
-"""The life of a rollout: what is observed of both revisions, the next decision, and how many replicas each revision may
-have.
+"""The life of a rollout. This module compares the two revisions, makes the next decision, and limits the number of
+replicas of each revision.
 
-Together the two revisions may have at most one replica more than the endpoint may have without a rollout.
+Both revisions together may have at most one replica more than the endpoint may have without a rollout.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ def proven_regressions(rollout: Rollout) -> dict[str, float]:
 
 
 def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
-    """Returns the metric that decides an A/B test, and the limits of a canary's metrics by name. The metric is None if
-    thumbs decide.
+    """Returns the metric that decides an A/B test, and the limits of a canary's metrics by name. If the users' thumbs
+    up and thumbs down decide the test, the metric is None.
     """
     try:
         spec = RolloutSpec.model_validate(rollout.plan)
@@ -287,8 +287,8 @@ def intervals(
 def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
-    """Returns all endpoints. The replica bounds of the champion and the challenger of a live rollout follow their
-    shares of the traffic.
+    """Returns all endpoints. In a live rollout, the champion and the challenger get new replica bounds. These follow
+    the share of the traffic that each of the two gets.
 
     Within these bounds the number of replicas follows the load as usual. The champion's maximum falls as the
     challenger's replicas become ready. The challenger's maximum rises as the champion's replicas end. After a

@@ -1,5 +1,5 @@
-"""Decides whether a challenger is promoted. A rule states conditions on the metrics of both versions and on the result
-of their A/B test.
+"""Decides whether a challenger replaces the champion. A rule states conditions on the metrics of the challenger and the
+champion, and on the result of the A/B test between the two.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class ShareTest:
         return ShareTest(self.a.plus(a), self.b.plus(b), tuple(logs))
 
     def against(self, limit: float, b: BadShare) -> ShareTest:
-        """Returns the test after new observations of b alone. These observations are compared with `limit`, a share
-        that is known to be good enough.
+        """Returns the test after new observations of b, without new observations of a. Compares b's observations with
+        `limit`, a share that is known to be good enough.
         """
         limit = _within(limit)
         logs = (

@@ -10,8 +10,8 @@ from raytide.core.errors import UsageError
 def report(**values: float | int | str) -> None:
     """Reports numbers of the job in which this process runs: `rt.report(step=3, loss=2.1)`.
 
-    `raytide ps` shows the numbers, sweeps of workflows compare them, and they are the metrics of script stages. Call it
-    on one rank, about once a second. Raises UsageError outside of a job.
+    `raytide ps` shows the numbers. Sweeps of workflows use them to compare trials. For a script stage, the numbers
+    are the stage's metrics. Call this function on one rank, about once a second. Raises UsageError outside of a job.
     """
     job = environment("JOB")
     if job is None:

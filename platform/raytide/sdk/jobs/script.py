@@ -46,7 +46,7 @@ def _below(path: str, folder: str) -> str | None:
 
 
 def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
-    """Returns the spec with the resources and labels that the keywords in `words` set, such as `gpus`.
+    """Sets resources and labels of a spec from keywords such as `gpus`, and returns the new spec.
 
     Raises UsageError for invalid keywords.
     """

@@ -1,7 +1,8 @@
 """The lowest cost at which a buyer who knows the whole trace finishes in time. No policy can cost less.
 
-This cost is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A node
-is started only if its zone stays up until the start is complete, because holding nothing is better otherwise.
+This cost is computed by dynamic programming backward over the ticks, for all amounts of remaining work at once. A
+node is started only if its zone stays up until the start is complete. An interrupted start would cost money and do
+no work.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Simulates queue policies on recorded jobs, with baselines."""
+"""Simulates raytide's queue policy and baseline policies on recorded jobs."""

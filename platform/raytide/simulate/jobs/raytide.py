@@ -33,7 +33,7 @@ def pick(queue: JobQueue) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class GpuCapacity:
-    """A `Capacity` for the scheduling cycle that counts GPUs and knows no nodes."""
+    """A `Capacity` for the scheduling cycle. It counts only GPUs and does not distinguish nodes."""
 
     gpus: Floats
     holds: Bools
@@ -53,8 +53,10 @@ class GpuCapacity:
         return floor
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index in `waiting` of the first row for which enough GPUs are free. GPUs of preemptible rows that
-        come later in the order count as free, if the waiting row may preempt. Returns None if there is no such row.
+        """Returns the index in `waiting` of the first row that can get its GPUs. Returns None if there is no such row.
+
+        A row can get its GPUs if enough GPUs are free. If the row may preempt, the GPUs of preemptible rows that
+        come later in the order also count as free.
         """
         able = self.need[waiting] <= self.free
         return int(able.argmax()) if able.any() else None

@@ -79,8 +79,8 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Returns the trace with randomly chosen one-GPU jobs enlarged, so that about `share` of all jobs have several
-    GPUs.
+    """Raises the share of jobs with several GPUs to about `share`, and returns the changed trace. Gives several GPUs to
+    one-GPU jobs that are chosen at random.
     """
     several = trace.gpus > 1
     now = several.mean()

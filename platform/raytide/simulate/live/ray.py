@@ -96,7 +96,9 @@ class LiveRay:
         return not any(self._used(node).values())
 
     def groups(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Returns the placement groups that the leases need on nodes that exist. All returned groups are ready."""
+        """Returns the placement groups that the leases need, except the groups on nodes that no longer exist. All
+        returned groups are ready.
+        """
         known = {
             GroupKey(lease.id, member.index, member.incarnation): member.placement_group_id
             for lease in self._leases

@@ -1,5 +1,5 @@
-"""A lower bound of the serving cost: the cost of a buyer who knows the future. It is a linear programme over fractional
-nodes with billed starts.
+"""A lower bound of the serving cost: the cost of a buyer who knows the future. A linear programme computes the bound.
+In this programme, the buyer may use fractions of nodes, and pays also for the time that a node needs to start.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class SimulatedFleet:
         return self._launch(None)
 
     def launch_spot(self, zone: int) -> SimulatedReplica | None:
-        """Launches a replica in the zone and returns it. Returns None if the zone is full now, or will be after the
-        notice time.
+        """Launches a replica in the zone and returns it. Returns None if the zone has no room now, or will have no room
+        after the notice time.
         """
         soon = self.zones.at(self.now_s + self.setup.notice_s)[zone]
         room = min(self.zones.at(self.now_s)[zone], soon)

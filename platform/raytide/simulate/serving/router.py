@@ -1,9 +1,9 @@
-"""The routers of a simulation. A router holds waiting requests, and chooses the replica and the time at which each
-request starts.
+"""The routers of a simulation. A router holds waiting requests. For each request, it chooses a replica and the time at
+which the request starts.
 
-The first-come router sends a request on arrival to the replica that can start it first, as in the published baselines.
-With the deadline router, a request waits until a replica can start it. Requests that can still meet their deadline go
-first, as in raytide's replicas (deadline_queue.py).
+The first-come router sends a request on arrival to the replica that can start it first, as in the published
+baselines. With the deadline router, a request waits until a replica can start it. Requests that can still meet their
+deadline go first, as in raytide's replicas (deadline_queue.py).
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ class MemoryEstimate:
 
     @cached_property
     def backward_end(self) -> Mapping[str, float]:
-        """The bytes in use when the backward pass computes the gradient of the first layer, by purpose."""
+        """The bytes in use at the moment when the backward pass computes the gradient of the first layer. The keys are
+        the purposes of the memory.
+        """
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,

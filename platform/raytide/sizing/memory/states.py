@@ -29,8 +29,8 @@ _FFN = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes of states that one rank allocates for the whole run, and the numbers of elements in its gathered
-    weights.
+    """The sizes in bytes of the states that one rank keeps allocated for the whole run. Also includes the numbers of
+    elements in the rank's gathered weights.
     """
 
     weights: int

@@ -60,10 +60,11 @@ def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None
 
 
 def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
-    """Returns the most model FLOPs that the money buys on any one node type, at 35 % utilization.
+    """Returns how many model FLOPs the budget `usd` buys at 35 % utilization. The budget is spent on a single node
+    type: the one that does the most FLOPs for it.
 
-    `hours` limits the result further: a node type counts with at most the FLOPs that all of its nodes can do in this
-    time. Raises CapacityError if no node type has both a price and known GPUs.
+    With `hours`, the FLOPs of a node type are limited to what all of its nodes can do in this time. Raises
+    CapacityError if no node type has both a price and known GPUs.
     """
     found: list[float] = []
     for node_type in node_types:

@@ -142,7 +142,8 @@ def golden_section(cost: Callable[[float], float], low: float, high: float) -> f
 
 
 def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
-    """Returns the model with this loss whose training and serving together need the fewest FLOPs.
+    """Returns the model size and number of tokens that reach this loss with the fewest FLOPs. Both training and serving
+    count.
 
     These FLOPs are 6 N D + 2 N D_inf, where D_inf is `served_tokens`. They are convex in log N, so a golden-section
     search finds the minimum. Raises ValueError if the law never reaches the loss.

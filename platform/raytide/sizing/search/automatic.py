@@ -27,9 +27,9 @@ def fill_in(
     """Returns the spec with its automatic fields filled in from the best plan. The best plan for an automatic gang is
     the cheapest one. The best plan for a given gang is the fastest one.
 
-    An automatic gang lists the node types on which the plan's layout fits, the cheapest first. The gang is elastic down
-    to the fewest nodes on which the layout still fits, unless the layout replicates the model. Raises CapacityError,
-    with the cheapest fix, if no plan fits.
+    An automatic gang lists the node types on which the plan's layout fits, the cheapest first. If the layout does
+    not replicate the model, the gang is elastic. Its minimum is then the fewest nodes on which the layout still
+    fits. Raises CapacityError, with the cheapest fix, if no plan fits.
     """
     if not spec.auto:
         return spec

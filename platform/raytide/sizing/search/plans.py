@@ -98,8 +98,8 @@ def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
 
 
 def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
-    """Returns the pairs (number of nodes, total number of devices) to try: parts of one node, then 1, 2, 4... whole
-    nodes, and all nodes.
+    """Returns the cluster sizes to try, as pairs (number of nodes, total number of devices). First come 1, 2, 4...
+    devices of one node, then 1, 2, 4... whole nodes and at last all nodes.
     """
     parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
     counts = sorted({*_powers(most_nodes), most_nodes} - {0})

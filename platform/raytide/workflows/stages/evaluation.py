@@ -93,8 +93,8 @@ def suite_metrics(spec: EvalSpec) -> dict[str, float]:
 
 
 def read_cases(url: str) -> list[Mapping[str, Any]]:
-    """Returns the prompts of a JSONL file, each with the expected answer. Raises DataError, which names the line, for a
-    malformed line.
+    """Returns the prompts of a JSONL file, each with its expected answer. Raises DataError for a malformed line. The
+    error names the line.
     """
     cases: list[Mapping[str, Any]] = []
     for number, line in enumerate(read_bytes(url).splitlines(), start=1):

@@ -34,8 +34,8 @@ def registered(handle: str) -> StageReport:
 
 
 def serve(client: ApiClient, task: StageTask) -> str:
-    """Deploys the spec to the endpoint and returns the endpoint's name. Does nothing if the endpoint already has this
-    spec, unless the endpoint has failed.
+    """Deploys the spec to the endpoint and returns the endpoint's name. An endpoint that already has this spec is
+    deployed again only if it has failed.
 
     The stage's rule compares the new version with the served version. If the rule does not hold, nothing is changed,
     and the result is a text with the reason.

@@ -1,10 +1,11 @@
-"""Checks the local files that a spec names before its job or endpoint is queued.
+"""Checks the local files that a spec names, before the job or endpoint is queued.
 
-For URLs, only the form is checked. The driver later reports URLs that lead to nothing. Local files are checked in
+For URLs, only the form is checked. If a URL does not exist, the driver reports it later. Local files are checked in
 separate threads with a timeout, so a hanging file system blocks only these threads. After a timeout, the spec is
-accepted unchecked. There is one exception: an endpoint is refused if the check for private paths times out. The API
-may read more files than teams may. Therefore the API tells a caller with a team's token only about files that every
-user of the machine can read. Problems of other files are reported later by the driver. Only regular files are
+accepted unchecked. There is one exception: an endpoint is refused if the check for private paths times out.
+
+The API may read more files than teams may. Therefore the API tells a caller with a team's token only about files
+that every user of the machine can read. The driver later reports problems with other files. Only regular files are
 opened.
 """
 

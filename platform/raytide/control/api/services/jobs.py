@@ -203,8 +203,9 @@ class JobService:
         return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
-        """Returns the path of an uploaded package. Raises DeniedError for a caller with a team's token if no unfinished
-        job of the team uses the package. Raises NotFoundError if the package is gone.
+        """Returns the path of an uploaded package. A caller with a team's token may read only packages that an
+        unfinished job of the team uses. Raises DeniedError if such a caller asks for another package. Raises
+        NotFoundError if the package is gone.
         """
         if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
             raise DeniedError(

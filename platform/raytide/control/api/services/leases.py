@@ -42,7 +42,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolledLease:
-    """A job and its lease, read together at `version` of the store. It is read again once either has changed."""
+    """A job and its lease, which were read together. They contain all changes up to `version` of the store. Both are
+    read again after one of them has changed.
+    """
 
     job: Job
     lease: Lease
@@ -87,11 +89,12 @@ class LeasePolls:
     async def wait(
         self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
     ) -> bytes | None:
-        """Returns the lease as JSON once its epoch differs from `newer_than`, or on a timeout. The epoch is lower if
-        the job has got another lease. Returns None if the client disconnects.
+        """Returns the lease as JSON as soon as its epoch differs from `newer_than`. After `timeout_s` seconds, returns
+        the lease even if its epoch is `newer_than`. If the job has got another lease, the epoch is lower than
+        `newer_than`. Returns None if the client disconnects.
 
         `check` must raise an error if the caller may not see the job. Raises LeaseLostError if the job is over or is
-        being stopped, and NotFoundError if it does not exist.
+        being stopped. Raises NotFoundError if the job does not exist.
         """
         deadline_s = time.monotonic() + timeout_s
         gone: asyncio.Task[None] | None = None

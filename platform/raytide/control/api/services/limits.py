@@ -27,8 +27,8 @@ class LimitsService:
         self._changing = threading.Lock()
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
-        """Returns the costs of the caller's team. With a token for all teams, returns all costs, including those of no
-        team.
+        """Returns the costs of the caller's team. For a token that is valid for all teams, returns the costs of all
+        teams and the costs that belong to no team.
         """
         intervals = self._store.books.intervals()
         booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")

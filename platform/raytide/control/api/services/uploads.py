@@ -55,8 +55,9 @@ class Packages:
         return path
 
     def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
-        """Makes room for a team's new package of `size` bytes. Removes only packages that no unfinished job uses: all
-        that were not used for KEPT_S seconds, and as many others as necessary.
+        """Makes room for a team's new package of `size` bytes. Never removes a package that an unfinished job uses.
+        Removes all other packages that were not used for KEPT_S seconds. If that is not enough, also removes the least
+        recently used of the remaining packages.
 
         Raises ConflictError if the packages that the team's jobs use leave no room. Raises StorageError if the
         packages of all teams, or the disk, leave no room.

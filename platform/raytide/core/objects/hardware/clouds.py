@@ -39,8 +39,8 @@ Commands = tuple[Annotated[str, Field(max_length=65_536)], ...]
 
 
 class CloudSection(Config):
-    """One further cloud or region. A setting that is left out has the same value as in the rest of the file. Only the
-    private key in `auth` is not taken from the rest of the file, because it belongs to the head's region.
+    """One additional cloud or region. Settings that are left out have the values of the rest of the file. The private
+    key in `auth` is an exception: it belongs to the head's region and is therefore not copied.
     """
 
     provider: dict[str, object]

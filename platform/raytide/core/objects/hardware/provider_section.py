@@ -43,8 +43,8 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
 
 
 def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType], *, where: str) -> None:
-    """Raises ConfigError if a node type is not in `owned`, the node types of the operator's machines and of Slurm's
-    jobs. `kind` is the type of the provider: hosts or slurm.
+    """Raises ConfigError if a node type is not in `owned`. `kind` is the type of the provider: hosts or slurm. `owned`
+    contains the node types of the operator's machines (hosts) or of Slurm's jobs (slurm).
     """
     for node_type in node_types:
         if node_type.name not in owned:

@@ -86,11 +86,14 @@ def bytes_of(memory: object) -> float:
 
 
 def resolve_accelerator(labels: Mapping[str, str], node_types: Iterable[NodeType]) -> dict[str, str]:
-    """Returns the label selector with the accelerator's name spelled as in the node types' labels. If the name is that
-    of a node type, the selector selects this type instead.
+    """Resolves the accelerator's name in a label selector, and returns the new selector. The name may be in upper or
+    lower case.
 
-    A selector with operators (`!A100`, `in(...)`) is not changed. Raises UsageError if no label and no node type has
-    the name. The error lists the known accelerators.
+    If the node types' labels contain the name, the selector gets the spelling of these labels. Otherwise, if a node
+    type with GPUs has the name, the selector selects this node type. A selector with operators (`!A100`, `in(...)`)
+    is not changed.
+
+    Raises UsageError if no label and no node type has the name. The error lists the known accelerators.
     """
     name = labels.get(ACCELERATOR_LABEL, "")
     if not name or name.startswith("!") or "(" in name:

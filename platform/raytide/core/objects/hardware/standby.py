@@ -92,7 +92,8 @@ class StandbySection(Config):
 def check_standby(
     section: StandbySection, state_url: str, provider: str, saved: Iterable[str] | None, *, where: str
 ) -> None:
-    """Raises ConfigError if a standby that takes over could not continue with the state and the nodes of the lost head.
+    """Raises ConfigError if a standby cannot take over with the state and the nodes of the lost head.
+
     `saved` lists the paths that backups include besides the state. `saved` is None if there are no backups.
     """
     if not state_url.startswith(("postgresql", "postgres")):

@@ -69,8 +69,9 @@ class TransferSection(Config):
     def micro_usd_h(
         self, inputs: Iterable[DataInput], node_type: NodeType, zone: str, reclaims_per_h: float = 0.0
     ) -> float:
-        """Returns the cost in micro-dollars that reading one member's data adds to each hour on a node of this type and
-        zone. It includes the repeated reads after reclaims."""
+        """Returns the transfer cost of one member's data, in micro-dollars per hour on a node of this type and zone.
+        The cost of one read is spread over `stay_h` hours. Repeated reads after reclaims are included.
+        """
         usd = sum(each.gb * self.usd_per_gb(each.url, node_type, zone)[0] for each in inputs)
         return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
 

@@ -60,8 +60,8 @@ class WaitingJob(NamedTuple):
 
 
 class NodeEnds(NamedTuple):
-    """Counts of nodes whose end raytide did not intend. Nodes that still run are included if the provider has announced
-    their end. The counts are for one node type, zone and market.
+    """The numbers of nodes of one node type, zone and market that ended although raytide did not want them to end.
+    `taken_back` also includes nodes that still run but whose end the provider has announced.
     """
 
     type: str
@@ -90,14 +90,14 @@ class JobQueries(DatabaseAccess):
             return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
 
     def live_members(self) -> dict[str, int]:
-        """Returns, for each state of a member, the number of members of unreleased leases in this state."""
+        """Counts the members of unreleased leases. Returns the number of members in each member state."""
         m = t.members.c
         held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
         return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 
     def held_jobs(self, most: int = 1000) -> list[HeldJob]:
-        """Returns the newest jobs that hold a gang, at most `most`."""
+        """Returns at most `most` jobs that hold a gang, newest first."""
         j = t.jobs.c
         query = sa.select(j.id, j.team, j.kind, j.restarts, j.progress).order_by(j.number.desc()).limit(most)
         return [HeldJob(*row) for row in self._db.rows(query.where(j.state.in_(_HELD)))]

@@ -59,7 +59,7 @@ class DatasetRecords(DatabaseAccess):
             return tuple(_version(row) for row in version_rows(c, t.datasets, name, limit, offset))
 
     def datasets(self, *, team: str | None = None, limit: int = 100, offset: int = 0) -> tuple[RegisteredDataset, ...]:
-        """Returns datasets by name, each with its newest version."""
+        """Returns a page of datasets, sorted by name. Each dataset comes with its newest version."""
         page = newest_of(t.datasets, team=team, name=None, limit=limit, offset=offset)
         with self._db.read() as c:
             rows = newest_rows(c, t.datasets, page, limit)

@@ -97,8 +97,8 @@ def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
 
 
 def endpoints(c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
-    """Returns the records of all applications, sorted by name. Deleted applications are left out, unless `ended` is
-    true. Even then, a deleted challenger that serves no endpoint is left out, because each rollout may leave one.
+    """Returns the records of all applications, sorted by name. Deleted applications are included only if `ended` is
+    true. Deleted challengers that serve no endpoint are never included, because each rollout may leave such a record.
     """
     e = t.endpoints.c
     query = t.endpoints.select().order_by(e.name)

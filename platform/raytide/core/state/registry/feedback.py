@@ -79,9 +79,11 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns (judged, liked) for each revision and group of users: the number of answers that were judged since
-        `since_s`, and the number of likes among these judgements. With a metric, returns the number of the metric's
-        values and the sum of these values instead.
+        """Counts the judgements since `since_s`. Returns, for each revision and group of users, a pair (judged, liked):
+        the number of judged answers, and the number of likes among the judgements.
+
+        With a metric, returns other pairs: the number of the metric's values since `since_s`, and the sum of these
+        values.
         """
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value

@@ -1,4 +1,6 @@
-"""Registered models in the store: their versions, which are never changed, and the changes of their aliases."""
+"""The part of the store for registered models. It stores the models' versions, which never change, and the history of
+the models' aliases.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class RolloutRecords(DatabaseAccess):
     def start(
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
-        """Starts a rollout and returns it. Stores a revision with this spec, an application that runs the revision with
-        one replica, and the rollout.
+        """Starts a rollout and returns it. Stores three records: a revision with this spec, an application that runs
+        the revision with one replica, and the rollout.
 
         Raises NotFoundError if the endpoint does not exist. Raises ConflictError if the endpoint belongs to another
         team, has a rollout already or is being deleted.
@@ -138,8 +138,8 @@ class RolloutRecords(DatabaseAccess):
             return serving(c, name)
 
     def all_serving(self) -> dict[str, Serving]:
-        """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints without
-        a stored application and revision are left out.
+        """Returns the application and the revision that serve each endpoint. The keys are the endpoints' names.
+        Endpoints without a stored application and revision are left out.
         """
         with self._db.read() as c:
             return all_serving(c)
@@ -202,8 +202,8 @@ def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision
 
 
 def serving(c: sa.Connection, name: str) -> Serving:
-    """Returns the application and the revision that serve an endpoint. If the store does not list an application and a
-    revision for the endpoint, returns the endpoint's first application and the endpoint's newest revision.
+    """Returns the application and the revision that serve an endpoint. If the store has no record of them, returns the
+    endpoint's first application and the endpoint's newest revision.
     """
     row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
     if row is not None:
@@ -214,8 +214,8 @@ def serving(c: sa.Connection, name: str) -> Serving:
 
 
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
-    """Returns the application and the revision that serve each endpoint, by the endpoint's name. Endpoints without a
-    stored application and revision are left out.
+    """Returns the application and the revision that serve each endpoint. The keys are the endpoints' names. Endpoints
+    without a stored application and revision are left out.
     """
     return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
 

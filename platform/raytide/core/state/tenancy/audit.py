@@ -44,7 +44,7 @@ def acting(actor: str, at_s: float) -> Iterator[None]:
 def record(c: sa.Connection, action: str, object: str, detail: Mapping[str, Any] | None = None) -> None:
     """Appends an audit entry for a change by the current caller. A change by the platform itself gets no entry.
 
-    Call it last in a transaction, because it takes the lock that orders all entries.
+    This function takes the lock that orders all entries. Therefore make this call the last one in a transaction.
     """
     if (actor := _actor.get()) is not None:
         add_entry(c, actor[1], actor[0], action, object, detail or {})
@@ -88,8 +88,8 @@ class AuditLog(DatabaseAccess):
         limit: int = 100,
         most_bytes: int = MOST_PAGE_BYTES,
     ) -> tuple[AuditEntry, ...]:
-        """Returns entries with a number below `before`, newest first, at most `limit`. If their details are large, it
-        returns fewer entries, but at least one.
+        """Returns at most `limit` entries, newest first. With `before`, returns only entries with a lower number than
+        this. If the details of the entries are large, fewer entries are returned, but at least one.
 
         `action` may be a prefix, such as `key.`.
         """
@@ -107,8 +107,8 @@ class AuditLog(DatabaseAccess):
             return tuple(_entry(row) for row in paged(c, query, a.detail, limit, most_bytes))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
-        """Deletes the oldest entries from before `before_s`, at most `limit` of them. Returns the number of deleted
-        entries.
+        """Deletes entries that were written before `before_s`, the oldest first. Deletes at most `limit` entries.
+        Returns the number of deleted entries.
 
         Adds an entry with the hash of the last deleted entry, so that the rest of the chain can still be checked.
         """

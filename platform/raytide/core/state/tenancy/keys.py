@@ -96,8 +96,8 @@ class KeyRecords(DatabaseAccess):
             return _revision(c)
 
     def changes(self, since: int, now_s: float) -> tuple[int, dict[str, ApiKey]]:
-        """Returns the present revision, and a mapping from the hash of each API key's secret to the API key. The
-        mapping has the API keys that changed after the revision `since`. If `since` is -1, it has all valid API keys.
+        """Returns the present revision and a mapping of API keys. The mapping's keys are the hashes of the secrets. It
+        contains the API keys that changed after the revision `since`. If `since` is -1, it contains all valid API keys.
         """
         k = t.keys.c
         query = t.keys.select().where(k.changed > since)

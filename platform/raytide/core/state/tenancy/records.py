@@ -1,5 +1,5 @@
-"""One object with the store's tables for API keys, spending, usage and the audit log. It also deletes old rows of these
-tables.
+"""An object that combines the store's tables for API keys, spending, usage and the audit log. Its method `prune`
+deletes old rows of the keys, the usage and the audit log.
 """
 
 from __future__ import annotations

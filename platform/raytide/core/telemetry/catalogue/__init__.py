@@ -1,4 +1,6 @@
-"""The catalogue of every metric that raytide exposes. Each layer has a module or two, and `METRICS` has all metrics."""
+"""The catalogue of every metric that raytide exposes. One or more modules declare the metrics of each layer. `METRICS`
+contains the metrics of all layers.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ _WIDTH = array("i").itemsize * BLOCK_TOKENS
 
 
 def root_key(*parts: str | None) -> bytes:
-    """Returns the hash with which the chain of a prompt's block keys starts.
+    """Returns the hash that starts the chain of a prompt's block keys.
 
-    The hash covers the adapter and the cache salt, because the KV cache depends on them as well as on the tokens.
+    The hash covers the adapter and the cache salt. The KV cache depends on both, as it does on the tokens.
     """
     return blake2b(repr(parts).encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
@@ -82,8 +82,8 @@ class PrefixIndex:
         return [self._last_uses[key] for key in keys]
 
     def oldest_use(self) -> int | None:
-        """Returns the last use of the block that will be evicted next. Returns None while the index has free
-        capacity.
+        """Returns the time at which the block that will be evicted next was last used. Times are ticks of the index's
+        `clock`. Returns None while the index has free capacity.
         """
         return next(iter(self._last_uses.values())) if 0 < self._capacity <= len(self._last_uses) else None
 

@@ -1,11 +1,12 @@
-"""Chooses the replica that is expected to produce the first token soonest, from the replicas' statistics and from the
-requests that this gateway has sent to them.
+"""Chooses the replica that is expected to produce the first token soonest. The choice uses the replicas' statistics and
+the requests that this gateway has sent to them.
 
-The cost of a replica is a number of prefill tokens: those that the request must still compute there, plus those queued
-before it. A gateway knows its own requests exactly. It learns of other gateways' requests from the replicas, which push
-their statistics and the keys of prefixes that other gateways sent. Replicas of about equal cost are ordered by
-rendezvous hashing (Thaler and Ravishankar 1998). All gateways therefore send a new prefix to the same replica, even
-before these reports arrive.
+The cost of a replica is a number of prefill tokens. It counts the tokens that the request must still compute on the
+replica, and the tokens that are queued before the request. A gateway knows its own requests exactly. It learns of
+other gateways' requests from the replicas. Each replica pushes its statistics, and the keys of the prefixes that it
+received from other gateways. Replicas of about equal cost are ordered by rendezvous hashing (Thaler and Ravishankar
+1998). All gateways therefore send a new prefix to the same replica, even before a replica has pushed the prefix's
+keys.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ class Router:
         return route
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
-        """Records that a replica has cached a prefix, because another gateway sent the prefix to this replica.
+        """Adds a prefix to the index of a replica. Another gateway has sent this prefix to the replica, so the replica
+        has cached it.
 
         `prefix` is a result of `join_keys`.
         """

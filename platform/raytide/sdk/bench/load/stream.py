@@ -46,8 +46,8 @@ class BenchRecord:
 
     @property
     def output_tokens(self) -> int:
-        """The number of generated tokens that the server reports. If the server reports no such number, the number of
-        events that carry tokens.
+        """The number of generated tokens, as reported by the server. If the server reports no number, this is the
+        number of events that carry tokens.
         """
         if self.usage_tokens is not None:
             return self.usage_tokens

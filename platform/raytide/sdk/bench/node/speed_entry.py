@@ -36,8 +36,8 @@ class SpeedChange:
 def write_speed(path: Path, node_type: str, ratio: float, reference: str) -> SpeedChange:
     """Sets the `speed` of `node_type` to `ratio` times the `speed` of `reference`. Replaces the file atomically.
 
-    Raises ConfigError and leaves the file unchanged if the entry cannot be found, or cannot be changed without changing
-    other entries.
+    Raises ConfigError if the entry cannot be found, or if the change would affect other entries too. The file is
+    then unchanged.
     """
     path = path.resolve()  # a link stays one
     with path.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,5 @@
-"""Serves the output of an endpoint's replicas, which are processes on several nodes, in parts of whole lines.
+"""Serves the output of an endpoint's replicas, which are processes on several nodes. The output is served in parts, and
+each part consists of whole lines.
 
 A position consists of entries `REPLICA.FILE:BYTE`, joined by commas. A file without an entry is read from its
 beginning.

@@ -39,7 +39,8 @@ Total = Annotated[float, Field(ge=0, le=1e12)]
 class ClientLatencyReport(Config):
     """The latencies of whole requests and of first tokens that a client observed since its last report.
 
-    Both have a count for each histogram bucket, and a sum in seconds.
+    For each of the two, the report contains the number of latencies in each histogram bucket, and the sum of the
+    latencies in seconds.
     """
 
     requests: Counts = Field(max_length=len(CLIENT_REQUEST_SECONDS.buckets) + 1)
