@@ -2,8 +2,7 @@
 
 A Trainer lives as long as its process group. When the gang changes, a new Trainer is built and loads the latest state.
 The data and the update of a step depend only on (spec, step). The process group only determines which rank computes
-which part.
-"""
+which part."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from raytide.actors.trainer.checkpoint.manager import CheckpointManager, UnsavedNotice
 from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
@@ -48,6 +47,8 @@ from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.io.claim import committing
 from raytide.core.specs.train import TrainSpec
 
+T = TypeVar("T")
+
 
 class Trainer:
     """The state of one run on one process group. All ranks must call its methods together, except `close`."""
@@ -70,8 +71,7 @@ class Trainer:
         self._loader = DataLoader(self.data, self.sampler, group, spec)
         self._gradient_copies = group.sizes.replicate if spec.replicas_reduce_themselves else 1
         """The number of copies of each gradient outside of DTensor's mesh. The copies are equal if replicas compress
-        them; if replicas train independently, the norm is the root mean square of theirs.
-        """
+        them; if replicas train independently, the norm is the root mean square of theirs."""
         self.early_stop = EarlyStop(spec.eval)
         self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
         self._applying = False
@@ -157,8 +157,7 @@ class Trainer:
 
     def wait_for_save(self) -> None:
         """Waits for the save in flight. All ranks see the same outcome. A failed save (full disk, unreachable bucket)
-        does not end the run. The previous checkpoint is intact, and the next checkpoint interval tries again.
-        """
+        does not end the run. The previous checkpoint is intact, and the next checkpoint interval tries again."""
         try:
             if self.checkpoints.wait():
                 self._unsaved.end()
@@ -237,24 +236,26 @@ class Trainer:
         """Runs one optimiser step over the global batch and returns its result. If any rank asks to stop, does nothing
         and returns None.
 
-        A batch that the guard rejects is not applied, and the result gives the reason. If memory runs out, a single
-        process retries with smaller microbatches. In a gang, torch.OutOfMemoryError is raised instead, and the gang
-        forms again with smaller microbatches.
+        A batch that the guard rejects is not applied, and the result gives the reason. If memory runs out, a gang
+        raises torch.OutOfMemoryError and forms again with smaller microbatches. A single process retries with them.
         """
-        while True:
-            try:
-                result = self._step(pause)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not micro_batch.is_out_of_memory(error) or self._applying or self.group.world > 1:
-                    raise
-            self.micro_batch = self._limit.halve(self.micro_batch, 1)
-            self._rebuild()  # outside the handler, whose traceback keeps the graph alive
+        result = self._retry_out_of_memory(lambda: self._step(pause))
         self._limit.record_steps(1)
         first = self.spec.first_micro_batch(self.group.sizes)
         if self.group.world == 1 and self._limit.grow(first, 1):
             self.micro_batch = self._limit.bound(first)
         return result
+
+    def _retry_out_of_memory(self, call: Callable[[], T]) -> T:
+        """Returns the result of `call`. A single process that runs out of memory calls it with smaller microbatches."""
+        while True:
+            try:
+                return call()
+            except (RuntimeError, MemoryError) as error:
+                if not micro_batch.is_out_of_memory(error) or self._applying or self.group.world > 1:
+                    raise
+            self.micro_batch = self._limit.halve(self.micro_batch, 1)
+            self._rebuild()  # outside the handler, whose traceback keeps the graph alive
 
     def _compare_replicas(self) -> None:
         """Compares the weights of replicas, unless that is disabled or already done at this step."""
@@ -333,7 +334,7 @@ class Trainer:
             self._unsaved.end()
         step_s = self._step_s = time.perf_counter() - began
         span = pairs / (spec.global_batch * spec.seq_len)
-        eval_loss = self._evaluate() if verdict.kind != "stopped" else None
+        eval_loss = self._retry_out_of_memory(self._evaluate) if verdict.kind != "stopped" else None
         return StepResult(
             step=step + 1,
             loss=loss,

@@ -141,9 +141,11 @@ def test_a_flow_killed_at_each_stage_goes_on_and_does_no_stage_twice(
     assert "<svg" in run._repr_html_()
 
 
+@pytest.mark.soak
 def test_a_flow_that_ran_before_is_cached_and_a_failing_gate_leaves_the_old_version_serving_until_a_better_one(
     tide: rt.Client, out: Path, eventually: Callable[..., None]
 ) -> None:
+    tide.flow(flow_file(out)).wait(timeout_s=TIMEOUT_S)
     before = tide.endpoint("flow-model").status
     worse = tide.flow(flow_file(out), params={"steps": 3}).wait(timeout_s=TIMEOUT_S)
     states = {view.name: view for view in worse.stages()}

@@ -225,6 +225,36 @@ def test_a_halved_microbatch_grows_back_and_changes_nothing_else(
     assert far([result.loss for result in results if result is not None], wanted) <= 5e-6
 
 
+def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_no_step_is_lost(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = with_(spec, "auto", steps=3, micro_batch="auto", eval={"dataset": spec.dataset, "every": 2, "batches": 2})
+    with process_group.single_process() as mine:
+        whole = Trainer(spec, mine)
+        wanted = [whole.step() for _ in range(3)]
+        whole.close()
+        trainer = Trainer(with_(spec, "injected"), mine)
+        evaluator = trainer._evaluator
+        assert evaluator is not None
+        loss, sizes = evaluator.loss, list[int]()
+
+        def full(compute: Any, micro_batch: int) -> float:
+            sizes.append(micro_batch)
+            if len(sizes) == 1:
+                raise torch.OutOfMemoryError("injected")
+            return loss(compute, micro_batch)
+
+        monkeypatch.setattr(evaluator, "loss", full)
+        results = [trainer.step() for _ in range(3)]
+        trainer.close()
+    assert sizes == [6, 3, 3]  # due after two steps, repeated, and due at the end
+    assert [result.step for result in results if result is not None] == [1, 2, 3]
+    for got, one in zip(results, wanted, strict=True):
+        assert got is not None and one is not None
+        assert got.loss == pytest.approx(one.loss, abs=5e-6)
+        assert got.eval_loss == pytest.approx(one.eval_loss, abs=5e-6)
+
+
 def inject(trainer: Trainer, where: str) -> None:
     """Run out of memory once, in the second layer."""
     calls = 0
