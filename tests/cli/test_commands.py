@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,6 +198,11 @@ def test_a_promise_without_a_time_is_refused_before_anything_is_sent() -> None:
         Client(ApiClient(NOWHERE, "")).serve("model", slo_target=0.9)
 
 
+def test_resources_of_serve_do_not_name_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "team" not in asked(monkeypatch, "m", "--gpus", "2", "--spot").model_fields_set
+    assert asked(monkeypatch, "m", "--gpus", "2", "--team", "red").team == "red"
+
+
 def view(state: JobState, **progress: float | int | str) -> JobView:
     spec = JobSpec(
         kind=JobKind.TRAIN, name="tiny", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)), config={"out": "/out"}
@@ -221,6 +227,19 @@ class Script(ApiClient):
 
 def _follow(run: Run) -> None:
     submit.finish(run, partial(submit.follow, run, quiet=False), wait=True, json=False)
+
+
+def test_a_job_is_followed_for_as_long_as_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each look a day has passed."""
+    days = count()
+    clock = SimpleNamespace(monotonic=lambda: 86_400.0 * next(days), sleep=lambda _: None, time=time.time)
+    monkeypatch.setattr("raytide.sdk.jobs.job_run.time", clock)
+    done = view(JobState.SUCCEEDED, step=3, model="/out/model")
+    client = Script(view(JobState.RUNNING, step=1), view(JobState.RUNNING, step=2), done, done)
+    _follow(Run(client, view(JobState.QUEUED)))
+    assert capsys.readouterr().out.splitlines()[-1] == "train tiny: /out/model"
 
 
 def test_a_followed_job_shows_its_numbers_and_where_the_result_is(

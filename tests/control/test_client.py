@@ -239,3 +239,15 @@ def test_a_token_that_no_header_can_hold_is_an_error() -> None:
     for token in ("secret\n", "gehëim"):
         with pytest.raises(ConfigError, match="RAYTIDE_TOKEN"):
             ApiClient("http://api", token)
+
+
+def test_a_forked_process_opens_a_connection_of_its_own(
+    http: HttpConnections, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(http, "/parent")
+    with monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: -1)
+        assert asked(http, "/child")["path"] == "/api/child"
+        assert echo.connections == 2
+    asked(http, "/parent")
+    assert echo.connections == 2, "the parent goes on with its own"

@@ -66,7 +66,7 @@ def run_batch_job(
         folder.mkdir(parents=True, exist_ok=True)
     claim = Claim([str(folder)], holder)
     try:
-        header = {"input": rows.digest, "model": spec.model}
+        header = {"input": rows.digest, "model": spec.model, **({"weights": spec.weights} if spec.weights else {})}
         done = read_json(folder / _DONE)
         if done is not None and done != header:
             raise DataError(f"{out} is the output of another batch.", hint=f"Name another output, or remove {folder}.")
@@ -93,8 +93,11 @@ def _run(
             say(f"{len(progress)} of {len(rows)} rows have run before")
         if len(progress) < len(rows):
             staged = staged_model(spec.model)
-            asyncio.run(_answer(rows, progress, build_engine(spec, staged.path), claim, say))
-            staged.close()
+            swapped = staged_model(spec.weights) if spec.weights else None
+            engine, weights = build_engine(spec, staged.path), None if swapped is None else swapped.path
+            asyncio.run(_answer(rows, progress, engine, weights, claim, say))
+            for each in filter(None, (staged, swapped)):
+                each.close()
         if len(progress) < len(rows):
             say(f"stopped: {len(progress)} of {len(rows)} rows have run, and the next attempt goes on there")
             raise SystemExit(_TERMINATED)
@@ -115,7 +118,12 @@ def _run(
 
 
 async def _answer(
-    rows: BatchInput, progress: ProgressFile, engine: Engine, claim: Claim, say: Callable[[str], object]
+    rows: BatchInput,
+    progress: ProgressFile,
+    engine: Engine,
+    weights: str | None,
+    claim: Claim,
+    say: Callable[[str], object],
 ) -> None:
     server = Server(engine, model="batch")
     app = create_app(server, owns_server=False)
@@ -137,6 +145,8 @@ async def _answer(
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     await server.start()
+    if weights is not None:
+        await engine.load_weights(weights)
     began_s = time.monotonic()
     work = run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
     running, watching = tasks = [asyncio.create_task(work), asyncio.create_task(_watch(server))]

@@ -127,7 +127,8 @@ class Client:
         """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         if pip or image is not None:
-            fields = {**train.model_dump(mode="json"), "pip": list(pip), "image": image}
+            given = train.model_dump(mode="json", exclude_unset=True)  # a default team must not become a named one
+            fields = {**given, "pip": list(pip), "image": image}
             train = TrainSpec.parse(fields, where="train")
         job, gang = job_and_gang(options)
         if gang is not None:

@@ -259,3 +259,10 @@ def test_trainings_and_scripts_take_packages_in_the_same_words_and_builds_none(s
     assert isinstance(lacking.exception, UsageError)
     refused = runner.invoke(app, ["train", "train.yaml", "--pip", "-i x"])
     assert "no requirement such as name==1.0" in str(refused.exception)
+
+
+@pytest.mark.parametrize("words", [["--pip", "trl"], ["--image", "registry.example.com/train:1"]])
+def test_packages_of_a_training_do_not_name_a_team(script: Path, desk: Desk, words: list[str]) -> None:
+    (script.parent / "train.yaml").write_text("{dataset: /data, out: /out, steps: 1}")
+    assert runner.invoke(app, ["train", "train.yaml", *words, "--no-wait"]).exit_code == 0
+    assert "team" not in desk.specs[-1].model_fields_set

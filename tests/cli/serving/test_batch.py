@@ -25,7 +25,8 @@ class FakeApi:
     def endpoint(self, name: str) -> Any:
         if name != "chat":
             raise NotFoundError(f"there is no endpoint {name}.")
-        spec = ServeSpec(name="chat", model="/models/chat", engine={"max_running": 4, "dtype": "bfloat16"})
+        engine = {"max_running": 4, "dtype": "bfloat16"}
+        spec = ServeSpec(name="chat", model="/models/chat", weights="/models/new", engine=engine)
         return SimpleNamespace(endpoint=SimpleNamespace(spec=spec))
 
     def model_version(self, reference: object) -> Any:
@@ -85,3 +86,8 @@ def test_what_cannot_run_is_refused_before_it_is_queued(api: FakeApi, model: str
     with pytest.raises(DataError, match=why):
         Client(api).batch("rows.jsonl", out, model=model)  # type: ignore[arg-type]
     assert api.submitted == []
+
+
+def test_an_endpoint_gives_the_weights_that_it_serves_now(api: FakeApi) -> None:
+    _, spec = submitted(api, "chat")
+    assert (spec.model, spec.weights) == ("/models/chat", "/models/new")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from functools import partial
@@ -117,10 +118,10 @@ def _follow(found: FlowRun, *, wait: bool, json: bool) -> None:
 
 def _print_changes(found: FlowRun, *, quiet: bool) -> None:
     if sys.stderr.isatty() and not quiet:
-        found.watch()
+        found.watch(math.inf)
     else:
         before: dict[str, str] = {}
-        for _ in found.updates():
+        for _ in found.updates(math.inf):
             for view in found.stages():
                 if view.status != before.get(view.name, "waiting") and not quiet:
                     shown = "cached" if view.is_cached else view.status

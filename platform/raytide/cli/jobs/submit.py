@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -213,10 +214,10 @@ def train(
 def follow(run: Run, *, quiet: bool) -> None:
     """Prints a job's state until the job ends, and then the location of its result."""
     if sys.stderr.isatty() and not quiet:
-        run.watch()
+        run.watch(math.inf)
     else:
         line = ""
-        for view in run.updates():
+        for view in run.updates(math.inf):
             latest = _progress(view)
             if latest != line and not quiet:
                 line = latest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ from raytide.core.errors import ConfigError
 
 
 class HttpConnections:
-    """Connections to one HTTP server, kept open between requests. Thread-safe.
+    """Connections to one HTTP server, kept open between requests. Usable in several threads, and in forked processes.
 
     They use the standard library's HTTP client, because importing any other client takes longer than the rest of
     `raytide ps`.
@@ -26,7 +27,8 @@ class HttpConnections:
             raise ConfigError(f"{address!r} is not the address of an API.", hint="Write http://HOST:PORT.")
         self._class = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         self._host, self._prefix, self._headers = url.netloc, url.path.rstrip("/"), headers
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: dict[int, list[http.client.HTTPConnection]] = {}
+        """The idle connections of each process: a forked one must not read the answers to its parent."""
 
     def request(
         self, method: str, path: str, query: Mapping[str, Any], body: object, *, timeout_s: float
@@ -45,9 +47,10 @@ class HttpConnections:
         given = ((name, value) for name, value in query.items() if value is not None)
         words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given}
         target = self._prefix + quote(path) + ("?" + urlencode(words) if words else "")
+        idle = self._idle.setdefault(os.getpid(), [])
         while True:
             try:
-                connection, is_new = self._idle.pop(), False
+                connection, is_new = idle.pop(), False
             except IndexError:
                 connection, is_new = self._class(self._host), True
             try:
@@ -57,13 +60,14 @@ class HttpConnections:
                 if is_new or not isinstance(error, ConnectionError | http.client.HTTPException):
                     raise
             else:
-                self._idle.append(connection)
+                idle.append(connection)
                 return answer
 
     def close(self) -> None:
         """Closes the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        for idle in list(self._idle.values()):
+            while idle:
+                idle.pop().close()
 
 
 def _exchange(

@@ -61,7 +61,8 @@ def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
         if word in words:
             own.pop(resource, None)
     resources = {**own, **asked["resources"]} or {"CPU": 1.0}
-    fields = {**spec.model_dump(), "resources": resources, "labels": {**spec.labels, **asked["labels"]}}
+    given = spec.model_dump(exclude_unset=True)  # a default team must not become a named one
+    fields = {**given, "resources": resources, "labels": {**spec.labels, **asked["labels"]}}
     return ServeSpec.parse(fields, where=spec.name)
 
 

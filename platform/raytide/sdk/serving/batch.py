@@ -23,9 +23,9 @@ def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gan
     """Returns the spec of the model that a batch job runs. `model` is one of these:
     - a directory that the nodes can read
     - a registered model (`registry:NAME@ALIAS`)
-    - the name of an endpoint, whose model and engine options are used
+    - the name of an endpoint, whose model, current weights and engine options are used
     """
-    options = dict(engine)
+    options, weights = dict(engine), ""
     if model.startswith(SCHEME):
         location = ModelRegistry(client).get(model).spec.location
     elif Path(model).is_dir():
@@ -37,9 +37,9 @@ def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gan
             raise DataError(
                 f"{model} is neither a directory nor an endpoint.", hint="`raytide serve` lists the endpoints."
             ) from None
-        location, options = served.model, {**served.engine, **engine}
+        location, weights, options = served.model, served.weights, {**served.engine, **engine}
     resources = dict(gang.shapes[0].resources)
-    fields = {"name": "batch", "model": location, "engine": options, "resources": resources}
+    fields = {"name": "batch", "model": location, "weights": weights, "engine": options, "resources": resources}
     return ServeSpec.parse(fields, where="batch")
 
 

@@ -23,6 +23,7 @@ from raytide.core.specs.live_changes import AdapterChange, WeightsChange
 from raytide.core.specs.rollout import Score
 from raytide.dashboards.figures.over_time import over_time
 from raytide.sdk.display import Glance, LiveView
+from raytide.sdk.jobs.job_run import patiently
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -60,6 +61,10 @@ class EndpointHandle:
         self.status = self._client.endpoint(self.name)
         return self
 
+    def _look(self) -> EndpointStatus:
+        """Renews the state and returns it. Waits for an API that is being restarted."""
+        return patiently(self.name, self.refresh).status
+
     def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
         """Blocks until this many replicas answer, and returns the endpoint. Meanwhile, the endpoint's progress is shown
         in a notebook or on a terminal.
@@ -79,7 +84,7 @@ class EndpointHandle:
         until_s, ongoing, ready = time.monotonic() + for_s, list[float](), list[float]()
         with LiveView() as live, suppress(KeyboardInterrupt):
             while (left_s := until_s - time.monotonic()) > 0:
-                status = self.refresh().status
+                status = self._look()
                 ongoing.append(status.ongoing)
                 ready.append(status.ready_replicas)
                 live.show(partial(self._glance_back, ongoing[-_MOST_SHOWN:], ready[-_MOST_SHOWN:]))
@@ -115,7 +120,7 @@ class EndpointHandle:
         Raises EngineError if the endpoint fails, and WaitTimeoutError after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        while self.refresh().status.ready_replicas < replicas and self.status.endpoint.spec.backend is None:
+        while self._look().ready_replicas < replicas and self.status.endpoint.spec.backend is None:
             if self.status.endpoint.state is EndpointState.FAILED:
                 raise EngineError(f"endpoint {self.name} failed: {self.status.endpoint.reason}")
             if time.monotonic() > deadline:
@@ -267,7 +272,7 @@ class EndpointHandle:
         self.status = self._client.change_weights(self.name, WeightsChange(location=location))
         deadline, wanted = time.monotonic() + timeout_s, self.status.endpoint.spec.weights
         while True:
-            live = self.refresh().status.live
+            live = self._look().live
             if error := next((each.error for each in live if each.error and each.asked == wanted), ""):
                 self.status = self._client.change_weights(self.name, WeightsChange(location=before))
                 raise ConflictError(f"endpoint {self.name}: {error}", hint="It keeps the weights that it had.")
@@ -291,7 +296,8 @@ class EndpointHandle:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            states = self.refresh().adapters()
+            self._look()
+            states = self.adapters()
             seen = [state for each in states.values() for state in each]
             if error := next((state for state in seen if state not in ("", LOADING)), ""):
                 raise DataError(f"endpoint {self.name}: {error}", hint="Unload the adapter, or load another one.")

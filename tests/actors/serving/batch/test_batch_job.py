@@ -145,3 +145,21 @@ def test_an_engine_that_hangs_ends_the_attempt(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Server, "problem", stalled)
     with pytest.raises(EngineDeadError, match="took no step"):
         run_batch_job(write_rows(tmp_path / "rows.jsonl", 2), tmp_path / "out.jsonl", SPEC)
+
+
+def test_the_weights_of_the_spec_are_loaded_and_make_another_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    async def load_weights(self: FakeEngine, source: str, version: str | None = None) -> str:
+        loaded.append(source)
+        return source
+
+    monkeypatch.setattr(FakeEngine, "load_weights", load_weights)
+    (tmp_path / "new").mkdir()
+    source, out = write_rows(tmp_path / "rows", 2), tmp_path / "out.jsonl"
+    run_batch_job(source, out, SPEC.model_copy(update={"weights": str(tmp_path / "new")}))
+    assert loaded == [str(tmp_path / "new")]
+    with pytest.raises(DataError, match="another batch"):
+        run_batch_job(source, out, SPEC)
