@@ -226,6 +226,7 @@ class Trainer:
                 self.save()
             if self.snapshots is not None and self.snapshots.is_due(self.spec, self.steps_done, self.snapshot_step):
                 self.take_snapshot()
+        self._meet()  # a run that ends early may end between two meetings
         self.save()
         self.checkpoints.wait()
         if self.spec.export:
@@ -237,8 +238,7 @@ class Trainer:
         and returns None.
 
         A batch that the guard rejects is not applied, and the result gives the reason. If memory runs out, a gang
-        raises torch.OutOfMemoryError and forms again with smaller microbatches. A single process retries with them.
-        """
+        raises torch.OutOfMemoryError and forms again with smaller microbatches. A single process retries with them."""
         result = self._retry_out_of_memory(lambda: self._step(pause))
         self._limit.record_steps(1)
         first = self.spec.first_micro_batch(self.group.sizes)

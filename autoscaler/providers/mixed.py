@@ -48,7 +48,7 @@ class MixedProvider:
         self._failures: dict[str, str] = {}
         """Errors of other calls since then, by provider, for the providers that did list their machines."""
         self._in_doubt: set[str] = set()
-        """Nodes whose launch failed with an error other than a refusal, so that they may have been bought."""
+        """Nodes that may have been bought, because a launch was tried and not refused, and that are not listed yet."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         """Buys the node's machine.
@@ -68,7 +68,6 @@ class MixedProvider:
         except ProviderError:
             self._in_doubt.discard(node.id)
             raise
-        self._in_doubt.discard(node.id)
 
     def terminate(self, node_id: str) -> None:
         """Terminates the node at the provider that lists it. If no provider lists the node, sends the request to all
@@ -104,6 +103,7 @@ class MixedProvider:
                 found += last
             else:
                 self._silent.pop(name, None)
+        self._in_doubt.difference_update(machine.node_id for machine in found)
         return in_order(found)
 
     def notices(self) -> tuple[Notice, ...]:

@@ -165,7 +165,7 @@ def _fits_whole(
         return True  # a single demand is placed whole or not at all
     state = builder.state.copy()
     state.forget_pending()
-    if state.offerings.launches_left:
+    if (state.offerings.launches_left or 0) > 0:
         state.offerings.launches_left = None  # the launch rate only delays the rest by minutes
     for demand, shape in group:
         before = state.next_node

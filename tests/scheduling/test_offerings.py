@@ -164,3 +164,10 @@ def test_a_copy_of_the_room_is_a_room_of_its_own() -> None:
     here.release("node-1", {"GPU": 1})
     here.release("node-99", {"GPU": 1})
     assert most(here) == 9
+
+
+def test_all_types_together_have_no_more_nodes_than_max_workers() -> None:
+    there = room(SOLID, SPOT, nodes=(view(1), view(2)), limits=Limits(max_nodes=3))
+    assert len(there.place(TWO_GPUS, 9, at_least=0, subject="g")) == 3  # type: ignore[arg-type]
+    assert there.buy(SOLID) is None
+    assert short(there.place(TWO_GPUS, 1, subject="g")).constraint == "capacity"

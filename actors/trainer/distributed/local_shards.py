@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -79,14 +80,7 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
     """Returns this rank's shard `value` as a DTensor with the parameter's shape and layout."""
     if not isinstance(parameter, DTensor):
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return _placed(value, parameter, parameter.placements, parameter.shape, parameter.stride())
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
@@ -107,4 +101,12 @@ def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
             placements.append(placement if cut < dim else Shard(cut - 1))
     shape = torch.Size(size for index, size in enumerate(parameter.shape) if index != dim)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(value, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return _placed(value, parameter, placements, shape, stride)
+
+
+def _placed(
+    value: Tensor, parameter: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
+) -> DTensor:
+    """Returns `value` as a DTensor where it is. `DTensor.from_local` would copy it to the mesh's device."""
+    spec = DTensorSpec(parameter.device_mesh, tuple(placements), TensorMeta(shape, tuple(stride), value.dtype))
+    return DTensor(value.detach(), spec, requires_grad=False)

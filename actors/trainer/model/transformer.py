@@ -199,12 +199,15 @@ class Transformer(nn.Module):
             return x_BTD
         x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
         if targets_BT is not None:
-            loss = self.loss(x_BTD, self.head_weight, targets_BT, cap)
-            return (
-                loss if self.balance == 0 else loss + self.balance * load_balancing_loss(self._routings(), targets_BT)
-            )
+            return self.with_balance(self.loss(x_BTD, self.head_weight, targets_BT, cap), targets_BT)
         logits_BTV = F.linear(x_BTD, self.head_weight)
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+
+    def with_balance(self, loss: Tensor, targets_BT: Tensor) -> Tensor:
+        """Returns the loss of the last forward pass plus the routers' load-balancing loss, if routers are balanced."""
+        if self.balance == 0:
+            return loss
+        return loss + self.balance * load_balancing_loss(self._routings(), targets_BT)
 
     @property
     def head_weight(self) -> Tensor:

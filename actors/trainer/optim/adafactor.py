@@ -28,7 +28,7 @@ class Adafactor(Optimizer):
         if parameter.ndim < 2:
             return {STEP: first_step(), SECOND: zeros(parameter)}
         shard = zeros(parameter)
-        return {STEP: first_step(), ROW: shard[..., 0].clone(), COLUMN: shard[..., 0, :].clone()}
+        return {STEP: first_step(), ROW: shard.sum(-1), COLUMN: shard.sum(-2)}  # zeros; a rank may have no rows
 
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         weight, grad = local(parameter), grad.float()

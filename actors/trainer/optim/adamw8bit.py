@@ -90,7 +90,7 @@ def _blocks(value: Tensor) -> Tensor:
     size = min(BLOCK, value.shape[-1])
     fill = -value.shape[-1] % size
     full = nn.functional.pad(value, (0, fill)) if fill else value
-    return full.view(*value.shape[:-1], -1, size)
+    return full.view(*value.shape[:-1], full.shape[-1] // size, size)  # not -1: a rank may have no rows
 
 
 @cache

@@ -93,7 +93,8 @@ class SingleStage:
             if isinstance(predicted, Tensor)
             else TopPredictions(predicted.ids.flatten(0, 1), predicted.log_p.flatten(0, 1))
         )
-        return distillation_sum(logits_BTV.flatten(0, 1), flat, micro.targets.flatten(), teacher.spec)
+        loss = distillation_sum(logits_BTV.flatten(0, 1), flat, micro.targets.flatten(), teacher.spec)
+        return self.part.with_balance(loss, micro.targets)
 
     def _forward(self, micro: Micro) -> Tensor:
         loss: Tensor = self.part(

@@ -208,7 +208,11 @@ class SlurmProvider(Provider):
                 self._cancelled.add(job.job_id)
 
     def _is_given_up(self, node_id: str) -> bool:
-        return not self._request_file(node_id).exists()
+        """Returns whether the node is not wanted any more. A node that runs needs no request: its file may have been
+        cleaned up, or lie in a folder that is not mounted now.
+        """
+        runs = self._purchases.find(node_id) is not None and not self._purchases.is_over(node_id)
+        return node_id in self._leaving_s or not (runs or self._request_file(node_id).exists())
 
     def _end(self, node_id: str, reason: str) -> None:
         self._purchases.end(node_id, self._clock.now_s(), reason)

@@ -180,7 +180,8 @@ def why_not(
             f"the next attempt is at {utc(retry_at_s)}.",
             "Allow another shape, add a zone or a node type, or wait.",
         )
-    if now >= count and not shape.together and offerings.launches_left == 0:
+    is_at_rate = offerings.launches_left is not None and offerings.launches_left <= 0
+    if now >= count and not shape.together and is_at_rate:
         rate = f"{offerings.limits.launches_per_min} nodes were launched within a minute (metadata.raytide.limits)"
         return Unschedulable(
             "rate", f"{subject} waits: it {needs}; {rate}.", "No action needed: it continues within a minute."

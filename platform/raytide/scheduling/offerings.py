@@ -203,8 +203,10 @@ class Offerings:
     """The price of all nodes that are not gone."""
     left: Ints
     """The number of nodes of each type that `max_nodes` still allows. A node counts until the provider has ended it."""
+    total_left: int | None
+    """The same for all types together; None without a limit."""
     launches_left: int | None
-    """The number of launches that are left in this minute; None without a limit."""
+    """The launches that are left in this minute. Negative after a gang that exceeds them, None without a limit."""
     backed_off: Mask
     """True for offerings whose pool backs off."""
     caps: Ints | None
@@ -230,6 +232,7 @@ class Offerings:
             limits=snapshot.limits,
             burn_micro_usd_h=sum(view.node.price_micro_usd_h for view in snapshot.nodes),
             left=np.array([max_nodes[name] - existing[name] for name in table.types], dtype=np.int64),
+            total_left=None if snapshot.limits.max_nodes is None else snapshot.limits.max_nodes - existing.total(),
             launches_left=None if rate is None else max(0, rate - recent),
             backed_off=np.array(backed_off, dtype=np.bool_),
             caps=_caps(table, snapshot.limits),
@@ -258,6 +261,8 @@ class Offerings:
             for name, nodes in purchase.of_type.items():
                 taken[self.table.types[name]] = nodes
             left -= taken[self.table.type_of]
+        if self.total_left is not None:
+            left = np.minimum(left, self.total_left - purchase.size)
         if self.caps is not None:
             spare = self.caps - self.burn_micro_usd_h - purchase.price_micro_usd_h
             left = np.minimum(left, spare // np.maximum(1, self.table.price))
@@ -282,6 +287,8 @@ class Offerings:
             return "stock", f"backs off until {utc(retry_at_s)}" + (f": {why}" if why else "")
         if self.nodes_left(offering.node_type.name) <= 0:
             return "capacity", f"all {offering.node_type.max_nodes} that max_nodes allows exist"
+        if self.total_left is not None and self.total_left <= 0:
+            return "capacity", f"all {self.limits.max_nodes} nodes that max_workers allows exist"
         if self.caps is not None and self.burn_micro_usd_h + offering.price_micro_usd_h > (
             cap := int(self.caps[offering.row])
         ):
@@ -294,13 +301,15 @@ class Offerings:
 
     def buy(self, offering: Offering) -> None:
         self.left[self.table.types[offering.node_type.name]] -= 1
+        self.total_left = None if self.total_left is None else self.total_left - 1
         self.burn_micro_usd_h += offering.price_micro_usd_h
         if self.launches_left is not None:
-            self.launches_left = max(0, self.launches_left - 1)
+            self.launches_left -= 1
 
     def cancel(self, offering: Offering) -> None:
         """Undoes one `buy` of this offering."""
         self.left[self.table.types[offering.node_type.name]] += 1
+        self.total_left = None if self.total_left is None else self.total_left + 1
         self.burn_micro_usd_h -= offering.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left += 1

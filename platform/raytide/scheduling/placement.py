@@ -142,7 +142,7 @@ def best_candidate(
     launched now. It may exceed this limit if the `needed` members of a gang would otherwise be split.
     """
     candidate = _most_members(offerings, node_table, slots, pending, request)
-    left = offerings.launches_left
+    left = None if offerings.launches_left is None else max(0, offerings.launches_left)
     if left is None or candidate.purchase.size <= left or (left and candidate.would_split(left, needed)):
         return candidate
     return _most_members(offerings, node_table, slots, pending, replace(request, max_new=left))

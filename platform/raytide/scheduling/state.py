@@ -4,11 +4,11 @@ place the jobs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from raytide.core.objects.gang import Lease, Member, MemberState, Shape
+from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import (
     TYPE_LABEL,
     ZONE_LABEL,
@@ -16,12 +16,10 @@ from raytide.core.objects.node import (
     NodeState,
     NodeType,
     Resources,
-    fits,
-    minus,
-    round_up_gpu_share,
 )
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
 from raytide.scheduling.diagnosis import Holders, Unschedulable, why_impossible, why_not
+from raytide.scheduling.free_resources import free_resources
 from raytide.scheduling.lookahead import PendingDemand
 from raytide.scheduling.node_table import NodeTable
 from raytide.scheduling.offerings import Offering, Offerings
@@ -101,12 +99,11 @@ class SchedulingState:
                 usual_shapes(snapshot.leases, snapshot.jobs, snapshot.endpoints),
             ),
         )
-        uncounted, taken = _uncounted_members(snapshot.leases), _taken_by_usable(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
         room.slots = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {slot.node_id: row for row, slot in enumerate(room.slots)}
         room.node_table.extend(
-            [_free(view, taken.get(view.node.id), uncounted.get(view.node.id, ())) for view in able],
+            free_resources(able, snapshot.leases),
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
@@ -191,6 +188,17 @@ class SchedulingState:
 
     def buy_offer(self, offering: Offering) -> Slot:
         return self._buy(offering, 1)[0]
+
+    def cancel_empty(self, node_ids: Iterable[str]) -> None:
+        """Undoes the purchase of those of these new nodes on which nothing is reserved any more."""
+        for node_id in dict.fromkeys(node_ids):
+            offering = self.bought.get(node_id)
+            if offering is None or not self.node_table.has_free(self.rows[node_id], offering.node_type.resources):
+                continue
+            self.offerings.cancel(self.bought.pop(node_id))
+            del self.tenants[node_id]
+            self.node_table.set_free(self.rows.pop(node_id), {}, {})
+            self.full.clear()
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
         """Returns the reason why `count` members cannot be placed now."""
@@ -350,49 +358,6 @@ def _takes_work(node: Node) -> bool:
 def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
     """Returns False for ready nodes while Ray does not answer, because nothing new is placed there then."""
     return snapshot.ray_answers or view.node.state is not NodeState.READY
-
-
-def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
-    """Returns the members by node whose placement groups Ray may not count yet."""
-    found: dict[str, list[tuple[Member, Shape]]] = {}
-    for lease in leases:
-        for member in lease.members:
-            if member.state in (MemberState.ASSIGNED, MemberState.FORMING):
-                found.setdefault(member.node_id, []).append((member, lease.shape))
-    return found
-
-
-def _taken_by_usable(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
-    """Returns the resources of usable members by node. Ray shows them a second or two after their placement groups are
-    ready."""
-    found: dict[str, dict[str, float]] = {}
-    for lease in leases:
-        need = lease.shape.resources.items()
-        for member in lease.members:
-            if member.is_usable:
-                taken = found.setdefault(member.node_id, {})
-                for name, amount in need:
-                    taken[name] = taken.get(name, 0.0) + amount
-    return found
-
-
-def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Member, Shape]]) -> Resources:
-    """Returns the free resources of a node: at most what usable members leave (`taken`), and without those of members
-    whose placement group Ray does not count yet (`uncounted`).
-
-    ASSIGNED members have no group and are subtracted. FORMING members have a group that Ray may count or not. They are
-    subtracted as long as the free resources cover them: at worst this hides free resources for a second until they are
-    READY, but nothing is promised twice. If the free resources do not cover them, Ray must have counted them."""
-    free = view.available
-    if taken and not fits(taken, minus(view.total, free)):
-        free = {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
-    for member, shape in uncounted:
-        if member.state is MemberState.ASSIGNED:
-            free = minus(free, round_up_gpu_share(shape.resources))
-    for member, shape in uncounted:
-        if member.state is MemberState.FORMING and fits(shape.resources, free):
-            free = minus(free, round_up_gpu_share(shape.resources))
-    return free
 
 
 def _order(node_id: str) -> tuple[int, str]:

@@ -255,6 +255,15 @@ def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_no_step_is_lost(
         assert got.eval_loss == pytest.approx(one.eval_loss, abs=5e-6)
 
 
+def test_replicas_that_train_apart_meet_where_their_run_ends_early(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    """Evaluated after steps 2 and 4, it ends after step 4; the only meeting before that was after step 3."""
+    held_out = {"dataset": spec.dataset, "every": 2, "batches": 1, "patience": 1, "min_delta": 100.0}
+    optim = {"lr": 3e-3, "warmup_steps": 2, "outer": {"every": 3}}
+    spec = with_(spec, "base", layout=Parallelism(replicate=2), optim=optim, eval=held_out)
+    for found in run_ranks(2, runs, {"early": spec}):  # save() compares the replicas
+        assert len(found["early"].losses) == 4
+
+
 def inject(trainer: Trainer, where: str) -> None:
     """Run out of memory once, in the second layer."""
     calls = 0

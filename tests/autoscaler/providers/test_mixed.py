@@ -11,7 +11,7 @@ from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.mixed import MixedBill, MixedProvider
 from raytide.autoscaler.providers.source import ProviderSource
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 OWN = NodeType(name="own", resources={"CPU": 2}, price_micro_usd_h=10_000)
@@ -106,3 +106,17 @@ def test_the_bill_is_that_of_all(own: FakeProvider, cloud: FailingCloud, mixed: 
     launch(mixed, "n1", OWN)
     launch(mixed, "n2", CLOUD)
     assert [machine.node_id for machine in MixedBill({"a": own, "b": cloud}).machines()] == ["n1", "n2"]
+
+
+def test_a_node_that_its_provider_has_accepted_is_not_refused_while_the_provider_is_silent(
+    mixed: MixedProvider, cloud: FailingCloud
+) -> None:
+    assert live(mixed) == []
+    launch(mixed, "n1", CLOUD)
+    cloud.is_down = True
+    assert live(mixed) == []
+    launch(mixed, "n1", CLOUD)
+    with pytest.raises(ProviderError, match="does not answer"):
+        launch(mixed, "n2", CLOUD)
+    cloud.is_down = False
+    assert live(mixed) == ["n1"]

@@ -76,3 +76,14 @@ def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() 
     (stormy,) = outlook(Books(gone=tuple(lost))).add_to(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes
     assert stormy.deaths_per_h > calm.deaths_per_h
     assert (calm.price_micro_usd_h, stormy.price_micro_usd_h) == (None, 7)
+
+
+def test_a_new_month_begins_with_its_own_sum() -> None:
+    end_s = 31 * 24 * 3600.0
+    books = Books(booked_micro_usd=900_000_000)
+    watched = outlook(books, month_usd=1000.0)
+    watched.add_to(seen(end_s - 5.0), (), {})
+    books.booked_micro_usd = 0
+    limits = watched.add_to(seen(end_s + 1.0), (), {}).limits
+    assert limits.most_micro_usd_h == int(1_000_000_000 / (28 * 24 - 1 / 3600))
+    assert books.asked == ["1970-01", "1970-02"]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from tests.queue.cluster import gpus, job, team
+from tests.queue.cluster import H100, brief, gpus, job, team
 from tests.stores import new_store
 
 from raytide.control.reconcile.decide import decide
@@ -17,10 +17,10 @@ from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wait
-from raytide.core.objects.snapshot import NodeView, Snapshot
+from raytide.core.objects.snapshot import Limits, NodeView, Snapshot
 from raytide.core.objects.team import Team
 from raytide.core.state import Changes
-from raytide.queue.admission.scheduler import GRACE_S, admission_state
+from raytide.queue.admission.scheduler import GRACE_S, admission_state, schedule
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
 SPOT = NodeType(
@@ -198,3 +198,13 @@ def test_a_jobs_budget_by_the_month_counts_this_month_alone(limit: str, decided:
     else:
         assert (bought(spent), bought(again)) == (["spot"], ["owned"])
     assert said(again) == [("job-1", "admit")], "a new month"
+
+
+def test_what_a_refused_job_would_have_bought_is_not_counted_against_the_next_one() -> None:
+    dear = H100.model_copy(update={"resources": {"GPU": 8.0}})
+    cheap = NodeType(name="cheap", resources={"CPU": 8.0}, price_micro_usd_h=micro_usd(1))
+    teams = (team("blue"), team("red"), team("green", quota={"H100": 16}, lend={"H100": 0}))
+    waiting = (job(1, gpus(8)), job(2, Shape(resources={"CPU": 4.0}), team="red"))
+    for limits in (Limits(hard_micro_usd_h=micro_usd(80)), Limits(launches_per_min=1)):
+        s = Snapshot(1000.0, (dear, cheap), jobs=waiting, teams=teams, limits=limits)
+        assert brief(schedule(s)) == [("job-1", "quota"), ("job-2", "admit")], limits

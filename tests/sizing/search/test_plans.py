@@ -257,3 +257,13 @@ def _strategy(sizes: object, layout: Parallelism) -> object:
     from raytide.sizing.workload import Strategy
 
     return Strategy(sizes, layout, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"distill": {"teacher": "t"}}, {"memory": {"parameters": "cpu", "optimizer": "cpu"}}, {"qat": {}}]
+)
+@pytest.mark.parametrize("gang", ["auto", {"gpus": "H100:8", "nodes": 2}])
+def test_an_automatic_layout_is_one_that_the_spec_may_have(fields: dict[str, object], gang: object) -> None:
+    spec = spec_of(layout="auto", gang=gang, seq_len=8192, global_batch=64, model={"max_seq_len": 8192}, **fields)
+    filled = fill_in(spec, MODELS["llama-3-8b"], TYPES)
+    assert TrainSpec.parse(filled.model_dump(mode="json"), where="filled") == filled

@@ -39,7 +39,8 @@ class DecisionInputs:
         self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)
         self._spot: PoolAvailability | None = None
         self._spent_micro_usd = 0
-        self._summed_at_s: float | None = None
+        self._summed: tuple[str, float] | None = None
+        """The month of the sum, and the time at which it was made."""
 
     def add_to(self, snapshot: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
         """Returns the snapshot with spot quotes, spot forecasts, limits and replica values added. `nodes` must include
@@ -64,10 +65,11 @@ class DecisionInputs:
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits
-        is_due = self._summed_at_s is None or now_s - self._summed_at_s >= SPEND_PERIOD_S
+        month, (of_month, at_s) = month_of(to_us(now_s)), self._summed or ("", now_s)
+        is_due = month != of_month or now_s - at_s >= SPEND_PERIOD_S
         if section.month_usd is not None and is_due:
-            booked = self._books.spent([], month_of(to_us(now_s))).teams_month
+            booked = self._books.spent([], month).teams_month
             running = accrued(self._books.intervals(), to_us(now_s))
             self._spent_micro_usd = sum(booked.values()) + sum(entry.amount_micro_usd for entry in running)
-            self._summed_at_s = now_s
-        return limits(section, self._spent_micro_usd, now_s)
+            self._summed = month, now_s
+        return replace(limits(section, self._spent_micro_usd, now_s), max_nodes=self._config.max_nodes)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -258,21 +258,18 @@ class RaytideSection(Config):
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """Returns the user of the operating system that runs the team's scripts. An empty text means raytide's own
-        user."""
+        """Returns the operating system's user that runs the team's scripts. It is empty for raytide's own user."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
         """Raises DeniedError if pip packages are requested and `run_as` names a separate OS user for the team's code.
-        `pip` are the packages that a training or an endpoint requests.
-        """
+        `pip` are the packages that a training or an endpoint requests."""
         hint = "Install them on the nodes, or run a script: its packages are its user's."
         self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
 
     def check_image(self, image: str | None, team: str, what: str) -> None:
         """Raises DeniedError if a job names a container image and `run_as` requires that the team's code runs as a
-        separate user of the operating system. An image would run as raytide's user.
-        """
+        separate user of the operating system. An image would run as raytide's user."""
         hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
         self._check_user(None if image is None else f"the image {image}", team, what, hint)
 
@@ -289,6 +286,8 @@ class ClusterConfig(Config):
     name: str
     node_types: tuple[NodeType, ...]
     settings: RaytideSection
+    max_nodes: int | None = None
+    """Ray's `max_workers`: the most workers of all types together; None if the file has none."""
 
     @property
     def unmanaged(self) -> Unmanaged:
@@ -325,7 +324,8 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     if settings.providers:
         check_clouds(file, settings.providers, node_types, owned, where=str(path))
         node_types = tuple(each.model_copy(update={"provider": sources[each.name]}) for each in node_types)
-    return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
+    name, most = str(file.get("cluster_name", "raytide")), cast("int | None", file.get("max_workers"))
+    return ClusterConfig(name=name, node_types=node_types, settings=settings, max_nodes=most)
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:

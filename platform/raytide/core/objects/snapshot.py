@@ -162,6 +162,8 @@ class Limits:
     """True if replicas that do not fit preempt spare members of elastic gangs of lower classes."""
     most_micro_usd_h: int | None = None
     """The cost above which, by a margin, the least valuable nodes are removed until the fleet costs this much."""
+    max_nodes: int | None = None
+    """The most nodes of all types together: `max_workers` of cluster.yaml."""
 
 
 @dataclass(frozen=True, slots=True)

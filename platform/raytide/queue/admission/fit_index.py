@@ -27,8 +27,8 @@ class FitCount:
     """The number of members that fit on nodes that can be bought."""
     is_eligible: dict[int, bool]
     """True for rows whose node has the labels (and is ready); rows that were not looked up are missing."""
-    bought: int
-    """The number of bought nodes when `to_buy` was computed."""
+    bought: tuple[int, int]
+    """`FitIndex.purchases` when `to_buy` was computed."""
     changes_seen: int
 
     @property
@@ -43,6 +43,11 @@ class FitIndex:
     """Rows whose free resources changed, in order."""
     _counts: dict[tuple[int, bool], FitCount] = field(default_factory=dict)
     _free: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def purchases(self) -> tuple[int, int]:
+        """A value that changes with every purchase, and with every purchase that is undone."""
+        return len(self.room.bought), self.room.next_node
 
     def mark_changed(self, node_id: str) -> None:
         if (row := self.room.rows.get(node_id)) is not None:
@@ -69,8 +74,8 @@ class FitIndex:
                 count.on_nodes += (now := self.members_at(count, row, self.free_at(row))) - count.by_row.get(row, 0)
                 count.by_row[row] = now
             count.changes_seen = len(self._changed)
-        if not ready_only and count.bought < len(self.room.bought):
-            count.to_buy, count.bought = self.room.offerings.members_to_buy(request.shape), len(self.room.bought)
+        if not ready_only and count.bought != self.purchases:
+            count.to_buy, count.bought = self.room.offerings.members_to_buy(request.shape), self.purchases
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
@@ -96,6 +101,6 @@ class FitIndex:
             on_nodes=sum(by_row.values()),
             to_buy=0 if ready_only else self.room.offerings.members_to_buy(shape),
             is_eligible={},
-            bought=len(self.room.bought),
+            bought=self.purchases,
             changes_seen=len(self._changed),
         )

@@ -248,6 +248,7 @@ class AdmissionState:
     def _release_slots(self, shape: Shape, slots: Placements) -> None:
         for slot in slots:
             self.release_on(slot.node_id, shape.resources)
+        self.room.cancel_empty(slot.node_id for slot in slots if slot.is_new)  # else they would count as bought
 
     def _within_budgets(self, job: Job, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """Returns all placed slots if the budgets allow an hour of them, else the slots of the minimum, else the

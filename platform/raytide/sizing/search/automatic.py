@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+from pydantic import ValidationError
 
 from raytide.core.errors import CapacityError
 from raytide.core.objects.gang import GangSpec, Shape
@@ -35,12 +37,28 @@ def fill_in(
         return spec
     workload = TrainWorkload.from_spec(spec, model)
     options = SearchOptions(base=spec.memory, corrections=corrections or Corrections())
+    if "layout" in spec.auto:
+        options = replace(options, accepts=_acceptor(spec))
     plan = _best(spec, workload, node_types, options)
     found = _with_strategy(spec, plan.strategy)
     if "gang" in spec.auto:
         shapes = [shape for each in _same_layout(plan, workload, node_types, options) if (shape := _shape(each, spec))]
         found = found.model_copy(update={"gang": GangSpec(shapes=tuple(shapes[:_MOST_SHAPES]))})
     return found.model_copy(update={"auto": ()})
+
+
+def _acceptor(spec: TrainSpec) -> Callable[[Parallelism, MemorySpec], bool]:
+    """Returns a function that says whether the spec is valid with a layout and memory options."""
+    fields = spec.model_dump(mode="json", exclude={"auto", "layout", "memory"})
+
+    def accepts(layout: Parallelism, memory: MemorySpec) -> bool:
+        try:
+            TrainSpec.model_validate({**fields, "layout": layout.model_dump(), "memory": memory.model_dump()})
+        except ValidationError:
+            return False
+        return True
+
+    return accepts
 
 
 def _best(

@@ -4,7 +4,7 @@ predicts the training's time, dollars and energy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -221,6 +221,10 @@ class PlanSearch:
     considered: int = 0
 
 
+def _accept_any(layout: Parallelism, memory: MemorySpec) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """The options of a search for plans: its objective, limits and corrections."""
@@ -233,6 +237,8 @@ class SearchOptions:
     watts_per_core: float = WATTS_PER_CORE
     hours: float | None = None
     """The longest that the run should take; None for any time. Plans that take longer are ranked after all others."""
+    accepts: Callable[[Parallelism, MemorySpec], bool] = _accept_any
+    """Returns whether the run may have this layout together with these memory options."""
 
 
 def search_plans(
@@ -289,6 +295,8 @@ def plans_on(
     hardware = hardware_of(device)
     for sizes, layout in layouts(workload, nodes * devices, devices):
         for memory in memory_options(workload, layout, options.base):
+            if not options.accepts(layout, memory):
+                continue
             for size in micro_batches(workload, sizes):
                 strategy = Strategy(sizes, layout, size, memory)
                 needed = estimate(workload, strategy, hardware)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,13 +13,23 @@ from safetensors.torch import save_file
 from tests.actors.engine.tiny import VOCAB, save_llama
 from torch import Tensor
 
-from raytide.actors.trainer.model.distillation import TopPredictions, _Cache, distillation_sum, top_predictions
-from raytide.actors.trainer.model.loss import IGNORE
+from raytide.actors.models.families import architecture_of
+from raytide.actors.trainer.model.distillation import (
+    Teacher,
+    TopPredictions,
+    _Cache,
+    distillation_sum,
+    top_predictions,
+)
+from raytide.actors.trainer.model.loss import IGNORE, Micro
+from raytide.actors.trainer.model.transformer import Transformer
+from raytide.actors.trainer.parallel.forward_backward import SingleStage
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError
 from raytide.core.io.token_dataset import load_manifest
 from raytide.core.specs.data import DataSpec, TokenizerSpec
 from raytide.core.specs.model import DistillSpec
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runners.inline import InlineRunner
@@ -168,3 +179,26 @@ def test_a_damaged_file_of_the_cache_is_computed_again(tmp_path: Path) -> None:
         assert cache.read("abc") is None
     file.write_bytes(body)
     assert cache.read("abc") is not None
+
+
+def test_a_student_with_experts_still_balances_its_routers() -> None:
+    """The teacher is the student: what is left of the loss is the balancing loss."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+        "output_router_logits": True, "router_aux_loss_coef": 0.5,
+    }  # fmt: skip
+    student = Transformer(architecture_of(config, "student"), 16)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    teacher = Teacher(DistillSpec(teacher="t"), copy.deepcopy(student), torch.float32, torch.device("cpu"))
+    tokens = torch.randint(64, (2, 17), generator=generator)
+    stage = SingleStage(Parallelism(), student, None, teacher)  # type: ignore[arg-type]
+    loss = stage._distill(Micro(tokens[:, :-1], tokens[:, 1:]), teacher)
+    assert float(loss.detach()) >= 0.5 * 2 * 32 * 0.9  # coefficient * experts of a token * targets, if balanced
+    loss.backward()
+    assert student.layers["0"].ffn.router.weight.grad.abs().max() > 0

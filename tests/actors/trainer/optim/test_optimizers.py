@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.actors.trainer.optimizer_ranks import compare, distance, plain, run, set_grads
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.optim import registry, state_offload
 from raytide.actors.trainer.optim.adamw8bit import dequantize, quantize
 from raytide.actors.trainer.optim.lr_schedule import lr_at
@@ -202,3 +204,17 @@ def test_the_rate_warms_up_and_ends_as_its_schedule_says(schedule: str) -> None:
         assert rates[14] == 1.0 > rates[15]
     if schedule == "linear":
         assert rates[11] == pytest.approx((rates[4] + rates[18]) / 2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_rank_without_rows_of_a_matrix_updates_nothing(name: str) -> None:
+    """The ninth of nine ranks that share eight rows."""
+    whole = torch.Size((8, 1024))
+    stride = torch.empty(whole, device="meta").stride()
+    with process_group.single_process() as group:
+        mesh, rows = group.mesh["shard"], torch.zeros(0, 1024)
+        weight = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole, stride=stride))
+        optimizer = registry.build([("router.weight", weight)], OptimSpec(name=name), MemorySpec())  # type: ignore[arg-type]
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        optimizer.load(optimizer.tensors())

@@ -290,3 +290,18 @@ def test_a_node_that_is_given_up_while_its_job_waits_leaves_slurms_queue(
     for node_id in overdue([given_up], listed(provider, clock).values()).terminate:
         provider.terminate(node_id)
     assert slurm.cancelled == ["1"]
+
+
+def test_a_node_that_runs_needs_its_request_no_more(make: Make, slurm: FakeSlurm, clock: VirtualClock) -> None:
+    provider = make()
+    started(provider, slurm, clock)
+    provider._request_file("n1").unlink()  # by a clean-up of the shared folder, or while it is not mounted
+    fresh = make()
+    for each in (provider, fresh):
+        assert listed(each, clock)["n1"].ended_at_s is None
+    assert slurm.cancelled == []
+    fresh.terminate("n1")
+    assert slurm.interrupted == ["1"]
+    clock.advance(15)
+    listed(fresh, clock)
+    assert slurm.cancelled == ["1"]
