@@ -61,7 +61,7 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
         info = await engine.start()
         if info.backend != "fake":
             _write(report, {"phase": "warm-up"})
-            await _warm_up(engine)
+            await _warm_up(engine, classifies=info.num_labels > 0)
     except RaytideError as error:
         _write(report, {"error": error.to_json()})
         return
@@ -127,8 +127,13 @@ class _Health:
         return self._watch.problem(stats, time.monotonic())
 
 
-async def _warm_up(engine: Engine) -> None:
-    """Generates one token, so that the engine compiles its kernels now: else the first client would wait for that."""
+async def _warm_up(engine: Engine, *, classifies: bool) -> None:
+    """Generates one token, so that the engine compiles its kernels now. Otherwise the first client would wait for that.
+    A model that classifies generates nothing, and classifies one token instead.
+    """
+    if classifies:
+        await engine.classify([[0]])
+        return
     request = GenRequest(request_id="warm-up", prompt=[0], sampling=SamplingParams(max_tokens=1))
     async for _ in engine.generate(request):
         pass

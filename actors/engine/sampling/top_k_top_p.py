@@ -123,6 +123,8 @@ def rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
 
 def _floor(probs_V: Row, params: SamplingParams) -> np.float32:
     """Returns the smallest probability that the filters keep in one row, on a CPU, without sorting the row."""
+    if np.isnan(probs_V[0]):  # a grammar that failed allows no token, which the draw reports
+        return np.float32(0.0)
     vocab, best, mass = len(probs_V), probs_V, params.top_p
     floor = np.float32(params.min_p) * probs_V.max()
     if 0 < params.top_k < vocab:

@@ -211,10 +211,6 @@ class OutputParser:
         assert self.tools is not None
         self._state, self._raw, self._scanner, self._whole = "call", "", None, None
         self._in_array = self.tools.body == "array"
-        if self._in_array:
-            self._buffer = self._buffer.lstrip()
-            if self._buffer.startswith("["):
-                self._buffer = self._buffer[1:]
 
     def _call(self, at_end: bool) -> Iterator[Piece]:
         assert self.tools is not None
@@ -222,7 +218,10 @@ class OutputParser:
             yield from self._arguments(at_end)
             return
         if self._in_array:
-            self._buffer = self._buffer.lstrip(" \n\t,[")
+            rest = self._buffer.lstrip(" \n\t,[")
+            if "[" in self._buffer[: len(self._buffer) - len(rest)]:
+                self._raw = "["  # text, if what the array contains is no call
+            self._buffer = rest
             if self._buffer.startswith("]"):
                 self._buffer, self._state = self._buffer[1:], "text"
                 return
@@ -276,6 +275,7 @@ class OutputParser:
             self._after_call()
 
     def _after_call(self) -> None:
+        self._raw = ""
         if not self._in_array:
             self._state = "after"
 
@@ -323,7 +323,7 @@ class OutputParser:
     def _give_up(self) -> Iterator[Piece]:
         """Yields the incomplete call as text and continues after it."""
         assert self.tools is not None
-        begin = self.tools.begin if self.calls or not self.tools.starts else ""
+        begin = self.tools.begin if (self.calls or not self.tools.starts) and not self._in_array else ""
         text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""
         self._state, self._in_array, self._scanner = "text", False, None
         if text and not self._drops_tail and self._may_say_more():

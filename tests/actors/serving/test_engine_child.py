@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine.types import GenRequest
@@ -61,3 +63,16 @@ async def test_a_spec_cannot_name_the_copies_of_others(tmp_path: Path, monkeypat
     spec = ServeSpec(name="tiny", model=str(copy), engine={"kind": "native"})
     with pytest.raises(DeniedError, match="local copy made by raytide"):
         await EngineChild.start(spec, "127.0.0.1", "r", model_dir=staged_model(spec.model).path)
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_classifies_is_served(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3-tied", classifies=True, num_labels=1)
+    engine = {"kind": "native", "num_blocks": 32, "device": "cpu"}
+    spec = ServeSpec(name="ranks", model=str(tmp_path), engine=engine)
+    child = await EngineChild.start(spec, "127.0.0.1", "r", model_dir=spec.model)
+    try:
+        ((logit,),) = await child.engine.classify([[1, 2]])
+        assert math.isfinite(logit)
+    finally:
+        await child.stop(1.0)

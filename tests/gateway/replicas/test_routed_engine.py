@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -13,8 +13,10 @@ import pytest
 
 from raytide.actors.engine import FakeEngine, SamplingParams
 from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.base import Prompt
 from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.errors import OverloadedError
 from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import RoutedEngine
 
@@ -215,3 +217,33 @@ async def test_a_row_that_a_killed_gateway_has_begun_goes_to_the_replica_that_ha
     for server, held in zip(servers, engines, strict=True):
         await server.close()
         await held.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_vectors_that_a_draining_replica_leaves_undone_come_from_another() -> None:
+    servers: dict[FakeEngine, EngineServer] = {}
+    drained: list[FakeEngine] = []
+
+    class Draining(FakeEngine):
+        """Drains in the middle of its first vectors, and refuses the rest as a native engine does."""
+
+        async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+            if not drained:
+                drained.append(self)
+                await servers[self].drain(1.0)
+                raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
+            assert self not in drained
+            return await super().embed(batch, lora=lora)
+
+    addresses = {}
+    for at in range(2):
+        engine = Draining()
+        servers[engine] = EngineServer(engine, await engine.start(), "secret", problem=_no_problem)
+        addresses[f"r{at}"] = ReplicaAddress("127.0.0.1", await servers[engine].listen("127.0.0.1"), "secret")
+    try:
+        async with gateway(addresses) as routed:
+            assert len(await routed.embed([[1, 2], [3]])) == 2
+    finally:
+        for engine, server in servers.items():
+            await server.close()
+            await engine.shutdown()

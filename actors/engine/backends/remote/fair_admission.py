@@ -137,6 +137,11 @@ class FairAdmission:
             entry.turn.set_result(None)
         return True
 
+    def check_unused(self, lora: str) -> None:
+        """Raises ConflictError if a request uses this adapter. The engine does not know those that wait here."""
+        if any(entry.request.lora == lora for entry in self._entries.values()):
+            raise ConflictError(f"requests use adapter {lora}.", hint="Unload it when they have ended.")
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits until all earlier requests have ended. After `timeout_s` seconds, the requests
         that still wait in the queue are refused.

@@ -51,7 +51,6 @@ _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "wake": lambda engine: engine.wake(),
     "load_weights": lambda engine, source, version: engine.load_weights(source, version),
     "load_lora": lambda engine, name, path: engine.load_lora(name, path),
-    "unload_lora": lambda engine, name: engine.unload_lora(name),
 }
 
 
@@ -306,6 +305,10 @@ class _Connection(asyncio.Protocol):
                 result: object = await self._server.drain(*arguments)
             elif method == "abort":
                 result = await self._server.admission.abort(*arguments)
+            elif method == "unload_lora":
+                self._server.admission.check_unused(*arguments)
+                await self._server.engine.unload_lora(*arguments)
+                result = None
             elif method == "prefill":
                 result = await self._prefill(key, *arguments)
             elif method == "stats":

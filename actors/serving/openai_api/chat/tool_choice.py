@@ -54,7 +54,7 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice is only allowed when tools are specified.", param="tool_choice")
-        return ToolUse((), reasoning=chat.reasoning)
+        return ToolUse((), reasoning=_reasoning(request, chat))
     _check(tools)
     if isinstance(choice, AllowedToolsChoice):
         allowed = {each.function.name for each in choice.allowed_tools.tools}
@@ -62,13 +62,13 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
             raise invalid(f"tool_choice allows {sorted(unknown)[0]!r}, which is not in tools.", param="tool_choice")
         tools, choice = [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
     if choice == "none":
-        return ToolUse((), reasoning=chat.reasoning)
+        return ToolUse((), reasoning=_reasoning(request, chat))
     shown = tuple(tool.model_dump(mode="json", exclude_none=True) for tool in tools)
     most = 1 if request.parallel_tool_calls is False else None
     if choice in (None, "auto"):
         syntax, answer = syntax_of(chat.tools), structured_of(request)
         if answer is None or constraint_field(request) != "response_format":
-            return ToolUse(shown, syntax, max_calls=most, reasoning=chat.reasoning)
+            return ToolUse(shown, syntax, max_calls=most, reasoning=_reasoning(request, chat))
         assert isinstance(answer.spec, str), "a response format is a JSON schema"
         syntax, structured = _calls_or_answer(tools, json.loads(answer.spec), syntax, most or _MOST_CALLS)
         return ToolUse(shown, syntax, structured, most)
@@ -81,6 +81,18 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
         return ToolUse(shown, ToolSyntax("arguments", name=name), _constraint(schema), 1, is_named=True)
     schema = json.dumps(_any_call(tools, most or _MOST_CALLS))
     return ToolUse(shown, ToolSyntax("array", starts=("[",)), _constraint(schema), most)
+
+
+def _reasoning(request: ChatRequest, chat: ChatFormat) -> Literal["", "tagged", "open"]:
+    """Returns the format of the output's reasoning.
+
+    A constraint applies from the first token on, so a constrained output has no reasoning. The exception is a regular
+    expression or a grammar that contains the tag itself.
+    """
+    answer = structured_of(request)
+    if answer is None or (answer.kind in ("regex", "grammar") and "think>" in str(answer.spec)):
+        return chat.reasoning
+    return ""
 
 
 def _check(tools: Sequence[Tool]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -219,10 +219,16 @@ class RoutedEngine(Engine):
         return 0.0 if GIVES_WAY.get() else self.patience_s
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]], lora: str | None = None) -> T:
-        """Returns one replica's answer to `question`. If the replica dies, another one is asked."""
+        """Returns one replica's answer to `question`. If the replica dies or drains, another one is asked."""
         for _ in range(_MAX_DEATHS - 1):
-            with suppress(EngineDeadError):
-                return await (await self._any(lora=lora)).ask(question)
+            replica = await self._any(lora=lora)
+            try:
+                return await replica.ask(question)
+            except EngineDeadError:
+                continue
+            except OverloadedError:
+                if replica.takes_requests:  # it is full; one that drains has said so before it refused
+                    raise
         return await (await self._any(lora=lora)).ask(question)
 
     async def _choose(

@@ -17,7 +17,7 @@ from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine, Prompt
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import PLAIN_PROMPT, GenRequest, Message, PromptOptions
-from raytide.core.errors import EngineError, OverloadedError
+from raytide.core.errors import ConflictError, EngineError, OverloadedError
 
 TIMEOUT_S = 120.0
 
@@ -211,3 +211,29 @@ async def test_a_client_hears_of_another_ones_request_before_the_next_period(mon
             await asyncio.sleep(0.01)
         for each in (sender, other):
             await each.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_an_adapter_stays_while_a_request_for_it_waits_for_its_turn() -> None:
+    engine = FakeEngine(max_running=1, max_waiting=8)
+    async with served(engine) as (serving, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        await remote.load_lora("a", "path")
+        await engine.pause()
+
+        async def answer(name: str, lora: str | None) -> str | None:
+            sampling = SamplingParams(temperature=0, max_tokens=2)
+            asked = GenRequest(request_id=name, prompt="hi", sampling=sampling, lora=lora)
+            return [chunk async for chunk in remote.generate(asked)][-1].finish_reason
+
+        asked = (("1", None), ("2", None), ("3", "a"))  # two go into the engine, the third waits
+        answers = [asyncio.create_task(answer(*each)) for each in asked]
+        while not serving.admission.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with pytest.raises(ConflictError, match="adapter a"):
+            await remote.unload_lora("a")
+        await engine.resume()
+        assert await asyncio.gather(*answers) == ["length"] * 3
+        await remote.unload_lora("a")
+        await remote.shutdown()

@@ -76,6 +76,9 @@ CASES: list[tuple[str, Reasoning, str, tuple[str, str, list[tuple[str, str]]]]] 
     ("hermes", "open", 'hm</think>\n<tool_call>{"name":"f","arguments":{}}</tool_call>', ("hm", "", [("f", "{}")])),
     ("hermes", "open", "never ends", ("never ends", "", [])),
     ("hermes", "tagged", "no thoughts", ("", "no thoughts", [])),
+    ("mistral", "", '[{"a": 1}, {"b": 2}]', ("", '[{"a": 1}, {"b": 2}]', [])),
+    ("mistral", "", '[TOOL_CALLS][{"name": "f", "arguments": {}}', ("", "", [("f", "{}")])),
+    ("mistral", "", '[{"name": "f", "arguments": {}},', ("", "", [("f", "{}")])),
 ]
 
 
@@ -179,3 +182,10 @@ def test_each_character_is_scanned_once(chat_format: str, output: str, monkeypat
     read_lengths.clear()
     assert parsed(OutputParser(syntax_of(chat_format)), list(output)) == at_once
     assert sum(read_lengths) <= len(output)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_answer_of_a_format_keeps_its_bracket(is_whole: bool) -> None:
+    answer = '[{"city":"Oslo"}]'
+    parser = OutputParser(ToolSyntax("array", starts=("[{",)))
+    assert parsed(parser, [answer] if is_whole else list(answer)) == ("", answer, [])

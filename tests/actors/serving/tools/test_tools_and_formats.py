@@ -153,3 +153,17 @@ def test_another_constraint_and_a_required_call_exclude_each_other(client: OpenA
         client.chat.completions.create(**ASK, tool_choice="required", extra_body={"guided_regex": "a"})
     answer = client.chat.completions.create(**ASK, extra_body={"guided_regex": "a"})
     assert answer.choices[0].message.content == "a"
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+@pytest.mark.parametrize("asked", [{"response_format": FORMAT}, {"guided_choice": ["yes", "no"]}])
+def test_a_constrained_answer_is_no_reasoning(tools: dict[str, Any], asked: dict[str, Any]) -> None:
+    request = ChatRequest.model_validate({"model": "tiny", "messages": ASK["messages"], **tools, **asked})
+    parser = tool_use_of(request, ChatFormat(reasoning="open")).parser()
+    pieces = [] if parser is None else [*parser.feed("yes"), *parser.finish()]
+    assert not any(piece.reasoning for piece in pieces)
+
+
+def test_a_constraint_that_spells_the_reasoning_keeps_it() -> None:
+    fields = {"model": "tiny", "messages": ASK["messages"], "guided_regex": "[a-z]+</think>yes"}
+    assert tool_use_of(ChatRequest.model_validate(fields), ChatFormat(reasoning="open")).reasoning == "open"
