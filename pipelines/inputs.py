@@ -131,7 +131,8 @@ def group_chunks(parts: Iterable[InputPart], *, chunk_bytes: int, max_parts: int
 
 
 def _may_cut(part: InputPart) -> bool:
-    return zlib.crc32(f"{part.url}{part.span}".encode()) % _CUT_ODDS == 0
+    name = f"{part.url}{part.span}".encode(errors="surrogateescape")  # a file's name need not be UTF-8
+    return zlib.crc32(name) % _CUT_ODDS == 0
 
 
 def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> Iterable[tuple[str, dict[str, Any]]]:

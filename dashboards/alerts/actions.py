@@ -86,10 +86,10 @@ def _held(action: AlertAction, subject: str, mine: Collection[tuple[str, float]]
     same entry.
     """
     last_s = max((at_s for object, at_s in mine if object == subject), default=None)
-    if last_s is not None and now_s - last_s < action.cooldown_s:
+    if last_s is not None and 0 <= now_s - last_s < action.cooldown_s:
         left_s = last_s + action.cooldown_s - now_s
         return f"cool-down: {subject} had one {now_s - last_s:.0f} s ago; another may follow in {left_s:.0f} s"
-    recent = sum(now_s - at_s < _HOUR_S for _, at_s in mine)
+    recent = sum(0 <= now_s - at_s < _HOUR_S for _, at_s in mine)
     if recent >= action.most_per_h:
         return f"rate limit: {recent} in the last hour, and at most {action.most_per_h} may be"
     return ""

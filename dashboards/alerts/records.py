@@ -219,10 +219,10 @@ class AlertRecords:
             rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()
         return {(row["source"], row["id"]): (row["episode"], row["state"], row["at_s"]) for row in rows}
 
-    def sent_since(self, receiver: str, since_s: float) -> int:
+    def sent_between(self, receiver: str, since_s: float, until_s: float) -> int:
         with self._database.read() as c:
-            query = "SELECT count(*) FROM sent WHERE receiver = ? AND at_s >= ?"
-            return int(c.execute(query, (receiver, since_s)).fetchone()[0])
+            query = "SELECT count(*) FROM sent WHERE receiver = ? AND at_s >= ? AND at_s <= ?"
+            return int(c.execute(query, (receiver, since_s, until_s)).fetchone()[0])
 
     def note_sent(self, receiver: str, alerts: Iterable[Alert], now_s: float) -> None:
         with self._database.write() as c:

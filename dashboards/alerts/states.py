@@ -112,6 +112,7 @@ def _holding(known: Alert | None, rule: Observed, labels: Labels, value: float, 
     if known is None or known.state is AlertState.RESOLVED:
         fired_at_s = None if known is None else known.fired_at_s  # of its last episode, whose end may not be told yet
         known = Alert(rule.name, labels, rule.severity, AlertState.PENDING, now_s, fired_at_s)
+    known = replace(known, since_s=min(known.since_s, now_s))  # the clock may have been set back
     known = replace(known, value=value, severity=rule.severity, summary=_filled(rule.summary, labels), page=rule.page)
     if known.state is AlertState.PENDING and now_s - known.since_s >= rule.for_s:
         return replace(known, state=AlertState.FIRING, since_s=now_s, fired_at_s=now_s)

@@ -57,6 +57,8 @@ class Tide:
         self._kept: dict[int, dict[int, list[NodeHours]]] = {}
         """Finished steps by length and begin, in microseconds."""
         self._read_at_s: dict[int, float] = {}
+        self._booked: dict[int, int] = {}
+        """The number of the newest entry at the last reading, by the length of the steps."""
 
     def view(self, caller: Caller, since_s: float, step_s: float) -> TideView:
         """Returns the sums of the last `since_s` seconds in steps of `step_s`. A team sees only its own share."""
@@ -88,7 +90,11 @@ class Tide:
         kept = self._kept.setdefault(step_us, {})
         if now_s - self._read_at_s.get(step_us, float("-inf")) < FRESH_S and begin_us in kept:
             return kept
-        grows_us = (to_us(now_s - OPEN_S)) // step_us * step_us
+        newest, earliest_us = self._store.overview.booked_since(self._booked.get(step_us))
+        grows_us = to_us(now_s - OPEN_S)
+        if earliest_us is not None:  # lost work, or costs that were booked late because nobody booked for a while
+            grows_us = min(grows_us, earliest_us)
+        grows_us = grows_us // step_us * step_us
         missing = [begin for begin in range(begin_us, end_us, step_us) if begin not in kept or begin >= grows_us]
         if missing:
             first = missing[0]
@@ -98,9 +104,9 @@ class Tide:
                 kept[first + hours.step * step_us].append(hours)
         for begin in [begin for begin in kept if begin < begin_us]:
             del kept[begin]
-        self._read_at_s[step_us] = now_s
+        self._read_at_s[step_us], self._booked[step_us] = now_s, newest
         if len(self._kept) > 8:  # a page asks for few lengths; anyone may ask for any
-            self._kept = {step_us: kept}
+            self._kept, self._read_at_s, self._booked = {step_us: kept}, {step_us: now_s}, {step_us: newest}
         return kept
 
     def _open_hours(self, now_us: int) -> list[NodeHours]:

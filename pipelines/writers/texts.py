@@ -110,7 +110,7 @@ class TextStage:
         for text, (file, row) in zip(kept, chunk.sources, strict=True):
             if self.turns is not None:
                 text = text.replace(TURN_START_MARK, self.turns[0]).replace(TURN_END_MARK, self.turns[1])
-            yield {"text": text, "file": file, "row": row}
+            yield {"text": text, "file": file.encode(errors="replace").decode(), "row": row}
 
 
 def _jsonl(rows: Sequence[dict[str, object]]) -> bytes:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -350,3 +351,12 @@ def test_without_a_cluster_the_error_says_how_to_get_one(
         build_module.build(spec_of(corpus))
     assert "raytide up" in caught.value.hint
     assert not Path(spec_of(corpus).out).exists()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_file_whose_name_is_not_utf8_is_a_document(tmp_path: Path, spec_of: SpecOf, form: str) -> None:
+    (tmp_path / "in").mkdir()
+    with open(os.fsencode(tmp_path / "in") + b"/caf\xe9.txt", "wb") as file:
+        file.write(b"one two three four five\n" * 20)
+    manifest = build(spec_of(tmp_path / "in", texts=form))
+    assert (manifest.documents, manifest.texts[0].documents) == (1, 1)

@@ -191,3 +191,8 @@ def test_every_line_is_read_as_the_standard_library_reads_it() -> None:
         assert (found.reason if isinstance(found, Drop) else found) == (
             expected.reason if isinstance(expected, Drop) else expected
         ), bytes(line)
+
+
+def test_the_name_of_a_part_need_not_be_utf8() -> None:
+    parts = [InputPart("/a", 60), InputPart("/caf\udce9", 10)]
+    assert sum(len(chunk.parts) for chunk in group_chunks(parts, chunk_bytes=100, max_parts=9)) == 2

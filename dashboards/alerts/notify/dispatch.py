@@ -50,7 +50,8 @@ def due_alerts(
             is_due = alert.state is AlertState.RESOLVED and episode == alert.episode and not is_told
         if is_due:
             due.append(alert)
-            waited_s = max(waited_s, now_s - alert.since_s)
+            is_ahead = alert.since_s > now_s  # the clock was set back
+            waited_s = max(waited_s, config.group_wait_s if is_ahead else now_s - alert.since_s)
     return due[:_MOST_IN_MESSAGE] if waited_s >= config.group_wait_s else []
 
 
@@ -76,9 +77,9 @@ class Dispatcher:
     def _send(self, receiver: Receiver, alerts: list[Alert], silenced: Collection[str], now_s: float) -> bool:
         retry = self._retries[receiver.name]
         due = due_alerts(alerts, self._records.told(receiver.name), silenced, self._config, now_s)
-        if not due or now_s < retry.at_s:
+        if not due or now_s < retry.at_s <= now_s + 1.5 * _LAST_RETRY_S:
             return False
-        if self._records.sent_since(receiver.name, now_s - _HOUR_S) >= self._config.most_per_h:
+        if self._records.sent_between(receiver.name, now_s - _HOUR_S, now_s) >= self._config.most_per_h:
             return False
         try:
             receiver.send(due)

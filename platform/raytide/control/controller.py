@@ -54,7 +54,6 @@ from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
-from raytide.core.objects.ledger_entry import Occupancy
 from raytide.core.objects.plan import Admit, Plan, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
@@ -171,10 +170,8 @@ class Controller:
         if observed.ray_nodes is not None:
             self._departures = self._departures.observe(holders(snapshot), now_s)
         booking = self._quarantine.attempt(
-            "ledger",  # a later tick books what this one does not: the interval stays open
-            lambda: self._book_costs(records, observed, occupancies(snapshot, self._departures.held), now_s),
-            Booking((), (), ()),
-        )
+            "ledger", lambda: self._book_costs(records, observed, snapshot, now_s), None
+        ) or records.book_later(stored.nodes)
         self._store.commit(changes(stored, records, booking, plan, now_s))
         self._sources.meters.energy.settle(energy_of(booking.entries), booking.closed)
         log_plan(plan)
@@ -264,7 +261,7 @@ class Controller:
         return replace(observed, loads=loads)
 
     def _book_costs(
-        self, records: ClusterRecords, observed: ClusterObservation, held: dict[str, Occupancy], now_s: float
+        self, records: ClusterRecords, observed: ClusterObservation, snapshot: Snapshot, now_s: float
     ) -> Booking:
         if observed.machines is None:
             return Booking((), (), ())
@@ -274,7 +271,7 @@ class Controller:
             records.nodes,
             machines,
             records.intervals,
-            held,
+            occupancies(snapshot, self._departures.held),
             lambda node_id, end_us: books.entries(node_id=node_id, ending_after_us=end_us),
             to_us(now_s),
             at_once=told,

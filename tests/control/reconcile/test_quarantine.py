@@ -26,6 +26,7 @@ from raytide.control.reconcile.quarantine import (
     without_subjects,
 )
 from raytide.control.views import Live, from_json
+from raytide.core.errors import StorageError
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import EndpointState, ServeSpec
 from raytide.core.objects.job import JobState
@@ -325,3 +326,24 @@ def test_what_is_left_out_leaves_nothing_of_its_nodes_to_others(loop: Loop, monk
     assert rest.jobs == rest.leases == ()
     assert all(amount == 0 for view in rest.nodes for amount in view.available.values())
     assert all(view.idle_s == 0 and view.busy for view in rest.nodes)
+
+
+def test_a_node_that_ends_while_the_ledger_cannot_be_read_is_booked_later(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = loop.submit(members=1)
+    loop.until(lambda: loop.state(job) is JobState.RUNNING)
+    read, failed = loop.store.books.entries, list[object]()
+
+    def entries(**which: Any) -> Any:
+        if not failed:
+            failed.append(which)
+            raise StorageError("the connection was lost.", hint="Try again.")
+        return read(**which)
+
+    monkeypatch.setattr(loop.store.books, "entries", entries)
+    loop.finish(job)
+    loop.until(loop.nothing_runs)
+    loop.tick(3)
+    assert failed and loop.store.books.intervals() == ()
+    loop.check_ledger()

@@ -286,3 +286,8 @@ def test_the_next_episode_of_an_alert_is_no_second_incident() -> None:
     (pager,) = receivers_of(config(pagerduty={"routing_key_env": "PD"}), "local", {"PD": "r0uting"})
     first, again = (pager._event(firing(at_s=at_s)) for at_s in (NOW_S, NOW_S + 60))  # type: ignore[attr-defined]
     assert first["dedup_key"] == again["dedup_key"]
+
+
+def test_an_alert_of_before_the_clock_was_set_back_is_sent() -> None:
+    alert = firing(at_s=NOW_S + 7200)
+    assert due_alerts([alert], {}, (), NotifySection(), NOW_S + 60) == [alert]

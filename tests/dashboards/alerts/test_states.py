@@ -156,3 +156,9 @@ def test_a_file_that_is_damaged_while_the_monitor_runs_fails_one_call(tmp_path: 
         records.alerts()
     records.save([firing()], NOW_S)
     assert len(records.alerts()) == 1
+
+
+def test_a_clock_that_is_set_back_delays_an_alert_by_its_own_time_only(tmp_path: Path) -> None:
+    records = AlertRecords(tmp_path / "a")
+    steps = [(NOW_S + 7200, rule(A)), (NOW_S, rule(A)), (NOW_S + 30, rule(A)), (NOW_S + 60, rule(A))]
+    assert run(steps, records) == [("a", "pending"), ("a", "firing")]

@@ -150,6 +150,25 @@ class TestTide:
         assert begin_us >= to_us(after["from_s"]) + 8 * 600 * 1_000_000
         assert sum(before["series"][0]["gpu_h"][:8]) == sum(after["series"][0]["gpu_h"][:8])
 
+    def test_what_is_booked_late_counts_where_it_began(
+        self, client: TestClient, store: Store, clock: VirtualClock
+    ) -> None:
+        asked = {"since_s": 7200, "step_s": 600}
+        client.get("/v1/tide", params=asked)
+        clock.sleep(1800.0)  # nothing is booked meanwhile
+        client.get("/v1/tide", params=asked)
+        begin_us, now_us = NOW_US - MINUTE_US, NOW_US + 30 * MINUTE_US
+        held = (Share(EntryKind.IDLE, "", "", 0.5), Share(EntryKind.JOB, "job-1", "default", 0.5))
+        late = tuple(
+            Entry("node-1", begin_us, now_us, s.kind, s.subject, s.team, PRICE, 31 * PRICE // 120) for s in held
+        )
+        after = OpenInterval("node-1", PRICE, NOW_US - 21 * MINUTE_US, now_us, held)
+        store.commit(Changes(at_s=now_us / 1e6, entries=late, intervals=(after,)))
+        clock.sleep(20.0)
+        tide = client.get("/v1/tide", params=asked).json()
+        total = sum(sum(series["micro_usd"]) for series in tide["series"])
+        assert total == client.get("/v1/status").json()["cost_micro_usd"]
+
     def test_a_team_sees_its_own_share(self, client: TestClient) -> None:
         own = client.get("/v1/tide", headers={"Authorization": "Bearer secret"}).json()
         assert {series["use"] for series in own["series"]} == {"training"}

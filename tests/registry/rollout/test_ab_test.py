@@ -106,3 +106,13 @@ def test_the_variance_of_independent_observations_is_the_usual_one() -> None:
     for _ in range(20_000):
         arm.add(rng.randrange(100), rng.gauss(3.0, 2.0))
     assert arm.variance == pytest.approx(4.0 / 20_000, rel=0.4)
+
+
+def test_equal_observations_have_no_winner_although_their_sums_are_rounded() -> None:
+    for seed in range(10):
+        rng, arms, found = random.Random(seed), (Arm(), Arm()), None
+        for number in range(2500):
+            arms[rng.random() < 0.5].add(rng.randrange(100), 0.3)
+            if number > 500 and number % 10 == 0:
+                found = look(AbSpec(effect=0.015), *arms, found)
+        assert found is not None and found.winner == ""

@@ -264,3 +264,25 @@ def test_an_a_b_test_compares_the_means_of_a_users_metric() -> None:
     assert found.state is RolloutState.RUNNING
     assert found.reason.startswith("the challenger's edits is better: -5 edits (-5.")
     assert found.progress["test"]["winner"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "ends"),
+    [
+        ("ab", {"ab": {"metric": "score", "test": {"effect": 1e200}}}, True),
+        ("ab", {"ab": {"metric": "score", "test": {"effect": 1e-170}}}, True),
+        ("canary", {"canary": {"alpha": 1e-20}}, False),
+    ],
+)
+def test_numbers_that_cannot_be_compared_stop_no_other_rollout(kind: Any, spec: dict[str, Any], ends: bool) -> None:
+    plan = RolloutSpec.model_validate(spec).model_dump(mode="json")
+    names = {"number": 4, "name": "chat", "champion_application": "chat", "challenger_application": "chat~2"}
+    odd = advance(rollout(kind=kind, plan=plan, **names), view(), 101.0)
+    other = rollout(state=RolloutState.RUNNING, asked="stop", asked_by="ana")
+    there = {name: endpoint(name) for name in ("web", "web~2", "chat", "chat~2")}
+    liked = {4: {revision: {g: (10, 5.0 + g % 3) for g in range(100)} for revision in (1, 2)}}
+    for second, seen in enumerate((counts((10, 0), (1, 0)), counts((10, 0), (2, 0)))):
+        moved = advance_all([odd, other], there, {}, {4: seen}, 102.0 + second, liked)
+        odd = moved[4]
+        assert moved[3].state is RolloutState.STOPPED
+    assert (odd.state is RolloutState.ROLLED_BACK) is ends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -50,6 +50,15 @@ class ClusterRecords:
     signals: Mapping[tuple[str, str], Signal] = field(default_factory=dict)
     next_node: int = 1
     next_lease: int = 1
+
+    def book_later(self, stored: Iterable[Node]) -> Booking:
+        """Returns an empty booking, and leaves the costs of this tick to a later one.
+
+        Nodes that ended in this tick end in that tick, too, because ended nodes are not loaded again. Other intervals
+        stay open.
+        """
+        self.nodes |= {node.id: node for node in stored if self.nodes[node.id].state is NodeState.GONE}
+        return Booking((), (), ())
 
     @classmethod
     def of(cls, records: Records) -> ClusterRecords:

@@ -112,7 +112,7 @@ def look(spec: AbSpec, a: Arm, b: Arm, before: Comparison | None = None) -> Comp
         if arm.groups < _LEAST_GROUPS:
             return _waiting(before, f"{name} has users in {arm.groups} groups; {_LEAST_GROUPS} are needed")
     difference, variance = b.mean - a.mean, a.variance + b.variance
-    if variance <= 0.0:
+    if variance <= (1e-12 * max(abs(a.mean), abs(b.mean))) ** 2:  # no more than rounding errors
         return _waiting(before, "all observations are equal")
     tau2 = spec.effect**2
     total = variance + tau2

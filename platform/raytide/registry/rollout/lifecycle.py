@@ -78,7 +78,11 @@ def advance_all(
             liked.get(rollout.number, {}),
             bad_values.get(rollout.number, {}),
         )
-        moved[rollout.number] = advance(rollout, view, now_s)
+        try:
+            moved[rollout.number] = advance(rollout, view, now_s)
+        except (ArithmeticError, ValueError) as error:  # numbers of its own: the other rollouts go on
+            why = f"its revisions cannot be compared: {printable(str(error), 200)}"
+            moved[rollout.number] = _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
     return moved
 
 

@@ -51,7 +51,7 @@ class BadShare:
         """
         if not self.total:
             return 1.0
-        z2, n, mean = NormalDist().inv_cdf(1.0 - alpha) ** 2, self.total, self.mean
+        z2, n, mean = NormalDist().inv_cdf(alpha) ** 2, self.total, self.mean  # 1 - alpha may round to 1
         high = mean + z2 / (2 * n) + math.sqrt(z2 * (mean * (1 - mean) / n + z2 / (4 * n * n)))
         return min(1.0, high / (1 + z2 / n))
 

@@ -90,6 +90,16 @@ class OverviewQueries(DatabaseAccess):
                 for row in c.execute(query)
             ]
 
+    def booked_since(self, number: int | None) -> tuple[int, int | None]:
+        """Returns the number of the newest ledger entry, and the earliest begin of the entries after `number`, in
+        microseconds. The begin is None if there are no such entries, or if `number` is None."""
+        e = t.entries.c
+        with self._db.read() as c:
+            newest = int(c.execute(sa.select(sa.func.max(e.number))).scalar() or 0)
+            if number is None:
+                return newest, None
+            return newest, c.execute(sa.select(sa.func.min(e.from_us)).where(e.number > number)).scalar()
+
     def nodes_at(self, at_s: float) -> tuple[Node, ...]:
         """Returns the nodes that existed at this time, oldest first. Each record shows the node's present state, not
         its state at this time.
