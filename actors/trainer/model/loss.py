@@ -68,17 +68,20 @@ class _Chunked(torch.autograd.Function):
             if grad_x_ND is not None:
                 torch.mm(gradient, head_VD, out=grad_x_ND[start : start + chunk])
             if grad_head_VD is not None:
-                if x.dtype == torch.float32:
-                    grad_head_VD.addmm_(gradient.t(), x)
+                if x.dtype in (torch.float32, torch.float16):  # fp16 cannot hold a sum over many tokens
+                    grad_head_VD.addmm_(gradient.t().float(), x.float())
                 else:
                     grad_head_VD.add_(gradient.t() @ x)
-        ctx.save_for_backward(grad_x_ND, None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype))
+        if grad_head_VD is not None and head_VD.dtype != torch.float16:  # the loss scale makes its sum small enough
+            grad_head_VD = grad_head_VD.to(head_VD.dtype)
+        ctx.save_for_backward(grad_x_ND, grad_head_VD)
+        ctx.dtype = head_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_x_ND, grad_head_VD = (
-            None if each is None else each * grads[0].to(each.dtype) for each in ctx.saved_tensors
+            None if each is None else (each * grads[0].to(each.dtype)).to(ctx.dtype) for each in ctx.saved_tensors
         )
         return grad_x_ND, grad_head_VD, None, None, None
 

@@ -43,6 +43,20 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     assert (chunked.float() - exact).norm() <= 1.5 * (plain.float() - exact).norm()
 
 
+def test_a_sum_that_fp16_cannot_hold_is_scaled_first() -> None:
+    """As trainers do: the loss is divided by its tokens. All tokens have one target, so that gradients add up."""
+    x = torch.full((1, 8192, 16), 30.0, dtype=torch.float16)
+    targets = torch.zeros(1, 8192, dtype=torch.long)
+    grads = []
+    for chunk in (0, 4096):
+        head = torch.zeros(50, 16, dtype=torch.float16, requires_grad=True)
+        (loss_sum(x, head, targets, chunk=chunk) / 8192).backward()
+        assert head.grad is not None
+        grads.append(head.grad)
+    assert grads[1].isfinite().all()
+    assert torch.allclose(grads[0], grads[1], rtol=1e-2)
+
+
 @pytest.mark.parametrize("needs", ["x", "head", "neither"])
 def test_what_needs_no_gradient_gets_none(needs: str) -> None:
     x = torch.randn(1, 6, 8, requires_grad=needs == "x")
