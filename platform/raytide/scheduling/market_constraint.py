@@ -39,8 +39,10 @@ def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
     change its market.
     """
     free = _without_market(shape)
-    originals = [each for each in shapes if _without_market(each) == free]
-    return free if all(any(_allows(each, market) for each in originals) for market in CapacityType) else originals[0]
+    originals = [each for each in shapes if _restricts(free, _without_market(each))]
+    if all(any(_allows(each, market) for each in originals) for market in CapacityType):
+        return free
+    return free.model_copy(update={"labels": {**originals[0].labels, **free.labels}})
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
@@ -58,6 +60,14 @@ def _allows(shape: Shape, market: CapacityType) -> bool:
 
 def _in_market(shape: Shape, market: CapacityType) -> Shape:
     return shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
+
+
+def _restricts(shape: Shape, original: Shape) -> bool:
+    """Returns whether `shape` is `original`, perhaps with further labels. The queue adds an accelerator's label if the
+    quota of another accelerator is too small.
+    """
+    labels = {**shape.labels, **original.labels}
+    return labels == shape.labels and original.model_copy(update={"labels": labels}) == shape
 
 
 def _without_market(shape: Shape) -> Shape:

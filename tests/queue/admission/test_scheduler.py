@@ -13,7 +13,9 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Admit, Launch, Wait
 from raytide.core.objects.snapshot import NodeView, Pool, Snapshot
+from raytide.core.objects.team import Team, TeamSpec
 from raytide.queue.admission.scheduler import schedule
+from raytide.scheduling.market_constraint import without_market_constraint
 
 SMALL = NodeType(name="small", resources={"CPU": 2.0}, price_micro_usd_h=100, max_nodes=2)
 BIG = NodeType(
@@ -226,6 +228,24 @@ def test_of_its_shapes_a_job_gets_the_one_in_which_its_work_costs_least_and_else
     full = H100.model_copy(update={"max_nodes": 0})
     none_left = replace(asks, node_types=(L4, full), paces=FAST)
     assert admitted(none_left) == [slow]
+
+
+def test_a_job_that_names_no_accelerator_gets_one_whose_quota_is_left() -> None:
+    """All of the cheapest one is another team's, which lends nothing."""
+    others = TeamSpec.parse({"quota": {"L4": 4000}, "lend": {"L4": 0}}, where="team")
+    teams = (Team("default", TeamSpec()), Team("others", others))
+    free, spot = Shape(resources={"GPU": 4}), {"ray.io/market-type": "spot"}
+    solid = free.model_copy(update={"labels": {"ray.io/market-type": "on-demand"}})
+    for shape in (free, solid):
+        s = snapshot(job(1, shape), types=(L4, H100), teams=teams)
+        (lease_shape,) = admitted(s)
+        assert lease_shape.labels == {**shape.labels, "ray.io/accelerator-type": "H100"}
+        assert [a.node_type for a in decide(s).actions if isinstance(a, Launch)] == ["h100"]
+        late = without_market_constraint(
+            lease_shape.model_copy(update={"labels": {**lease_shape.labels, **spot}}), [shape]
+        )
+        assert late == lease_shape
+    assert why("job-1", snapshot(job(1, on("L4", 4)), types=(L4, H100), teams=teams)).constraint == "quota"
 
 
 def test_shapes_in_which_work_costs_the_same_are_taken_as_the_job_prefers_them() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raytide.core.objects.gang import Lease, Member, Shape
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import NodeType, Resources
+from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources
 from raytide.core.objects.plan import Rejected
 from raytide.core.objects.snapshot import Snapshot
 from raytide.queue.admission import usage
@@ -219,20 +219,39 @@ class AdmissionState:
         for request, unaffordable in zip(shapes.requests, shapes.unaffordable, strict=True):
             found = request.never or unaffordable or self._fit(row, request)
             if not isinstance(found, Unschedulable):
-                return request.shape, found
+                return found
             refusals.append(found)
         return next((refusal for refusal in refusals if refusal.constraint != "impossible"), refusals[0])
 
-    def _fit(self, row: int, request: ShapeRequest) -> Placements | Unschedulable:
-        job, shape = self.jobs[row], request.shape
+    def _fit(self, row: int, request: ShapeRequest) -> tuple[Shape, Placements] | Unschedulable:
+        """Returns the request's shape with its reserved slots. The shape names an accelerator if only nodes with this
+        one are within the quotas. Returns the refusal if the shape fits nowhere.
+        """
+        shape = request.shape
         if (refusal := self._refuse_by_quota(row, request.least)) is not None:
             return refusal
         if (full := self._full.get(request.key)) is not None:
             return full
+        found = self._place(row, request, shape)
+        if not isinstance(found, Unschedulable):
+            return shape, found
+        if found.constraint == "quota" and ACCELERATOR_LABEL not in shape.labels:
+            for model in self._accelerators():  # the cheapest one is beyond its quota, but another one may not be
+                named = shape.model_copy(update={"labels": {**shape.labels, ACCELERATOR_LABEL: model}})
+                if self.lacking_quota(row, usage.least_quota(named)) is not None:
+                    continue
+                if not isinstance(placed := self._place(row, request, named), Unschedulable):
+                    return named, placed
+        return found
+
+    def _place(self, row: int, request: ShapeRequest, shape: Shape) -> Placements | Unschedulable:
+        """Returns reserved slots for a shape of the request, or the refusal. A refusal reserves nothing."""
+        job = self.jobs[row]
         count, throughputs = max(request.at_least, self._allowed_members(row, request)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=request.at_least, subject="it", paces=throughputs)
         if isinstance(placed, Unschedulable):
-            self._full[request.key] = placed
+            if shape is request.shape:
+                self._full[request.key] = placed
             return placed
         for slot in placed:
             self.index.mark_changed(slot.node_id)
@@ -244,6 +263,11 @@ class AdmissionState:
             retained = self._beside_head(row, shape, retained)
         self._release_slots(shape, placed if isinstance(retained, Unschedulable) else placed[len(retained) :])
         return retained
+
+    def _accelerators(self) -> list[str]:
+        """Returns the accelerators of the node types, the one with the cheapest node first."""
+        types = sorted(self.snapshot.node_types, key=lambda each: each.price_micro_usd_h)
+        return list(dict.fromkeys(each.labels[ACCELERATOR_LABEL] for each in types if ACCELERATOR_LABEL in each.labels))
 
     def _release_slots(self, shape: Shape, slots: Placements) -> None:
         for slot in slots:
