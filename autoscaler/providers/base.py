@@ -35,7 +35,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice that the provider will reclaim this machine at `deadline_s`."""
+    """A notice that the provider will reclaim this machine at `deadline_s`, on the wall clock."""
 
     node_id: str
     deadline_s: float

@@ -137,8 +137,10 @@ class KubeRayProvider(Provider):
             self._tainted_s = {each: self._tainted_s.get(each, now_s) for each in marked}
             self._looked_s = now_s
         ending_machines: dict[str, float] = {}
+        wall_ahead_s = self._clock.wall_ahead_s()
         for (machine, taint), since_s in self._tainted_s.items():
-            ending_machines[machine] = min(ending_machines.get(machine, float("inf")), since_s + TAINTS[taint])
+            deadline_s = since_s + TAINTS[taint] + wall_ahead_s
+            ending_machines[machine] = min(ending_machines.get(machine, float("inf")), deadline_s)
         return ending_machines
 
     def _align(self, index: int, group: dict[str, Any], pods: list[_Pod]) -> None:

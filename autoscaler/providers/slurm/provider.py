@@ -136,15 +136,15 @@ class SlurmProvider(Provider):
     def notices(self) -> tuple[Notice, ...]:
         """Returns notices for jobs that Slurm is ending, and for jobs whose time limit is near."""
         with self._lock:
-            now_s, found = self._clock.now_s(), []
+            now_s, wall_ahead_s, found = self._clock.now_s(), self._clock.wall_ahead_s(), []
             for purchase in self._purchases.open():
                 job = self._job(purchase.node_id)
                 if job is None or self._is_given_up(purchase.node_id):
                     continue
                 if job.is_ending:
                     since_s = self._ending_s.setdefault(purchase.node_id, now_s)
-                    found.append(Notice(purchase.node_id, since_s + self._wait_s()))
-                elif job.end_s is not None and job.end_s - now_s <= self._section.notice_s:
+                    found.append(Notice(purchase.node_id, since_s + self._wait_s() + wall_ahead_s))
+                elif job.end_s is not None and job.end_s - (now_s + wall_ahead_s) <= self._section.notice_s:
                     found.append(Notice(purchase.node_id, job.end_s))
             return tuple(found)
 

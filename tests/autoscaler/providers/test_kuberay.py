@@ -135,6 +135,9 @@ def test_a_machine_that_is_marked_to_go_is_a_notice_for_its_pods(
     assert provider.notices() == (Notice("b", 1_040.0),)
     clock.advance(10.0)
     assert provider.notices() == (Notice("b", 1_040.0),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "wall_ahead_s", lambda: 3600.0)
+        assert provider.notices() == (Notice("b", 1_040.0 + 3600.0),)
 
 
 def test_pods_that_nobody_bought_are_refused(kube: KubeServer, make: Make) -> None:

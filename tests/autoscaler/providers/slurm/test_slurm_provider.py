@@ -155,6 +155,9 @@ def test_a_requeue_is_a_notice_and_then_the_end_of_the_node(make: Make, slurm: F
     assert provider.notices() == (Notice("n1", now_s + 30),)
     clock.advance(10)
     assert provider.notices() == (Notice("n1", now_s + 30),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "wall_ahead_s", lambda: 3600.0)
+        assert provider.notices() == (Notice("n1", now_s + 30 + 3600.0),)
     slurm.move("1", "PENDING")
     ended = listed(provider, clock)["n1"]
     assert (ended.ended_at_s, ended.reason) == (clock.now_s(), "Slurm job 1: requeued")
@@ -170,6 +173,9 @@ def test_the_end_of_a_time_limit_is_a_notice_in_time(make: Make, slurm: FakeSlur
     clock.advance(end_s - 119 - clock.now_s())
     provider.machines()
     assert provider.notices() == (Notice("n1", end_s),)
+    with pytest.MonkeyPatch.context() as patch:  # Slurm's times are those of the wall clock
+        patch.setattr(clock, "wall_ahead_s", lambda: -3600.0)
+        assert provider.notices() == ()
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED"])
