@@ -92,6 +92,8 @@ def test_explain_at_shows_what_held_at_that_time(at_s: int, says: str, count: in
 def test_times_without_a_date_are_the_last_ones_that_were() -> None:
     assert moment("13:59", NOW) == datetime(2026, 5, 1, 13, 59, tzinfo=UTC)
     assert moment("14:00:30", NOW) == datetime(2026, 4, 30, 14, 0, 30, tzinfo=UTC)
+    assert moment("15:30+02:00", NOW) == datetime(2026, 5, 1, 13, 30, tzinfo=UTC)
+    assert moment("16:30+02:00", NOW) == datetime(2026, 4, 30, 14, 30, tzinfo=UTC)
     assert moment("2026-05-01T15:00:00+02:00", NOW) == datetime(2026, 5, 1, 13, 0, tzinfo=UTC)
     with pytest.raises(UsageError, match="is not a time"):
         moment("noon", NOW)

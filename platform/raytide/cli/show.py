@@ -9,11 +9,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from raytide.core.bounds import printable
+from raytide.core.errors import UsageError
 
 R = TypeVar("R")
 
@@ -22,6 +24,15 @@ _LEAST_ROOM = 30
 """The least width in characters of a column of words; a narrower column is printed below its row."""
 _BELOW = 6
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster's name; `local` by default.")]
+
+
+def check_folder(*paths: Path | None) -> None:
+    """Raises UsageError if the folder of a file that is written at the end does not exist."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(
+                f"there is no folder {path.parent} for {path.name}.", hint="Make it, or name another file."
+            )
 
 
 def as_json(value: Any) -> None:

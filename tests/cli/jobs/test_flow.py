@@ -10,6 +10,7 @@ from tests.workflows.fake_api import FakeApi
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
+from raytide.cli.jobs.flow import value_of
 from raytide.control.client import ApiClient
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, ConflictError, NotFoundError, UsageError
@@ -122,3 +123,23 @@ def test_a_notebook_shows_the_stages_and_the_graph(api: FakeApi, file: Path) -> 
     assert repr(run) == "FlowRun(job-1, two, queued)"
     with pytest.raises(NotFoundError, match="job-1 has no stage third"):
         run.stage("third")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        ("-1.5e-3", -1.5e-3),
+        ("true", True),
+        ("'7'", "7"),
+        ("0123456", "0123456"),
+        ("14:03", "14:03"),
+        ("*.md", "*.md"),
+        ("@latest", "@latest"),
+        ("fix: a: b", "fix: a: b"),
+        ("", ""),
+    ],
+)
+def test_only_decimal_numbers_are_numbers(text: str, value: object) -> None:
+    assert value_of(text) == value
+    assert type(value_of(text)) is type(value)

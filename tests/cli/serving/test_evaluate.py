@@ -10,7 +10,7 @@ from tests.actors.engine.tiny import save_llama
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, UsageError
 
 runner = CliRunner()
 
@@ -51,3 +51,10 @@ def test_a_misspelt_key_is_named(folder: Path) -> None:
     error = runner.invoke(app, ["eval", str(folder / "model"), str(folder / "suite.yaml")]).exception
     assert isinstance(error, ConfigError)
     assert "did you mean max_kl?" in str(error)
+
+
+def test_a_folder_for_the_results_that_is_not_there_is_named_before_anything_runs(folder: Path) -> None:
+    words = ["eval", "none", str(folder / "suite.yaml"), "--out", str(folder / "none" / "out.json")]
+    error = runner.invoke(app, words).exception
+    assert isinstance(error, UsageError)
+    assert "no folder" in str(error)

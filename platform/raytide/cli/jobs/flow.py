@@ -24,6 +24,7 @@ from raytide.workflows.view import COLUMNS
 
 flow = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Run workflows: stages from data to an endpoint.")
 Which = Annotated[str, typer.Argument(metavar="JOB_OR_NAME", help="The flow's job, or its name for the newest run.")]
+_DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _MOST = 1000
 _JOB = re.compile("job-[0-9]+")
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the flow ends.")]
@@ -87,13 +88,18 @@ def flows(
 
 
 def value_of(text: str) -> Value:
-    """Parses a text as YAML and returns the result if it is a number, a boolean or a string. Otherwise returns the text
-    itself.
+    """Parses a text as YAML and returns the result if it is a decimal number, a boolean or a string. Otherwise returns
+    the text itself, such as a commit or a time that YAML would read as a number.
     """
     import yaml
 
-    value = yaml.safe_load(text) if text else ""
-    return value if isinstance(value, bool | int | float | str) else text
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, bool | str):
+        return value
+    return value if isinstance(value, int | float) and _DECIMAL.fullmatch(text.strip()) else text
 
 
 def _flow(client: ApiClient, which: str) -> FlowRun:

@@ -77,7 +77,9 @@ def moment(text: str, now: datetime) -> datetime:
     try:
         if "-" in text:
             return datetime.fromisoformat(text).astimezone(now.tzinfo)
-        at = datetime.combine(now, time.fromisoformat(text), now.tzinfo)
+        of_day = time.fromisoformat(text)
+        zone = of_day.tzinfo or now.tzinfo
+        at = datetime.combine(now.astimezone(zone), of_day, zone).astimezone(now.tzinfo)
     except ValueError:
         raise UsageError(
             f"{text!r} is not a time.", hint="Write 14:03, 14:03:20 or 2026-05-01T14:03:20+02:00."

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_table, check_folder
 from raytide.control.client import ApiClient
 from raytide.core.config import environment
 from raytide.core.errors import UsageError
@@ -121,6 +121,7 @@ def endpoint(
         **({"model": model} if model else {}),
         **({"slo": slo} if slo else {}),
     }
+    check_folder(plot, records)
     if plot is not None:
         from raytide.dashboards.figures.style import check_format
 

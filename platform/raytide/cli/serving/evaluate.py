@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raytide.cli.show import Json, as_json, as_table
+from raytide.cli.show import Json, as_json, as_table, check_folder
 from raytide.core.config import environment, load_yaml
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def evaluation(
     from raytide.actors.quality.suite import QualitySuite, broken_limits
     from raytide.core.io.atomic_file import write_json
 
+    check_folder(out)
     fields = load_yaml(suite)
     asked = QualitySuite.parse({**fields, "parent": parent} if parent else fields, where=str(suite))
     report = evaluate(
