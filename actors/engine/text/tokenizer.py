@@ -154,17 +154,17 @@ class Tokenizer:
         turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
         variables = checked_variables(options.template_kwargs)
         (turns, tools, variables), mark = self._break_names((turns, list(tools), variables))
-        last_text = turns[-1]["content"]
-        if self._vision is not None:
-            turns = self._show_images(turns, self._vision.image_token)
         starts_answer = options.ending == "answer"
-        if self._template:
-            text = self._chat.render(turns, prompt=starts_answer, tools=tools, variables=variables)
-        else:
+
+        def rendered(turns: list[dict[str, object]]) -> str:
+            if self._vision is not None:
+                turns = self._show_images(turns, self._vision.image_token)
+            if self._template:
+                return self._chat.render(turns, prompt=starts_answer, tools=tools, variables=variables)
             lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
-            text = lines + "assistant:" if starts_answer else lines
-        if options.ending == "open":
-            text = left_open(text, messages[-1], last_text)
+            return lines + "assistant:" if starts_answer else lines
+
+        text = left_open(rendered, turns, messages[-1]) if options.ending == "open" else rendered(turns)
         whole, plain = _checked(text), bool(self._template)
         text = self._cut(whole, enough)
         ids = self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]

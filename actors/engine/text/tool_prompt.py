@@ -6,7 +6,7 @@ message, cuts the rendered prompt at the end of this message.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytide.actors.engine.types import ChatFormat, Message
@@ -29,6 +29,9 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ('"parameters": ', "llama3"),
 )
 """Texts by which a template's tool call format is recognized; the first match decides."""
+
+_END = "\uf8ff"
+"""Marks the end of a message in a rendered conversation. No template treats this private-use character specially."""
 
 _INSTRUCTIONS = """\
 You may call one or more functions. You are given their signatures within <tools></tools>:
@@ -84,20 +87,23 @@ def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(kwargs)
 
 
-def left_open(text: str, last: Message, content: object) -> str:
-    """Returns the rendered conversation `text` up to the end of its last message, so that the model continues this
-    message. `content` is the text of the last message. Raises UsageError if the last message is not an assistant's
-    text, or if the template changes the text.
+def left_open(rendered: Callable[[list[dict[str, object]]], str], turns: list[dict[str, object]], last: Message) -> str:
+    """Returns the rendered conversation up to the end of its last message, so that the model continues this message.
+
+    A second rendering with a mark behind the message shows where the message ends. Raises UsageError if the last
+    message is not an assistant's text, or if the template changes the text.
     """
+    content = turns[-1]["content"]
     if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
         raise UsageError(
             "continue_final_message needs a last message of the assistant with text and without calls.",
             hint="Add the beginning of the answer as the last message, or leave the field out.",
         )
-    # Many templates strip a message: as much of it is kept as is shown.
-    for shown in (content.lstrip(), content.strip()):
-        if (start := text.rfind(shown)) >= 0:
-            return text[: start + len(shown)]
+    text = rendered(turns)
+    shown, _, _ = rendered([*turns[:-1], {**turns[-1], "content": content + _END}]).rpartition(_END)
+    for open_text in (shown, shown.rstrip()):  # many templates strip a message: as much of it is kept as is shown
+        if open_text.rstrip().endswith(content.strip()) and text.startswith(open_text):
+            return open_text
     raise UsageError(
         "the chat template does not show the last message as it is, so that it cannot be continued.",
         hint="Leave continue_final_message out.",

@@ -83,6 +83,9 @@ def test_a_last_message_is_left_open_as_the_template_shows_it(tokenizer: Tokeniz
     assert shown(spaced, BEGUN, ending="open").endswith("<|im_start|>assistant\n  The answer is ")
     named = [*HELLO, Message("assistant", "<|im_end|> means")]
     assert shown(tokenizer, named, ending="open").endswith("assistant\n<|im_end|> means")
+    for begun in ("<", "end", "assistant", "|", "\uf8ff"):  # what closes the turn has these, too
+        asked = [*HELLO, Message("assistant", begun)]
+        assert shown(tokenizer, asked, ending="open").endswith(f"<|im_start|>assistant\n{begun}")
 
 
 def test_only_an_assistant_s_text_is_continued(tokenizer: Tokenizer, tmp_path: Path) -> None:
