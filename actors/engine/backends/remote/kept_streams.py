@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 from raytide.actors.engine.backends.remote.shared_stream import SharedStream, joined
+from raytide.actors.engine.backends.remote.wire import scores_of
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.engine.types import GenChunk, GenRequest
 
@@ -134,6 +135,5 @@ def _is_cut_off(stream: SharedStream) -> bool:
 
 
 def _size(chunk: GenChunk) -> int:
-    scored = [each for each in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if each is not None]
-    entries = sum(1 + len(each.top) for each in scored)
+    entries = sum(1 + len(each.top) for each in scores_of(chunk))
     return _CHUNK_BYTES + _TOKEN_BYTES * len(chunk.token_ids) + 4 * len(chunk.text) + _LOGPROB_BYTES * entries

@@ -350,6 +350,8 @@ class _Connection(asyncio.Protocol):
             self._server.add_prefix(self, prefix)
         try:
             request = wire.read_request(packed)
+            if request.sampling.prompt_logprobs is not None and not isinstance(request.prompt, str):
+                self._name(set(request.prompt[:1]))  # nothing scores it, but an echo shows it
             if request.rejoin_key and not request.resume:
                 source = self._server.kept.generate(request, waited_s, lambda: not self.is_open)
             else:
@@ -380,15 +382,13 @@ class _Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._chunks.append([stream.key, wire.pack_chunk(chunk)])
         self._unwritten.append(stream)
-        if chunk.logprobs or chunk.prompt_logprobs:
-            self._add_tokens(chunk)
+        if scores := wire.scores_of(chunk):
+            self._name({token for each in scores for token in (each.token_id, *(token for token, _ in each.top))})
 
-    def _add_tokens(self, chunk: GenChunk) -> None:
-        marks = [each for each in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if each is not None]
-        named = {token for each in marks for token in (each.token_id, *(token for token, _ in each.top))}
-        for token in named - self._known_tokens:
+    def _name(self, tokens: set[int]) -> None:
+        for token in tokens - self._known_tokens:
             self._new_tokens[token] = self._server.engine.token_bytes(token)
-        self._known_tokens |= named
+        self._known_tokens |= tokens
 
     def _flush(self) -> None:
         if self._chunks:

@@ -103,6 +103,11 @@ def read_request(packed: Mapping[str, Any]) -> GenRequest:
         raise EngineError(f"the request cannot be read: {error!r}.", hint="Are both sides of one release?") from error
 
 
+def scores_of(chunk: GenChunk) -> list[TokenLogprobs]:
+    """Returns the log probabilities of the chunk's tokens and of prompt tokens. The first prompt token has none."""
+    return [each for each in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if each is not None]
+
+
 def pack_chunk(chunk: GenChunk) -> list[Any]:
     """Returns the fields of a chunk in order. A plain chunk of text has only the first three fields."""
     usage, timing, marks, prompt = chunk.usage, chunk.timing, chunk.logprobs, chunk.prompt_logprobs

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine, Prompt
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import PLAIN_PROMPT, GenRequest, Message, PromptOptions
+from raytide.actors.engine.types import PLAIN_PROMPT, GenChunk, GenRequest, Message, PromptOptions, TokenLogprobs
 from raytide.core.errors import ConflictError, EngineError, OverloadedError
 
 TIMEOUT_S = 120.0
@@ -236,4 +237,27 @@ async def test_an_adapter_stays_while_a_request_for_it_waits_for_its_turn() -> N
         await engine.resume()
         assert await asyncio.gather(*answers) == ["length"] * 3
         await remote.unload_lora("a")
+        await remote.shutdown()
+
+
+class ScoringEngine(FakeEngine):
+    """Its answers have log probabilities of the prompt. As everywhere, the first token has none."""
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        scores = (None, *(TokenLogprobs(token, -1.0, 1, ()) for token in request.prompt[1:]))
+        plain = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+        async for chunk in super().generate(plain):
+            yield replace(chunk, prompt_logprobs=scores)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_the_first_token_of_a_prompt_is_known_where_the_prompt_is_echoed() -> None:
+    engine = ScoringEngine()
+    async with served(engine) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        async for _ in remote.generate(GenRequest(request_id="1", prompt=[7, 8, 9], sampling=sampling)):
+            pass
+        assert [remote.token_bytes(token) for token in (7, 8, 9)] == [engine.token_bytes(token) for token in (7, 8, 9)]
         await remote.shutdown()
