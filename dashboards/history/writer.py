@@ -36,7 +36,6 @@ _FORGOTTEN = 0.05
 """The share of the series that is forgotten at once to make room for new ones."""
 _LIVE_S = 300.0
 """A series whose last point is younger than this is never forgotten: new series are dropped instead."""
-_FUTURE_S = 3600.0
 _PRUNE_S = 600.0
 _BUSY_S = 5.0
 _CATCH_UP = 30
@@ -85,7 +84,9 @@ class HistoryWriter:
         self._stored: dict[int, Series] = {}
         self._metrics: dict[str, tuple[int, bool]] = {}
         self._done: dict[int, float] = {}
-        self._pruned_s = -math.inf
+        self._pruned_s = self._written_s = -math.inf
+        self._is_full = False
+        """Whether the present write has found no series to forget; the search takes a millisecond."""
         try:
             self._c = self._opened()
         except (sqlite3.DatabaseError, ValueError) as error:
@@ -137,6 +138,7 @@ class HistoryWriter:
 
     def _write(self, at_s: float, points: Iterable[tuple[Series, float]]) -> None:
         rows: defaultdict[int, dict[int, Row]] = defaultdict(dict)
+        self._is_full = False
         self._c.execute("BEGIN IMMEDIATE")
         for series, value in points:
             if self._stored.get(series.id) is not series and not self._register(series, at_s):
@@ -146,9 +148,10 @@ class HistoryWriter:
         self._insert(0, at_s, rows)
         for finer, level in pairwise(self._levels):
             self._downsample(finer, level, at_s)
-        if not 0 <= at_s - self._pruned_s < _PRUNE_S:
+        if not 0 <= at_s - self._pruned_s < _PRUNE_S or at_s < self._written_s:
             self._prune(at_s)
         self._c.execute("COMMIT")
+        self._written_s = at_s
         if self._used() > _FULL * self._most_bytes:
             self._make_room()
 
@@ -167,7 +170,8 @@ class HistoryWriter:
         if known is not None and self._stored.get(known.id) is known:
             series.id = known.id
             return True
-        if len(self._stored) >= self._most_series and not self._forget_oldest(at_s):
+        if len(self._stored) >= self._most_series and (self._is_full or not self._forget_oldest(at_s)):
+            self._is_full = True
             self.dropped += 1
             return False
         if series.metric not in self._metrics:
@@ -239,15 +243,17 @@ class HistoryWriter:
     def _prune(self, now_s: float) -> None:
         """Deletes rows that are too old and series without rows, and stores the time of the last point of all other
         series.
+
+        Also deletes rows from before the clock was set back. Between them and new rows, counters would seem to restart.
         """
         for level in self._levels:
-            old_s, new_s = now_s - level.keep_s, now_s + _FUTURE_S
+            old_s = now_s - level.keep_s
             for metric, _ in self._metrics.values():
                 which = "DELETE FROM rows WHERE metric = ? AND level = ? AND"
                 self._c.execute(f"{which} at_s < ?", (metric, level.number, old_s))
-                self._c.execute(f"{which} at_s > ?", (metric, level.number, new_s))
+                self._c.execute(f"{which} at_s > ?", (metric, level.number, now_s))
             self._c.execute("DELETE FROM times WHERE level = ? AND at_s < ?", (level.number, old_s))
-            self._c.execute("DELETE FROM times WHERE level = ? AND at_s > ?", (level.number, new_s))
+            self._c.execute("DELETE FROM times WHERE level = ? AND at_s > ?", (level.number, now_s))
         self._forget([series for series in self._stored.values() if series.seen_s < now_s - self._levels[-1].keep_s])
         self._known = {name: series for name, series in self._known.items() if series.id in self._stored}
         seen = [(series.seen_s, id) for id, series in self._stored.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,7 @@ MOST_QUEUED = 20
 state.
 """
 MOST_LISTENERS = 200
+"""The most open streams. Beyond it, the team with the most streams loses its oldest one to another team."""
 LONGEST_S = 3600.0
 """The longest duration of a stream; then it ends, and the page opens another one."""
 
@@ -50,11 +52,15 @@ class Listener:
     def put(self, message: bytes) -> bool:
         """Adds a message. If too many messages wait already, drops the listener and returns False."""
         if self.messages.qsize() >= MOST_QUEUED:
-            self.is_dropped = True
-            self.messages.put_nowait(None)
+            self.drop()
             return False
         self.messages.put_nowait(message)
         return True
+
+    def drop(self) -> None:
+        """Ends the listener's stream."""
+        self.is_dropped = True
+        self.messages.put_nowait(None)
 
 
 class Streams:
@@ -65,7 +71,7 @@ class Streams:
     def __init__(self, take: Callable[[], PagePicture], period_s: float = PERIOD_S) -> None:
         self._take, self._period_s = take, period_s
         self._limiter = CapacityLimiter(1)
-        self._listeners: set[Listener] = set()
+        self._listeners: dict[Listener, None] = {}
         self._told: dict[str, Content] = {}
         """The rows that the listeners of each team have been sent."""
         self._loop: asyncio.Task[None] | None = None
@@ -74,23 +80,29 @@ class Streams:
 
     def join(self, team: str) -> Listener:
         """Adds a listener. The listener's first messages contain the whole picture. Raises QuotaError if there are too
-        many listeners.
+        many listeners, and no team has more of them than this one.
         """
         if len(self._listeners) >= MOST_LISTENERS:
-            raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")
+            of_team = Counter(each.team for each in self._listeners)
+            largest, count = of_team.most_common(1)[0]
+            if count <= of_team[team] + 1:
+                raise QuotaError(f"{MOST_LISTENERS} pages are open already.", hint="Close one, and try again.")
+            oldest = next(each for each in self._listeners if each.team == largest)
+            oldest.drop()
+            self.leave(oldest)
         listener = Listener(team)
         if (known := self._told.get(team)) is not None:
             for kind, content in known.items():
                 listener.put(event(kind, _whole(kind, content)))
         else:
             self._new.set()
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run(), name="page stream")
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners.discard(listener)
+        self._listeners.pop(listener, None)
         if not any(each.team == listener.team for each in self._listeners):
             self._told.pop(listener.team, None)
 

@@ -80,6 +80,18 @@ def test_old_points_come_from_coarser_levels_and_a_counter_rises_through_restart
     assert len(curve.points) == 31
 
 
+def test_a_counter_does_not_restart_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    history = HistoryWriter(tmp_path / "h", low_bytes=0)
+    at_s, value = NOW_S, 1000.0
+    for step in range(100):
+        at_s += 15.0 if step != 60 else -307.0
+        value += 15.0  # one a second
+        write(history, at_s, "n_total", value, is_counter=True)
+        if step > 60:
+            ((_, points),) = HistoryReader(tmp_path / "h").range("n_total", {}, at_s - 300.0, at_s)
+            assert increase(points) <= 625.0  # at most what was counted before and after the step
+
+
 def test_a_quantile_is_that_of_each_step_and_sums_what_is_not_asked_for(tmp_path: Path) -> None:
     history = HistoryWriter(tmp_path / "h", low_bytes=0)
     for step in range(21):
@@ -180,6 +192,17 @@ def test_series_without_points_make_room_for_new_ones_and_live_ones_do_not(tmp_p
     assert len(history) <= 20
     found = {dict(labels)["node"] for labels, _ in HistoryReader(tmp_path / "h").range("up", {}, 0, NOW_S + 2000)}
     assert {"newer", "19"} <= found
+
+
+def test_a_write_looks_once_for_series_to_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = HistoryWriter(tmp_path / "h", most_series=10, low_bytes=0)
+    looks: list[float] = []
+    find = history._forget_oldest
+    monkeypatch.setattr(history, "_forget_oldest", lambda at_s: (looks.append(at_s), find(at_s))[1])
+    points = [(history.series("up", label_set({"node": str(number)}), False), 1.0) for number in range(100)]
+    for at_s in (NOW_S, NOW_S + 15.0):
+        assert history.write(at_s, points)
+    assert (looks, len(history), history.dropped) == ([NOW_S, NOW_S + 15.0], 10, 180)
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -289,6 +290,40 @@ def test_an_earlier_fleet_is_replayed(busy: str, tab: Tab) -> None:
         page.click("button:has-text('back to now')")
         page.wait_for_selector("h2:text-is('The fleet')")
         assert watched.problems == []
+
+
+HELD_STREAM = """const real = fetch;
+fetch = async (path, options) => {
+  const response = await real(path, options);
+  if (path !== "/v1/stream") return response;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const encoder = new TextEncoder();
+  return new Response(new ReadableStream({
+    async start(page) {
+      window.tell = (message) => page.enqueue(encoder.encode(message));
+      for (let seen = ""; !/event: status\\n.*\\n\\n/.test(seen); ) {
+        const { value } = await reader.read();
+        seen += value;
+        tell(value);
+      }
+    },
+  }));
+};"""
+"""Passes the first picture of the stream on, and then only what the test tells."""
+
+
+def test_a_run_that_leaves_the_stream_is_asked_for(busy: str, tab: Tab) -> None:
+    views = httpx.get(f"{busy}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    job = next(view["job"] for view in views if view["job"]["state"] == "running")
+    with tab(busy, TOKEN) as watched:
+        watched.page.add_init_script(HELD_STREAM)
+        page = watched.open(f"runs/{job['id']}")
+        page.wait_for_selector(".stats.five")
+        with page.expect_response(f"**/v1/jobs/{job['id']}", timeout=10_000):
+            change = json.dumps({"rows": {}, "gone": [job["id"]]})
+            page.evaluate("message => tell(message)", f"event: jobs\ndata: {change}\n\n")
+        expect(page.locator("main .skeleton")).to_have_count(0)
+        expect(page.locator("h1")).to_have_text(job["spec"]["name"])
 
 
 def test_the_page_comes_back_after_the_api_was_away(tab: Tab) -> None:

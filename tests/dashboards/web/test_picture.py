@@ -19,6 +19,7 @@ from raytide.core.objects.job import JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.objects.node import CapacityType, Node, NodeState, Signal
 from raytide.core.state import Changes, Store
+from raytide.dashboards.web import picture
 
 GANG = {"shapes": [{"members": 2, "resources": {"GPU": 4, "CPU": 0}}]}
 MINUTE_US, PRICE = 60_000_000, 2_000_000
@@ -98,6 +99,15 @@ class TestPicture:
         row = seen["endpoints"]["chat"]
         assert (row["ready"], row["ongoing"]) == (endpoint["ready_replicas"], endpoint["ongoing"]) == (1, 2.0)
         assert (row["rps"], row["tps"], row["ttft_s"], row["kv_use"]) == (1.5, 33.0, 0.2, 0.25)
+
+    def test_jobs_that_run_are_shown_however_many_others_were_submitted_since(
+        self, service: ApiService, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        later = [store.submit_job(job_spec(), "ana", 99_100.0) for _ in range(4)]
+        ended = tuple(replaced(job, state=JobState.SUCCEEDED, ended_at_s=99_900.0) for job in later)
+        store.commit(Changes(at_s=99_900.0, jobs=ended))
+        monkeypatch.setattr(picture, "MOST_JOBS", 3)
+        assert list(service.pictures.take().jobs) == ["job-6", "job-2", "job-1"]
 
     def test_a_node_shows_who_holds_it(self, service: ApiService) -> None:
         row = service.pictures.take().nodes["node-1"]

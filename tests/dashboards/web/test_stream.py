@@ -166,6 +166,20 @@ async def test_the_number_of_listeners_is_bounded(monkeypatch: pytest.MonkeyPatc
         streams.leave(listener)
 
 
+async def test_a_team_with_many_pages_keeps_no_other_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MOST_LISTENERS", 3)
+    streams = Streams(picture, period_s=3600)
+    many = [streams.join("one") for _ in range(3)]
+    with pytest.raises(QuotaError):
+        streams.join("one")
+    other = streams.join("two")
+    assert [each.is_dropped for each in (*many, other)] == [True, False, False, False]
+    with pytest.raises(QuotaError):  # the teams do not take places from each other in turn
+        streams.join("two")
+    for listener in (*many, other):
+        streams.leave(listener)
+
+
 class Wire:
     """One ASGI response: what was sent, and a client that leaves when it is told to."""
 
@@ -209,14 +223,14 @@ async def test_a_stream_begins_with_its_caller_and_beats_while_nothing_changes()
     assert wire.body.count(b"event: jobs") == 1
     wire.leaves.set()
     await asyncio.wait_for(task, 60)
-    assert streams._listeners == set()
+    assert streams._listeners == {}
 
 
 async def test_a_stream_ends_once_its_token_is_revoked() -> None:
     streams, wire = Streams(picture, period_s=3600), Wire()
     await asyncio.wait_for(EventStream(streams, "one", {}, revoked, beat_s=0.01)({}, wire.receive, wire.send), 60)
     assert wire.sent[-1]["more_body"] is False
-    assert streams._listeners == set()
+    assert streams._listeners == {}
 
 
 async def test_a_stream_that_is_never_silent_ends_once_its_token_is_revoked() -> None:
@@ -240,7 +254,7 @@ async def test_a_client_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyP
             await asyncio.Event().wait()
 
     await asyncio.wait_for(EventStream(streams, "one", {}, valid)({}, wire.receive, stuck), 60)
-    assert streams._listeners == set()
+    assert streams._listeners == {}
 
 
 async def test_a_stream_ends_after_its_longest_time(monkeypatch: pytest.MonkeyPatch) -> None:

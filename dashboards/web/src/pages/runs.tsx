@@ -60,7 +60,8 @@ function AllRuns() {
   const [which, setWhich] = useState<"" | "live" | "train" | "ended">("");
   const [pages, setPages] = useState(1);
   const [chosen, setChosen] = useState<string[]>([]);
-  const older = useLoad((signal) => get<JobView[]>("/v1/jobs", { limit: Math.min(1000, PAGE * pages) }, signal), [pages]);
+  // Again and again: a job leaves the live rows a quarter of an hour after its end, and must not be shown as it once was.
+  const older = useLoad((signal) => get<JobView[]>("/v1/jobs", { limit: Math.min(1000, PAGE * pages) }, signal), [pages], 60_000);
   const all = useMemo(() => {
     const found = new Map((older.data ?? []).map((view) => [view.job.id, asRow(view)]));
     for (const [id, job] of now.jobs) found.set(id, job);
@@ -168,7 +169,8 @@ function useCurves(id: string, every_ms: number) {
 
 function OneRun({ id }: { id: string }) {
   const now = useLive();
-  const lone = useLoad((signal) => (now.jobs.has(id) ? Promise.resolve(null) : get<JobView>(`/v1/jobs/${id}`, {}, signal)), [id]);
+  const isInStream = now.jobs.has(id); // until a quarter of an hour after its end
+  const lone = useLoad((signal) => (isInStream ? Promise.resolve(null) : get<JobView>(`/v1/jobs/${id}`, {}, signal)), [id, isInStream]);
   const job = now.jobs.get(id) ?? (lone.data ? asRow(lone.data) : undefined);
   if (!job)
     return (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from raytide.core.objects.job import FINAL_STATES
+from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.objects.node import Node
 from raytide.core.state import codec
@@ -60,12 +60,14 @@ class NodeHours(NamedTuple):
 class OverviewQueries(DatabaseAccess):
     def jobs(self, *, ended_after_s: float, limit: int) -> list[JobRow]:
         """Returns at most `limit` jobs, newest first: the unfinished jobs, and the jobs that ended after
-        `ended_after_s`.
+        `ended_after_s`. If there are more, jobs that hold a gang are kept first, then queued ones.
         """
         j = t.jobs.c
         shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
+        rank = sa.case((j.state.in_(FINAL_STATES), 2), (j.state == JobState.QUEUED, 1), else_=0)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
-        return [JobRow(*row) for row in self._db.rows(query.order_by(j.number.desc()).limit(limit))]
+        found = [JobRow(*row) for row in self._db.rows(query.order_by(rank, j.number.desc()).limit(limit))]
+        return sorted(found, key=lambda job: codec.number_of(job.id), reverse=True)
 
     def plan_number(self) -> int:
         """Returns the number of the newest stored plan, or 0 if there is no plan."""
