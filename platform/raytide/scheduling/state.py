@@ -19,7 +19,6 @@ from raytide.core.objects.node import (
 )
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
 from raytide.scheduling.diagnosis import Holders, Unschedulable, why_impossible, why_not
-from raytide.scheduling.free_resources import free_resources
 from raytide.scheduling.lookahead import PendingDemand
 from raytide.scheduling.node_table import NodeTable
 from raytide.scheduling.offerings import Offering, Offerings
@@ -40,7 +39,7 @@ from raytide.scheduling.replicas import (
     replica_throughputs,
 )
 from raytide.scheduling.throughput import at_least_as_fast_as
-from raytide.scheduling.unattributed import UnattributedUsage
+from raytide.scheduling.unattributed import UnattributedUsage, free_resources
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """The states of nodes on which members may be placed, those usable soonest first."""
