@@ -155,6 +155,15 @@ async def test_the_wait_for_a_first_replica_ends_with_the_request() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_message_ends_at_its_timeout_while_it_waits_for_a_first_replica() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide")
+        answer = await asyncio.wait_for(gateway.http.post("/v1/messages", json=chat("tide", timeout=0.2)), 60)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+        assert gateway.models.endpoint("tide")[1].waiting == 0
+
+
+@pytest.mark.asyncio
 async def test_a_changed_least_priority_holds_from_then_on() -> None:
     priorities: list[int] = []
 

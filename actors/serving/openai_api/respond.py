@@ -64,7 +64,7 @@ async def respond(
         trace.model = body.model
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
-        deadline_s = _deadline_s(body.timeout, request)
+        deadline_s = deadline_of(body.timeout, request)
         generating = server.generate(body, caller_of(request.scope), session_of(body, request.headers))
         generation = await _unless_gone(leaving, _in_time(deadline_s, generating))
         reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s, trace)
@@ -110,7 +110,7 @@ async def respond(
         leaving.cancel()
 
 
-def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
+def deadline_of(timeout_s: float | None, request: Request) -> float | None:
     """Returns the moment, on the event loop's clock, at which the request gives up; None for no limit. The body's
     timeout (seconds) takes precedence over the header.
     """
@@ -323,7 +323,7 @@ async def in_request(request: Request, body: BaseModel | None, work: Coroutine[N
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
         timeout_s = getattr(body, "timeout", None)
-        return await _unless_gone(leaving, _in_time(_deadline_s(timeout_s, request), work))
+        return await _unless_gone(leaving, _in_time(deadline_of(timeout_s, request), work))
     except _ClientGoneError:
         raise client_gone() from None
     finally:

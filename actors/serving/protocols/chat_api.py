@@ -43,14 +43,14 @@ class ChatApi(Generic[B]):
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
         """Returns the response to a request. `writer_of` and `keep` have the same meaning as in `respond`."""
-        await models.server(model, request)  # an unknown model is the first problem to name
+        await models.server(model, request, body)  # an unknown model is the first problem to name
         chat = self._chat_of(body)
 
         async def answered(server: Server) -> Response:
             try:
                 return await respond(server, self.name, chat, request, writer_of, keep)
             except ApiError as error:
-                raise self.renamed(error) from error
+                raise self.renamed(error) from error.__cause__  # by which another server's turn is decided
 
         return await models.answer(model, request, chat, answered)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +21,16 @@ from starlette.types import Receive, Scope, Send
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, Grant, caller_of
-from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid, overloaded, to_api_error
+from raytide.actors.serving.openai_api.errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    invalid,
+    overloaded,
+    timed_out,
+    to_api_error,
+)
+from raytide.actors.serving.openai_api.respond import deadline_of
+from raytide.actors.serving.protocols.responses_api.stored import PASSED_ON, PassedOn
 from raytide.core.errors import EngineError, RaytideError
 from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.cluster_config import HostedApi
@@ -45,6 +55,8 @@ _TRANSLATED = ("messages", "messages/count_tokens", "responses/input_tokens", "t
 """Paths that an OpenAI-compatible API does not have."""
 _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
 """The prefix of an answer's id, by the request's path."""
+_WHOLE = ("response.completed", "response.incomplete")
+"""The events of a streamed response that contain all of it."""
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 _MOST_LINE_BYTES = 8 << 20
 _DATA = b"data:"
@@ -67,6 +79,8 @@ class UsageReader:
         self._reported: TokenUsage | None = None
         self._pieces = 0
         self._rest = b""
+        self.response: dict[str, Any] | None = None
+        """The whole response, once it has come; only of the Responses API."""
 
     @property
     def usage(self) -> TokenUsage:
@@ -106,6 +120,9 @@ class UsageReader:
                 if self._id and isinstance(each.get("id"), str):
                     each["id"] = self._id
                 self._reported = _usage(each.get("usage")) or self._reported
+        whole = inner if answer.get("type") in _WHOLE else answer
+        if isinstance(whole, dict) and isinstance(whole.get("id"), str) and isinstance(whole.get("output"), list):
+            self.response = whole
         choices = answer.get("choices")
         self._pieces += len(choices) if isinstance(choices, list) else str(answer.get("type", "")).endswith(".delta")
         return answer
@@ -179,7 +196,11 @@ class HostedApis:
         path = _path(request)
         if path in _TRANSLATED:
             raise invalid(f"{model} is a hosted model, which has no /{path}: use chat/completions.", param="model")
-        asked = dict(await request.json())
+        asked, passed_on = dict(await request.json()), request.scope.get(PASSED_ON, PassedOn(None, None))
+        if passed_on.input is not None:  # the API does not have the responses that are stored here
+            asked["input"] = passed_on.input
+            del asked["previous_response_id"]
+        deadline_s = deadline_of(asked.get("timeout"), request)
         body, most = _body(backend, path, asked)
         most_prompt, likely_prompt = _prompt_tokens(body)
         grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)
@@ -192,7 +213,7 @@ class HostedApis:
             reader = UsageReader(model, likely_prompt, shows_usage=shows_usage, id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
-                return _RelayedStream(found, reader, grant, version, track)
+                return _RelayedStream(found, reader, grant, version, track, deadline_s, passed_on.keep)
             content = reader.whole(await _read(found, _MOST_ANSWER_BYTES))
         except BaseException as error:
             status = to_api_error(error).status if isinstance(error, Exception) else 499
@@ -204,6 +225,8 @@ class HostedApis:
             raise
         grant.settle(reader.usage, 200, version=version)
         track.finish("ok")
+        if passed_on.keep is not None and reader.response is not None:
+            await passed_on.keep(reader.response)
         request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
         return Response(content, media_type="application/json")
 
@@ -269,15 +292,23 @@ def _objects(found: object) -> Iterator[dict[str, Any]]:
 
 class _RelayedStream(StreamingResponse):
     """The events of a hosted stream. The request is billed and the stream closed however it ends, even if the client
-    left before it started.
+    left before it started. `deadline_s` is the moment at which the request gives up, and `keep` stores the response.
     """
 
     def __init__(
-        self, found: httpx.Response, reader: UsageReader, grant: Grant, version: str, track: RequestTracker
+        self,
+        found: httpx.Response,
+        reader: UsageReader,
+        grant: Grant,
+        version: str,
+        track: RequestTracker,
+        deadline_s: float | None = None,
+        keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._found, self._reader, self._grant, self._version = found, reader, grant, version
-        self._status, self._track = 499, track
+        self._status, self._track, self._keep = 499, track, keep
+        self._deadline_s = math.inf if deadline_s is None else deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -291,18 +322,25 @@ class _RelayedStream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         pieces, silence_s = self._found.aiter_bytes(), _ANSWER_S
         try:
-            while piece := await asyncio.wait_for(anext(pieces, b""), silence_s):
+            while piece := await asyncio.wait_for(anext(pieces, b""), min(silence_s, self._left_s())):
                 for event in self._reader.events(piece):
                     self._track.first_token()
                     silence_s = _SILENCE_S
+                    if self._keep is not None and self._reader.response is not None:
+                        await self._keep(self._reader.response)
+                        self._keep = None
                     yield event
             self._status = 200
             self._track.finish("ok")
         except (httpx.HTTPError, RaytideError, TimeoutError) as error:
-            self._status = 503
-            failure = _failed(f"broke off ({type(error).__name__})")
+            failure = timed_out() if round(self._left_s(), 3) <= 0 else _failed(f"broke off ({type(error).__name__})")
+            self._status = failure.status
             self._track.finish("error", failure.body.error.code or "")
             yield b"data: " + failure.body.model_dump_json().encode() + b"\n\n"
+
+    def _left_s(self) -> float:
+        """Returns the seconds until the request's own timeout."""
+        return self._deadline_s - asyncio.get_running_loop().time()
 
 
 async def _read(found: httpx.Response, most: int) -> bytes:

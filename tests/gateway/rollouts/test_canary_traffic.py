@@ -117,6 +117,17 @@ async def test_a_full_challenger_is_no_broken_one() -> None:
         assert counted(gateway)[2][1] == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_the_champion_answers_every_api_when_the_challenger_is_full(path: str) -> None:
+    limit, prompt = ("max_tokens", "messages") if path == "/v1/messages" else ("max_output_tokens", "input")
+    asked = {"model": "chat", limit: 4, prompt: [{"role": "user", "content": "hello"}]}
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(reply="new ", max_running=1, max_waiting=0))
+        answer = await gateway.http.post(path, json=asked)
+        assert (answer.status_code, answer.headers["x-raytide-revision"]) == (200, "1")
+        assert counted(gateway)[2][1] == 0
+
+
 async def test_late_first_tokens_count_even_before_they_come() -> None:
     async with running_gateway() as gateway:
         slow = FakeEngine(reply="new ", tokens_per_s=2.0)
@@ -214,6 +225,6 @@ async def test_the_counts_of_old_rollouts_are_forgotten_so_that_a_report_has_roo
 async def test_a_requests_timeout_goes_on_counting_when_the_champion_answers_it() -> None:
     request = Request({"type": "http", "headers": [(b"x-raytide-timeout-s", b"5")]})
     body = CompletionRequest(model="chat", prompt="hi")
-    first = respond._deadline_s(body.timeout, request)
+    first = respond.deadline_of(body.timeout, request)
     await asyncio.sleep(0.01)
-    assert respond._deadline_s(body.timeout, request) == first
+    assert respond.deadline_of(body.timeout, request) == first

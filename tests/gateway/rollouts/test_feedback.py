@@ -56,12 +56,13 @@ async def test_an_answer_is_judged_through_another_gateway_and_the_last_judgemen
         text = await ask(one, "completions", secret, {"prompt": "hi", "stream": True})
         body = {"model": "chat", "input": "hi", "max_output_tokens": 16}
         item = await one.http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {secret}"})
-        ids = [chat.json()["id"], text.text.split('"id":"')[1].split('"')[0], item.json()["id"]]
-        assert [each[:4] for each in ids] == ["chat", "cmpl", "resp"]
+        message = await ask(one, "messages", secret, {"messages": [{"role": "user", "content": "hi"}]})
+        ids = [chat.json()["id"], text.text.split('"id":"')[1].split('"')[0], item.json()["id"], message.json()["id"]]
+        assert [each[:4] for each in ids] == ["chat", "cmpl", "resp", "msg_"]
         for each in ids:
             assert (await judge(two, secret, each)).json()["revision"] == 7
         assert (await judge(one, secret, ids[0], "up")).json()["score"] == "up"
-    assert store.feedback.sums("chat") == (RevisionFeedback(7, up=1, down=2),)
+    assert store.feedback.sums("chat") == (RevisionFeedback(7, up=1, down=3),)
     usage, _ = store.tenancy.usage.rows(feedback_filter())
     assert {row.version for row in usage} == {"chat:4 r7"}
     assert {row.id for row in usage} >= {each.replace("_", "-").rpartition("-")[2] for each in ids}

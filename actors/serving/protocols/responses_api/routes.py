@@ -17,10 +17,13 @@ from raytide.actors.serving.protocols.chat_api import ChatApi
 from raytide.actors.serving.protocols.models import Models
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request, in_responses
 from raytide.actors.serving.protocols.responses_api.stored import (
+    PASSED_ON,
     RESPONSE_ID,
+    PassedOn,
     ResponseOwner,
     ResponseStore,
     StoredResponse,
+    foreign_items,
     input_items,
 )
 from raytide.actors.serving.protocols.responses_api.writer import ResponsesWriter
@@ -67,16 +70,23 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
             writers.append(ResponsesWriter(body, generation))
             return writers[-1]
 
-        async def keep() -> None:
-            writer, caller = writers[-1], caller_of(request.scope)
-            assert writer.response is not None
-            stored = StoredResponse(writer.id, body.model, writer.response, input_items(asked.input))
+        async def keep_response(response: dict[str, Any]) -> None:
+            caller = caller_of(request.scope)
+            stored = StoredResponse(response["id"], body.model, response, input_items(asked.input))
             try:
                 await store.add(ResponseOwner(caller.team, caller.account), stored)
             except RaytideError as error:  # the answer is there; what follows it gets a 400 that says that it is not
-                _log.warning("response %s is not stored: %s", writer.id, error)
+                _log.warning("response %s is not stored: %s", stored.id, error)
 
-        return await _API.answer(models, body.model, asked, request, writer_of, None if body.store is False else keep)
+        async def keep() -> None:
+            response = writers[-1].response
+            assert response is not None
+            await keep_response(response)
+
+        is_kept, is_continued = body.store is not False, body.previous_response_id is not None
+        whole = foreign_items(asked.input) if is_continued else None
+        request.scope[PASSED_ON] = PassedOn(whole, keep_response if is_kept else None)
+        return await _API.answer(models, body.model, asked, request, writer_of, keep if is_kept else None)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
@@ -18,6 +18,8 @@ MAX_RESPONSE_BYTES = 4 << 20
 """The largest size in bytes of a response, including its input, that is stored."""
 KEEP_S = 30 * 86_400
 """The seconds for which a response is stored, as at OpenAI."""
+PASSED_ON = "raytide.passed_on"
+"""The key of the ASGI scope with the PassedOn of a request, for an API of somebody else that answers it."""
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -29,6 +31,18 @@ class ResponseOwner:
 
     team: str
     account: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """The parts of a request that an API of somebody else does not know.
+
+    `input` is the whole conversation if the request continues a stored response, else None. `keep` stores the answer.
+    It is None if the answer is not to be stored.
+    """
+
+    input: list[Item] | None
+    keep: Callable[[Item], Awaitable[None]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,17 @@ def input_items(given: str | Sequence[Item]) -> list[Item]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(each) for each in given]
+
+
+def foreign_items(given: str | Sequence[Item]) -> list[Item]:
+    """Returns the items of a conversation for an API that has not stored them. Such an API looks up ids that it is
+    sent, and reasoning only by its id.
+    """
+    return [
+        {name: value for name, value in item.items() if name != "id"}
+        for item in input_items(given)
+        if item["type"] != "reasoning"
+    ]
 
 
 def _item(item: Item) -> Item:

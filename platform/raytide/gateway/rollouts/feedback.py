@@ -19,7 +19,7 @@ from raytide.core.specs.rollout import Feedback, MetricName, MetricValue, Score,
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 
-_RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)?[0-9a-f]{32}")
+_RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_|msg_)?[0-9a-f]{32}")
 """The pattern of response ids; the API is not asked for an id that does not match."""
 _UNREPORTED_S = (0.6, 1.2)
 """The pauses in seconds before an unknown request is looked up again; gateways report ended requests twice a second."""
