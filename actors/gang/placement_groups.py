@@ -7,6 +7,7 @@ choose the node, nor move the bundle when the node dies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,6 +130,7 @@ def _group(info: dict[str, Any]) -> PlacementGroupInfo | None:
 
 
 _PREFIX = "raytide"
+_NAME = re.compile(rf"{_PREFIX}/(lease-[0-9]+)/([0-9]{{1,9}})/([0-9]{{1,9}})")
 
 GroupState = Literal["pending", "ready", "removed"]
 
@@ -150,10 +152,8 @@ class GroupKey:
     @classmethod
     def of_name(cls, name: str) -> GroupKey | None:
         """Returns the key that a placement group's name contains, or None if the group is not raytide's."""
-        parts = name.split("/")
-        if len(parts) != 4 or parts[0] != _PREFIX or not (parts[2].isdigit() and parts[3].isdigit()):
-            return None
-        return cls(parts[1], int(parts[2]), int(parts[3]))
+        found = _NAME.fullmatch(name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from raytide.control.api.gate import BODY_BYTES
 from raytide.control.client import ApiClient, HttpConnections
 from raytide.control.client import api_client as module
 from raytide.control.views import JobView, to_json
@@ -86,6 +88,21 @@ def test_what_a_driver_reports_is_sent_although_its_text_is_no_utf_8() -> None:
     ]
 
 
+def test_a_loss_that_is_not_finite_is_reported_and_does_not_end_the_script() -> None:
+    """The alert LossNaN waits for it. The store keeps it as a text as well."""
+    api = Api(0, lambda request: (200, {}))
+    connected(api).report("job-1", {"loss": math.nan, "low": -math.inf, "step": 3, "lr": 0.1})
+    assert api.seen[0].body == {"loss": "nan", "low": "-inf", "step": 3, "lr": 0.1}
+
+
+def test_a_lease_is_given_back_although_the_error_is_longer_than_a_body_may_be() -> None:
+    api = Api(0, lambda request: (200, {}))
+    connected(api).release("job-1", error="RayTaskError: " + "\u6f6e" * 100_000)
+    connected(api).report("job-1", {"note": "x" * 100_000})
+    assert api.seen[0].body["error"].startswith("RayTaskError: ")
+    assert all(len(json.dumps(request.body)) < BODY_BYTES for request in api.seen)
+
+
 def test_a_submission_that_met_a_dying_api_is_repeated_under_one_key() -> None:
     def missing(request: Request) -> tuple[int, object]:
         return 404, {"error": NotFoundError("no such thing").to_json()}
@@ -119,6 +136,12 @@ def test_a_log_is_asked_for_part_by_part() -> None:
     run = Run(connected(Api(0, answer)), JobView(Job("job-1", SPEC, "ana", JobState.RUNNING, 0.0), None, 0, 0))
     assert run.logs() == "123456789"
     assert run.logs(tail=6) == "456789"
+
+
+def test_a_job_is_shown_although_its_step_is_a_text() -> None:
+    job = Job("job-1", SPEC, "ana", JobState.RUNNING, 0.0, progress={"step": "warm-up", "loss": "nan"})
+    shown = Run(connected(Api(0, lambda request: (200, {}))), JobView(job, None, 0, 0)).glance()
+    assert (shown.done, shown.facts["step"]) == (0.0, "warm-up")
 
 
 def test_a_team_is_sent_only_where_one_was_named() -> None:

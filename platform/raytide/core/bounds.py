@@ -155,6 +155,15 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}\u2026"
 
 
+def reportable(value: float | int | str) -> float | int | str:
+    """Returns a value that a job reports, in a form that the API accepts. Texts are shortened, as they would be in the
+    store, and lose NULs and invalid UTF-8. NaN and infinity become texts, because JSON has no such numbers.
+    """
+    if isinstance(value, str):
+        return shortened(value.encode(errors="replace").decode().replace("\0", ""))
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
     """Returns the text in a form safe for a terminal. The result has the form that `storable` returns, contains no
     escape sequences, and has at most `most` characters.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -231,6 +231,37 @@ def test_the_watcher_ends_when_nobody_waits(store: Store, monkeypatch: pytest.Mo
             await leases._watcher
         assert leases._leases == {}
 
+    run(work())
+
+
+def test_the_watcher_outlives_a_time_without_a_free_connection(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody answers the polls that wait or writes their heartbeats, and their gangs count as dead."""
+    monkeypatch.setattr("raytide.control.api.services.leases.POLL_S", 0.001)
+    job = store.submit_job(SPEC, "ana", 1.0)
+    leases = LeasePolls(store, VirtualClock(100.0))
+    refresh, pool, failed = leases._refresh, store._db.engine.pool, list[Exception]()
+
+    async def noted() -> None:
+        try:
+            await refresh()
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    async def work() -> None:
+        waits = poll(leases, job.id)
+        await until(lambda: job.id in leases._waiting)
+        with ExitStack() as held, monkeypatch.context() as patch:
+            patch.setattr(pool, "_timeout", 0.01)
+            with suppress(sa.exc.TimeoutError):
+                while True:
+                    held.enter_context(store._db.engine.connect())
+            await until(lambda: bool(failed))
+        granted(store, 1)
+        async with asyncio.timeout(20):
+            assert json.loads(await waits or b"")["id"] == "lease-1"
+
+    monkeypatch.setattr(leases, "_refresh", noted)
     run(work())
 
 

@@ -97,7 +97,9 @@ class TestModels:
         assert refused.status_code == 409
         assert "chat:2 does not become chat@champion: ppl: +0.3 over the champion's 3.5" in refused.text
         assert promote(client, 3, rule=rule, if_version=2).status_code == 409
-        assert promote(client, 3, why="longer", rule=rule).json()["after"] == 3
+        made = promote(client, 3, why="longer", rule=rule, if_version=1).json()
+        assert made["after"] == 3
+        assert promote(client, 3, why="longer", rule=rule, if_version=1).json() == made, "its response was lost"
         newest = client.get("/v1/models/chat/history").json()[0]
         assert (newest["before"], newest["after"]) == (1, 3)
         assert newest["why"] == "longer; ppl: +0.6 over the champion's 3.5"

@@ -179,6 +179,16 @@ def test_rays_job_service_is_made_to_watch_the_drivers_of_a_former_head(tmp_path
     assert b'"submission_id":"raytide-job-1-0"' in submitted[1].replace(b" ", b"")
 
 
+def test_a_users_own_ray_jobs_are_no_drivers_whatever_their_ids(tmp_path: Path) -> None:
+    """The controller would end them: no job of raytide wants them."""
+    ids = ["raytide-bench-2", "raytide-job-1-\u00b2", "raytide-job-1-00", "raytide-job-x-1", "mine", None]
+    listed = [{"submission_id": each, "status": "RUNNING"} for each in (*ids, "raytide-job-1-0")]
+    drivers = RayJobs("http://ray", tmp_path, {})
+    ray = httpx.MockTransport(lambda _: httpx.Response(200, json=listed))
+    drivers._http = httpx.Client(base_url="http://ray", transport=ray)
+    assert set(drivers.statuses()) == {KEY}
+
+
 def test_a_driver_whose_gang_had_no_member_left_died_of_that() -> None:
     codes = {254: ("died", True), 255: ("died", False), 137: ("died", False), 3: ("failed", False)}
     for code, expected in codes.items():

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -35,6 +37,19 @@ def test_threads_of_a_process_write_to_sqlite_one_after_the_other(tmp_path: Path
         _ = 1 / 0
     write()  # the turn of a failed write has ended
     database.engine.dispose()
+
+
+def test_a_store_without_a_free_connection_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its server hangs. Whoever retries after errors of the store must know this one, too."""
+    database = Database(f"sqlite:///{tmp_path}/busy.db")
+    pool: Any = database.engine.pool
+    monkeypatch.setattr(pool, "_timeout", 0.01)
+    with ExitStack() as held:
+        for _ in range(pool.size() + pool._max_overflow):
+            held.enter_context(database.read())
+        with pytest.raises(StorageError, match="cannot be read or written: QueuePool limit"):
+            database.first(sa.select(1))
+    database.close()
 
 
 @pytest.mark.parametrize("damage", [b"no database " * 1000, None])

@@ -254,7 +254,10 @@ def test_names_of_groups_say_whose_they_are() -> None:
     key = GroupKey("lease-12", 3, 4)
     assert key.name == "raytide/lease-12/3/4"
     assert GroupKey.of_name(key.name) == key
-    for foreign in ("", "raytide/lease-1/0", "mine/lease-1/0/0", "raytide/lease-1/x/0"):
+    for foreign in (
+        *("", "raytide/lease-1/0", "mine/lease-1/0/0", "raytide/lease-1/x/0"),
+        *("raytide/my-run/0/0", "raytide/lease-1/\u00b2/0"),
+    ):
         assert GroupKey.of_name(foreign) is None
 
 

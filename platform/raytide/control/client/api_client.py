@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from raytide.control.client.connections import HttpConnections
 from raytide.control.job_tokens import key_in, token_of
@@ -31,6 +31,7 @@ from raytide.control.views import (
     from_json,
 )
 from raytide.core import errors
+from raytide.core.bounds import reportable
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict, KeySpec, UsageBy, UsageSum
@@ -170,11 +171,11 @@ class ApiClient:
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
         with _cluster_storage():
-            self._post(f"/v1/jobs/{job_id}/report", {name: _clean(value) for name, value in progress.items()})
+            self._post(f"/v1/jobs/{job_id}/report", {name: reportable(value) for name, value in progress.items()})
 
     def release(self, job_id: str, *, error: str = "") -> None:
         with _cluster_storage():
-            self._post(f"/v1/jobs/{job_id}/release", {"error": _clean(error)})
+            self._post(f"/v1/jobs/{job_id}/release", {"error": reportable(error)})
 
     def serve(self, spec: ServeSpec) -> EndpointStatus:
         return from_json(EndpointStatus, self._post("/v1/endpoints", _to_body(spec)))
@@ -367,14 +368,6 @@ class ApiClient:
             if 200 <= status < 300:
                 return answer
             raise _error(status, answer)
-
-
-T = TypeVar("T")
-
-
-def _clean(value: T) -> T | str:
-    """Replaces NUL and invalid UTF-8, which exceptions and file names may contain and the API rejects."""
-    return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
 def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec | AdapterChange) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The module uses Ray's job REST API and does not import Ray.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS, DriverKey, DriverStatu
 
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
+_SUBMISSION = re.compile(rf"{_PREFIX}(job-[1-9][0-9]*)-(0|[1-9][0-9]{{0,8}})")
+"""The submission ids of raytide's drivers. Users may give their own Ray jobs any other id."""
 _HEAD = "raytide_head"
 """The metadata key of a submission under which the epoch of its driver's head is stored."""
 _MESSAGE_CHARS = 300
@@ -137,10 +140,8 @@ def _submission_id(key: DriverKey) -> str:
 
 
 def _key(submission_id: str) -> DriverKey | None:
-    job_id, _, attempt = submission_id.removeprefix(_PREFIX).rpartition("-")
-    if not submission_id.startswith(_PREFIX) or not job_id or not attempt.isdigit():
-        return None
-    return DriverKey(job_id, int(attempt))
+    found = _SUBMISSION.fullmatch(submission_id)
+    return None if found is None else DriverKey(found[1], int(found[2]))
 
 
 def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:

@@ -254,7 +254,7 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
         raise ConflictError(
             f"the state at {where} refused a row: {error.orig}.", hint="Nothing was written."
         ) from error
-    except (DBAPIError, sqlite3.Error, OSError) as error:
+    except (DBAPIError, sa.exc.TimeoutError, sqlite3.Error, OSError) as error:  # a timeout: no connection was free
         what = error.orig if isinstance(error, DBAPIError) else error
         if getattr(what, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise StorageError(f"the state at {where} is damaged: {what}.", hint=_RESTORE) from error

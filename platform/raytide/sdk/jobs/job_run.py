@@ -107,7 +107,7 @@ class Run:
         """
         view, progress = self.view, self.progress
         total = float(view.job.spec.config.get("steps", 0)) if view.job.spec.kind is JobKind.TRAIN else 0.0  # type: ignore[arg-type]
-        done = float(progress.get("step", 0))
+        done = view.job.progress_number("step") or 0.0  # a script may report a text
         facts = {"state": str(self.state), "cost": format_usd(view.cost_micro_usd)}
         if view.waiting is not None or view.job.is_final or not progress:
             facts["why"] = explain(view)

@@ -102,6 +102,19 @@ def test_a_promotion_can_depend_on_the_present_version(store: Store) -> None:
     assert store.models.promote("chat", "champion", AliasSpec(version=2, if_version=1), "ana", 3.0).after == 2
 
 
+def test_a_promotion_whose_response_was_lost_can_be_sent_again(store: Store) -> None:
+    for digit in "abc":
+        store.models.register(spec(digit), "ana", 1.0)
+    for version in (1, 2):
+        change = AliasSpec(version=version, if_version=version - 1)
+        made = store.models.promote("chat", "champion", change, "ana", 2.0)
+        assert store.models.promote("chat", "champion", change, "ana", 3.0) == made
+    for other, user in ((AliasSpec(version=2, if_version=1), "bob"), (AliasSpec(version=3, if_version=1), "ana")):
+        with pytest.raises(ConflictError, match="names version 2, not 1"):
+            store.models.promote("chat", "champion", other, user, 4.0)
+    assert len(store.models.history("chat")) == 2
+
+
 def test_what_does_not_exist_cannot_be_promoted_or_found(store: Store) -> None:
     store.models.register(spec("a"), "ana", 1.0)
     for name, version in (("chat", 2), ("code", 1)):

@@ -83,6 +83,8 @@ class ModelService:
         now. Raises ConflictError if the rule rejects the change."""
         challenger = self._records.find(ModelReference(alias.name, version))
         named = self._records.models(name=alias.name)[0].aliases.get(alias.alias)
+        if named == version:  # as after a request whose response was lost
+            return change
         champion = None if named is None else self._records.find(ModelReference(alias.name, named))
         test = None
         if champion is not None:

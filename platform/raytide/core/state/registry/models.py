@@ -56,6 +56,9 @@ class ModelRecords(DatabaseAccess):
             of_alias = t.alias_changes.select().where(a.name == name, a.alias == alias)
             last = c.execute(of_alias.order_by(a.number.desc()).limit(1)).first()
             before = None if last is None else last.after
+            asked = (user, change.if_version, change.version)
+            if last is not None and (last.user, last.before or 0, last.after) == asked:
+                return _change(last)  # the response to the first request was lost, and its client sends it again
             if change.if_version is not None and (before or 0) != change.if_version:
                 raise ConflictError(
                     f"{name}@{alias} names {f'version {before}' if before else 'no version'}, not {change.if_version}.",
