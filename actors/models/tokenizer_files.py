@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from raytide.actors.models.model_config import read_bytes, read_json, read_text
 from raytide.actors.models.quantized.gguf.gguf_config import end_token_ids
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.actors.models.quantized.gguf.gguf_tokenizer import tokenizer_config, tokenizer_json
+from raytide.core.errors import DataError
 
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -49,10 +52,28 @@ class TokenizerSource:
             config = tokenizer_config(file)
             template = config.get("chat_template")
             return cls(file.where, tokenizer_json(file), config, {"eos_token_id": end_token_ids(file)}, template)
-        path, template_path = model / "tokenizer.json", model / "chat_template.jinja"
+        path = model / "tokenizer.json"
         tokenizer, config = read_bytes(path, WITH_TOKENIZER), _optional_json(model / "tokenizer_config.json")
-        template = read_text(template_path) if template_path.exists() else config.get("chat_template")
+        template = chat_template(model, config)
         return cls(str(path), tokenizer, config, _optional_json(model / "generation_config.json"), template)
+
+
+def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the chat template of a model directory, or None without one. `config` is its `tokenizer_config.json`. As
+    in transformers, a list of named templates stands for the one named `default`, and `chat_template.json` is the
+    older file of models that read images. Raises DataError if there is no such template, or if it is no text.
+    """
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_text(path)
+    of_processor = _optional_json(folder / "chat_template.json").get("chat_template")
+    found: object = of_processor or config.get("chat_template") or None
+    if isinstance(found, list):
+        named = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
+        found = next(named, {}).get("template", found)
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"{folder}: its default chat template is no text.", hint="Put it into chat_template.jinja.")
+    return found
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from raytide.actors.engine.sequence import PooledPrompt, Pooling, ScheduledChunk, Sequence
 from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.core.errors import ConfigError, EngineError
 
 Tensor = torch.Tensor
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """Returns the pooling method that sentence-transformers recorded in the model directory. If nothing is recorded,
-    the method is "last", since only the last token has seen the whole prompt.
+    """Returns the pooling method that sentence-transformers recorded in the model directory, or that a GGUF file names.
+    If nothing is recorded, the method is "last", since only the last token has seen the whole prompt.
     """
+    if is_gguf(model_dir):
+        return _pooling_of_gguf(model_dir, model_dir.stat().st_mtime_ns if model_dir.exists() else 0)
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
         return "last"
@@ -40,6 +44,17 @@ def pooling_of(model_dir: Path) -> Pooling:
             hint=f"Supported: one of {', '.join(by_flag)}.",
         )
     return by_flag[asked[0]]
+
+
+@lru_cache(maxsize=16)  # each request asks, and reading the header of a large vocabulary takes a while
+def _pooling_of_gguf(path: Path, changed_ns: int) -> Pooling:
+    file = GgufFile(path)
+    field = f"{file.text('general.architecture')}.pooling_type"
+    by_number: dict[int | float, Pooling] = {0: "last", 1: "mean", 2: "cls", 3: "last"}  # 0: none is recorded
+    number = file.number(field, 0)
+    if number not in by_number:
+        raise ConfigError(f"{file.where}: {field} {number} is not supported.", hint="Supported: mean, cls, last.")
+    return by_number[number]
 
 
 def pooled_vector(seq: Sequence) -> list[float]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from raytide.actors.models.chat_template import ChatTemplate, Turn
 from raytide.actors.models.model_config import as_ids, read_bytes, read_json, read_text
-from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.actors.models.tokenizer_files import chat_template, tokenizer_files
 from raytide.actors.trainer.data.local_copy import local_file_copy
 from raytide.actors.trainer.data.order.shuffle import Ids
 from raytide.actors.trainer.model.loss import IGNORE
@@ -112,11 +112,10 @@ class ChatDataset:
 
     def _template(self, tokenizer: Path) -> str:
         given = self.template.get(TEMPLATE)
-        path = given or tokenizer / TEMPLATE
-        if given is not None or path.is_file():
-            return read_text(path, _CHECK)
-        source = self._config.get("chat_template")
-        if not isinstance(source, str):
+        if given is not None:
+            return read_text(given, _CHECK)
+        source = chat_template(tokenizer, self._config)
+        if source is None:
             raise ConfigError(f"{tokenizer} has no chat template.", hint="Give a jinja2 file as chat.template.")
         return source
 

@@ -13,6 +13,9 @@ from raytide.actors.models.quantized.gguf.gguf_file import GgufFile
 from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError
 
+_TOKENS = "tokenizer.ggml.tokens"
+_ENDS = frozenset({"<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"})
+"""The texts of the tokens that end an answer of the families here."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """The name of a tensor with a divisor for each frequency, with which files of Llama 3.1 scale their rotation."""
 
@@ -97,9 +100,14 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """Returns the tokens that end an answer: those that end a text, a turn, and a message with tool calls."""
+    """Returns the tokens that end an answer: those that end a text, a turn, and a message with tool calls. As in
+    llama.cpp, these are the tokens that the file names, and all that have the text of such a token: files seldom name
+    more than one.
+    """
     fields = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(int(file.number(field)) for field in fields if field in file))
+    named = [int(file.number(field)) for field in fields if field in file]
+    tokens = file.texts(_TOKENS) if _TOKENS in file else []
+    return list(dict.fromkeys([*named, *(index for index, token in enumerate(tokens) if token in _ENDS)]))
 
 
 def _rope(file: GgufFile, number: Callable[..., int | float], positions: int | float) -> dict[str, object] | None:

@@ -41,7 +41,11 @@ _SMOLLM: Json = {
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _bytes(splits=True)],
     }
 }
-_LLAMA3: Json = {"pre_tokenizer": _split(_CONTRACTIONS + _WORDS % "{1,3}"), "ignore_merges": True}
+_LLAMA3: Json = {
+    "pre_tokenizer": _split(_CONTRACTIONS + _WORDS % "{1,3}"),
+    "ignore_merges": True,
+    "add_bos": True,  # as in llama.cpp: files of Llama 3 seldom have the field
+}
 _QWEN2: Json = {"pre_tokenizer": _split(_CONTRACTIONS + _WORDS % ""), "normalizer": {"type": "NFC"}}
 
 _SPLITS: Mapping[str, Json] = {
@@ -101,7 +105,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
         "added_tokens": added,
         "normalizer": rules.get("normalizer"),
         "pre_tokenizer": rules["pre_tokenizer"],
-        "post_processor": _post_processor(file, tokens),
+        "post_processor": _post_processor(file, tokens, adds_bos=rules.get("add_bos", False)),
         "decoder": _bytes(splits=True),
         "model": model,
     }
@@ -134,19 +138,28 @@ def _token_id(file: GgufFile, name: str, count: int) -> int | None:
     return index
 
 
-def _post_processor(file: GgufFile, tokens: list[str]) -> Json | None:
-    """Returns the post-processor that puts the beginning-of-text token before a text; None if the file does not ask for
-    it.
+def _post_processor(file: GgufFile, tokens: list[str], *, adds_bos: bool) -> Json | None:
+    """Returns the post-processor that puts the beginning-of-text token before a text and the end-of-text token behind
+    it; None if the file asks for neither. `adds_bos` is used if the file does not say whether the former is added.
     """
-    index = _token_id(file, "bos", len(tokens))
-    if index is None or not file.flag("tokenizer.ggml.add_bos_token", False):
+    added = dict[str, int]()
+    for name, default in {"bos": adds_bos, "eos": False}.items():
+        index = _token_id(file, name, len(tokens))
+        if index is not None and file.flag(f"tokenizer.ggml.add_{name}_token", default):
+            added[name] = index
+    if not added:
         return None
-    token = tokens[index]
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
-    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B"))
+
+    def framed(text: str) -> list[Json]:
+        special = {name: {"SpecialToken": {"id": tokens[index], "type_id": 0}} for name, index in added.items()}
+        whole = special.get("bos"), {"Sequence": {"id": text, "type_id": 0}}, special.get("eos")
+        return [each for each in whole if each is not None]
+
     return {
         "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, first, other],
-        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
+        "single": framed("A"),
+        "pair": framed("A") + framed("B"),
+        "special_tokens": {
+            tokens[index]: {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]} for index in added.values()
+        },
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import VOCAB
+from tests.actors.models.quantized.gguf.gguf_files import field, header
 
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import PooledOutput, RequestFailure
@@ -180,3 +181,15 @@ def test_the_pooling_is_what_the_directory_says(tmp_path: Path) -> None:
     config.write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(ConfigError, match="pooling_mode_max_tokens is not supported"):
         pooling_of(tmp_path)
+
+
+def test_the_pooling_of_a_gguf_file_is_the_one_it_names(tmp_path: Path) -> None:
+    def named(kind: int | None) -> Path:
+        path, fields = tmp_path / f"{kind}.gguf", [field("general.architecture", "qwen2")]
+        path.write_bytes(header(fields if kind is None else [*fields, field("qwen2.pooling_type", kind)]))
+        return path
+
+    found = [pooling_of(named(kind)) for kind in (None, 0, 1, 2, 3)]
+    assert found == ["last", "last", "mean", "cls", "last"]
+    with pytest.raises(ConfigError, match=r"qwen2\.pooling_type 4 is not supported"):
+        pooling_of(named(4))

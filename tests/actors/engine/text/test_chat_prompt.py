@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import Message, ToolCallTurn
-from raytide.core.errors import UsageError
+from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.core.errors import DataError, UsageError
 
 NAMES = ["<eos>", "<|im_start|>", "<|im_end|>", "</s>"]
 TEMPLATE = (
@@ -143,3 +144,27 @@ def test_messages_without_a_template_forge_nothing_either(tokenizer: Tokenizer, 
 def test_messages_with_every_mark_and_a_name_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match="non-character"):
         tokenizer.chat_prompt([Message("user", "".join(map(chr, range(0xFDD2, 0xFDF0))) + "<eos>")])
+
+
+def test_the_default_one_of_several_named_templates_is_rendered(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config, said = tmp_path / "tokenizer_config.json", [Message("user", "hi")]
+    config.write_text(json.dumps({"chat_template": TEMPLATE}))
+    expected = Tokenizer(tmp_path).chat_prompt(said)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer(tmp_path).chat_prompt(said) == expected
+    for wrong in (named[:1], 3, [{"name": "default", "template": 3}]):
+        config.write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(DataError, match="default chat template is no text"):
+            Tokenizer(tmp_path)
+
+
+def test_the_template_may_lie_in_the_older_file_of_a_processor(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    expected = Tokenizer(tmp_path).chat_prompt([Message("user", "hi")])
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert Tokenizer(tmp_path).chat_prompt([Message("user", "hi")]) == expected
+    assert tokenizer_files(tmp_path)["chat_template.json"] == tmp_path / "chat_template.json"

@@ -137,6 +137,14 @@ def test_a_tokenizer_without_a_template_is_refused(folder: Path) -> None:
         open_chat(folder)
 
 
+def test_the_default_one_of_several_named_templates_is_trained_on(folder: Path) -> None:
+    expected = open_chat(folder).examples(np.array([0, 1]))
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": named}))
+    for found, wanted in zip(open_chat(folder).examples(np.array([0, 1])), expected, strict=True):
+        assert (found == wanted).all()
+
+
 def test_the_digest_follows_the_conversations_and_the_template(folder: Path) -> None:
     before = open_chat(folder).digest
     assert open_chat(folder, template=MARKED).digest != before

@@ -10,6 +10,7 @@ import pytest
 from tests.actors.models.quantized.gguf.gguf_files import field, header, text
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from raytide.actors.models.quantized.gguf.gguf_config import end_token_ids
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile
 from raytide.actors.models.quantized.gguf.gguf_tokenizer import tokenizer_config, tokenizer_json
 from raytide.core.errors import ConfigError, DataError
@@ -84,6 +85,40 @@ def test_a_beginning_of_text_is_put_first_where_the_file_asks_for_it(tmp_path: P
     assert ours.encode(TEXTS[0]).ids == original.encode(TEXTS[0]).ids
     assert ours.encode(TEXTS[0], add_special_tokens=False).ids[0] != 1
     assert tokenizer_config(file) == {"bos_token": "<s>"}
+
+
+def flag(name: str, value: bool) -> bytes:
+    return text(f"tokenizer.ggml.{name}") + b"\7\0\0\0" + bytes([value])
+
+
+def test_a_text_of_llama_3_begins_with_its_token_unless_the_file_says_no(tmp_path: Path) -> None:
+    original, bos = trained("llama-bpe"), field("tokenizer.ggml.bos_token_id", 1)
+    plain = original.encode(TEXTS[0]).ids
+    ours = Tokenizer.from_buffer(tokenizer_json(saved(tmp_path / "a.gguf", original, "llama-bpe", bos)))
+    assert ours.encode(TEXTS[0]).ids == [1, *plain]
+    file = saved(tmp_path / "b.gguf", original, "llama-bpe", bos, flag("add_bos_token", False))
+    assert Tokenizer.from_buffer(tokenizer_json(file)).encode(TEXTS[0]).ids == plain
+
+
+def test_an_end_of_text_is_put_last_where_the_file_asks_for_it(tmp_path: Path) -> None:
+    original, eos = trained("qwen2"), field("tokenizer.ggml.eos_token_id", 0)
+    file = saved(tmp_path / "a.gguf", original, "qwen2", eos, flag("add_eos_token", True))
+    ours, plain = Tokenizer.from_buffer(tokenizer_json(file)), original.encode(TEXTS[0]).ids
+    assert ours.encode(TEXTS[0]).ids == [*plain, 0]
+    assert ours.encode(TEXTS[0], "x").ids == [*plain, 0, *original.encode("x").ids, 0]
+    bos = field("tokenizer.ggml.bos_token_id", 1), flag("add_bos_token", True)
+    file = saved(tmp_path / "b.gguf", original, "qwen2", eos, flag("add_eos_token", True), *bos)
+    assert Tokenizer.from_buffer(tokenizer_json(file)).encode(TEXTS[0]).ids == [1, *plain, 0]
+
+
+def test_an_answer_ends_at_each_token_that_ends_a_turn_of_the_family(tmp_path: Path) -> None:
+    names = ["a", "<|eot_id|>", "<|end_of_text|>", "b", "<|eom_id|>", "<|im_end|>", "<|endoftext|>"]
+    fields = [field("tokenizer.ggml.tokens", names), field("tokenizer.ggml.eos_token_id", 2)]
+    path = tmp_path / "t.gguf"
+    path.write_bytes(header(fields))
+    assert end_token_ids(GgufFile(path)) == [2, 1, 4, 5, 6]
+    path.write_bytes(header(fields[1:]))
+    assert end_token_ids(GgufFile(path)) == [2]
 
 
 @pytest.mark.parametrize(
