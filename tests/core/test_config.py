@@ -50,6 +50,13 @@ def test_yaml_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
     good.write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_yaml(good)
+    for content in (b"deadline: 2026-11-31\n", b"at: !!timestamp noon\n", b"a: " + b"1" * 5000):
+        good.write_bytes(content)
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            load_yaml(good)
+    good.write_bytes("name: café".encode("latin-1"))
+    with pytest.raises(ConfigError, match="not UTF-8: byte 9"):
+        load_yaml(good)
     good.write_text("- 1\n")
     with pytest.raises(ConfigError, match="no mapping"):
         load_yaml(good)

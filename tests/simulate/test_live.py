@@ -93,6 +93,20 @@ def test_who_waits_behind_a_full_cluster_starts_when_jobs_end() -> None:
     assert start.after_s == pytest.approx(1800, abs=60)
 
 
+def test_a_preempted_job_starts_when_it_gets_its_node_back() -> None:
+    """It had started once, which is no start of the forecast."""
+    small = GPU.model_copy(update={"max_nodes": 1})
+    node = ready(1, taken={"GPU": 1})
+    holder, lease = running(1, node)
+    before = job(2, JobKind.TRAIN, admitted_at_s=NOW_S - 9000, started_at_s=NOW_S - 9000, preemptions=1)
+    seen = replace(cluster(nodes=(node,), jobs=(holder, before), leases=(lease,)), node_types=(small,))
+    (start,) = look_ahead(seen, hours=0.2).jobs
+    assert (start.job_id, start.after_s) == ("job-2", None)
+    outlook = look_ahead(seen, hours=3.0, job_hours=1.5)
+    (start,) = outlook.jobs
+    assert start.after_s == pytest.approx(1800, abs=60)
+
+
 def test_what_is_idle_goes_and_what_is_taken_by_strangers_stays() -> None:
     outlook = look_ahead(cluster(nodes=(ready(1, idle_s=30.0), ready(2, CPU, taken={"CPU": 1}))))
     ended = [a.node_id for plan in outlook.plans for a in plan.actions if isinstance(a, Terminate)]

@@ -53,12 +53,14 @@ def load_yaml(path: Path | str) -> dict[str, object]:
     import yaml
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.", hint="Check the path.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start} is wrong.", hint="Save it as UTF-8.") from None
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # such as a date that does not exist
         raise ConfigError(f"{path} is not valid YAML: {error}", hint="Correct the file.") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} has no mapping at the top level.", hint="Start from the shipped example.")

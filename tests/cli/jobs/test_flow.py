@@ -137,6 +137,8 @@ def test_a_notebook_shows_the_stages_and_the_graph(api: FakeApi, file: Path) -> 
         ("*.md", "*.md"),
         ("@latest", "@latest"),
         ("fix: a: b", "fix: a: b"),
+        ("fix bug #12", "fix bug #12"),
+        ("2026-11-31", "2026-11-31"),
         ("", ""),
     ],
 )

@@ -1,6 +1,9 @@
 """Scheduled minimums of node types: by local hours and weekdays, through changes of the clocks."""
 
-from datetime import datetime
+import sys
+import zoneinfo
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -39,6 +42,24 @@ def at(text: str) -> float:
 )
 def test_working_hours_follow_the_clocks_of_the_zone(text: str, holds: bool) -> None:
     assert entry(days=["mon", "tue", "wed", "thu", "fri"], begin="08:00", end="20:00").holds(at(text)) is holds
+
+
+@pytest.fixture
+def without_time_zones() -> Iterator[None]:
+    before = zoneinfo.TZPATH
+    zoneinfo.reset_tzpath(to=[])
+    ZoneInfo.clear_cache()
+    yield
+    zoneinfo.reset_tzpath(to=before)
+
+
+@pytest.mark.usefixtures("without_time_zones")
+def test_utc_needs_no_database_of_time_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tzdata", None)  # the package that zoneinfo reads where the system has none
+    noon = datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()
+    assert ScheduledMinimum(min=3, begin="08:00", end="20:00").holds(noon)
+    with pytest.raises(ConfigError, match=r"no time zone 'Europe/Berlin'; this machine knows only UTC: .* tzdata"):
+        entry()
 
 
 def test_a_night_belongs_to_the_day_on_which_it_begins() -> None:

@@ -88,16 +88,16 @@ def flows(
 
 
 def value_of(text: str) -> Value:
-    """Parses a text as YAML and returns the result if it is a decimal number, a boolean or a string. Otherwise returns
-    the text itself, such as a commit or a time that YAML would read as a number.
+    """Parses a text as YAML and returns the result if it is a decimal number, a boolean or a quoted string. Otherwise
+    returns the text itself, such as a commit or a time that YAML would read as a number, or a text with ` #` in it.
     """
     import yaml
 
     try:
         value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         return text
-    if isinstance(value, bool | str):
+    if isinstance(value, bool) or (isinstance(value, str) and text.lstrip().startswith(("'", '"'))):
         return value
     return value if isinstance(value, int | float) and _DECIMAL.fullmatch(text.strip()) else text
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, tzinfo
 from enum import StrEnum
 from typing import Literal, get_args
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
@@ -116,9 +116,11 @@ class ScheduledMinimum(Config):
     @model_validator(mode="after")
     def _zone(self) -> ScheduledMinimum:
         try:
-            ZoneInfo(self.time_zone)
+            _zone(self.time_zone)
         except (KeyError, ValueError, OSError):
-            raise ValueError(f"there is no time zone {self.time_zone!r}") from None
+            known = bool(available_timezones())
+            why = "" if known else "; this machine knows only UTC: install its package of time zones, tzdata"
+            raise ValueError(f"there is no time zone {self.time_zone!r}{why}") from None
         if self.begin == self.end:
             raise ValueError("begin and end are the same: leave both out for the whole day")
         return self
@@ -127,13 +129,18 @@ class ScheduledMinimum(Config):
         """Returns whether the schedule applies at the time `at_s` (seconds since the epoch). The schedule's days and
         hours are in its time zone.
         """
-        local = datetime.fromtimestamp(at_s, ZoneInfo(self.time_zone))
+        local = datetime.fromtimestamp(at_s, _zone(self.time_zone))
         today, now = WEEKDAYS[local.weekday()], local.hour * 60 + local.minute
         begin, end = (int(text[:2]) * 60 + int(text[3:]) for text in (self.begin, self.end))
         if begin < end:
             return today in self.days and begin <= now < end
         yesterday = WEEKDAYS[local.weekday() - 1]
         return (today in self.days and now >= begin) or (yesterday in self.days and now < end)
+
+
+def _zone(name: str) -> tzinfo:
+    """Returns the time zone of this name. UTC is known without the IANA database, which small containers lack."""
+    return UTC if name == "UTC" else ZoneInfo(name)
 
 
 class NodeType(Config):

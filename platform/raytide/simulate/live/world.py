@@ -20,7 +20,7 @@ from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.records import ClusterRecords, advance
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.gang import LeaseState
-from raytide.core.objects.job import JobKind, JobState
+from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.plan import Admit, Drain, Launch, Plan
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
@@ -38,7 +38,7 @@ class LiveWorld:
         self._seen, self._job_s = seen, job_s
         self.clock = VirtualClock(seen.at_s)
         self.book = ClusterRecords(
-            jobs={job.id: job for job in seen.jobs},
+            jobs={job.id: _awaited(job) for job in seen.jobs},
             leases={lease.id: lease for lease in seen.leases},
             nodes={view.node.id: view.node for view in seen.nodes},
             endpoints={view.endpoint.name: view.endpoint for view in seen.endpoints},
@@ -188,3 +188,8 @@ class LiveWorld:
             self._left[node.id] = replace(self._ray_node(node), is_alive=False)
         if drain.kind == "notice":
             self._draining.add(node.id)
+
+
+def _awaited(job: Job) -> Job:
+    """Returns the job without its earlier start if it waits, as after a preemption: its next start is forecast."""
+    return replace(job, started_at_s=None) if job.state in (JobState.QUEUED, JobState.ADMITTED) else job

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from raytide.control.bootstrap import wiring
 from raytide.control.bootstrap.cluster_record import MARK, HeadCluster, run_dir_of
 from raytide.control.bootstrap.control_plane import grant_access
 from raytide.control.bootstrap.head import cloud_head, guard
+from raytide.control.bootstrap.head.ending import dismiss
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError, ConfigError
-from raytide.core.io.process import kill_marked
+from raytide.core.io.process import Process, kill_marked
 
 
 @pytest.fixture
@@ -77,6 +80,33 @@ def test_a_container_ends_with_its_supervisor_and_takes_the_children_along(clust
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not cluster.is_alive("controller")
+
+
+def test_only_a_supervisor_that_down_did_not_end_is_an_error_of_the_foreground(cluster: HeadCluster) -> None:
+    """systemd starts the command again after an error."""
+    before = signal.getsignal(signal.SIGTERM)
+    grant_access(cluster)
+    start(cluster, "supervisor", 0.1)
+    try:
+        with pytest.raises(ClusterError, match="supervisor of cluster local ended"):
+            cloud_head.run_foreground(cluster)
+        cloud_head.down(cluster)
+        cloud_head.run_foreground(cluster)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_down_ends_the_guard_at_once_and_without_an_error() -> None:
+    """systemd would start it again after an error, and it would lead."""
+    code = "import time; from raytide.control.bootstrap.head.guard import heed_signals; heed_signals(None)"
+    command = [sys.executable, "-c", f"{code}; print('ready', flush=True); time.sleep(600)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        running = Process.of(child.pid)
+        assert running is not None
+        dismiss(running)
+        assert child.wait(60) == 0
 
 
 def test_down_ends_what_runs_here_and_closes_the_books(cluster: HeadCluster) -> None:

@@ -112,7 +112,10 @@ def start_control_plane(cluster: HeadCluster, *, insecure: bool, timeout_s: floa
 
 def run_foreground(cluster: HeadCluster) -> None:
     """Waits until the supervisor ends or a SIGTERM comes. Then it ends the supervisor and the supervisor's children.
-    Containers run this function."""
+    Containers and systemd run this function.
+
+    Raises ClusterError if neither `down` nor a SIGTERM ended the supervisor, so that systemd starts the command again.
+    """
     supervisor = cluster.process("supervisor")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -120,6 +123,8 @@ def run_foreground(cluster: HeadCluster) -> None:
             supervisor.wait(None)
     finally:
         end_children(cluster)
+    if cluster.client_file.exists():  # `down` removes it first
+        raise ClusterError(f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}.")
 
 
 def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from raytide.core.io.process import Process, kill_marked, terminate_all
 from raytide.core.state import Store
 
 GUARD = "guard"
+DISMISSAL = signal.SIGUSR1
+"""The signal on which a guard ends at once, without resigning and without an error."""
+_DISMISSAL_S = 5.0
 _GRACE_S = 30.0
 
 
@@ -34,6 +38,14 @@ def end_guard(run_dir: Path) -> bool:
     return True
 
 
+def dismiss(guard: Process) -> None:
+    """Ends the guard at once. The guard does not resign. It ends without an error, so that systemd does not start it
+    again."""
+    guard.send(DISMISSAL)
+    if not guard.wait(_DISMISSAL_S):
+        terminate_all([guard], grace_s=0.0)
+
+
 @contextmanager
 def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
     """Marks the cluster as ended, so that no other machine becomes the head. Ends this machine's processes after the
@@ -45,7 +57,7 @@ def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
         return
     guard = Process.read(record_of(cluster.run_dir, GUARD))
     if guard is not None:
-        terminate_all([guard], grace_s=0.0)  # it must not resign
+        dismiss(guard)
     with closing(Store.open(cluster.state_url)) as store:
         lease = store.head_lease(cluster.holder, 0.0)
         lease.epoch = cluster.head_epoch

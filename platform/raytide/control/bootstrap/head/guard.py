@@ -24,7 +24,7 @@ from pathlib import Path
 from raytide.control.bootstrap.cluster_record import HeadCluster, run_dir_of
 from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor
 from raytide.control.bootstrap.head.cloud_head import API_PORT, SERVE_PORT, make_run_dir, start_control_plane
-from raytide.control.bootstrap.head.ending import GUARD, end_processes
+from raytide.control.bootstrap.head.ending import DISMISSAL, GUARD, end_processes
 from raytide.control.bootstrap.head.ray_start import HEAD_MARK, start_ray, wait_for_ray
 from raytide.control.bootstrap.head.redis_users import replace_user
 from raytide.control.job_tokens import key_in
@@ -260,11 +260,17 @@ def run_guard(config_path: Path, name: str, *, insecure: bool, monitoring: bool)
     with hold_lock(cluster.run_dir / "guard.lock"):
         me = Process.of(os.getpid(), GUARD)
         assert me is not None
-        me.write(record_of(cluster.run_dir, GUARD))
         guard = HeadGuard(cluster, insecure=insecure)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: guard.stop())
+        heed_signals(guard)
+        me.write(record_of(cluster.run_dir, GUARD))
         guard.run()
+
+
+def heed_signals(guard: HeadGuard) -> None:
+    """Lets SIGTERM and SIGINT stop the guard, and `DISMISSAL` end this process at once."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: guard.stop())
+    signal.signal(DISMISSAL, lambda *_: os._exit(0))
 
 
 def main(config_path: str, name: str, *options: str) -> None:
