@@ -121,11 +121,11 @@ class RouterQueue:
         return count
 
     def deduplicate_late(self, late: int, in_replicas: int) -> int:
-        """Returns how many late requests are reported a second time in this call. This queue may already have counted a
-        waiting request as late. As soon as a replica receives the request, the replica counts it as late as well.
-        `late` is the number of requests that replicas now report as late.
+        """Returns how many of the `late` requests this queue has already counted as late. A request that waits in the
+        queue is counted by the queue. Once it is at a replica, the replica counts it again.
 
-        `in_replicas` is the number of requests at replicas now.
+        `late` is the number of requests that replicas now report as late. `in_replicas` is the number of requests at
+        replicas now.
         """
         found = min(self.reported, late)
         self.reported = min(self.reported - found, in_replicas)

@@ -86,7 +86,7 @@ class HistoryWriter:
         self._done: dict[int, float] = {}
         self._pruned_s = self._written_s = -math.inf
         self._is_full = False
-        """Whether the present write has found no series to forget; the search takes a millisecond."""
+        """True if the present write has found no series to forget. A search takes a millisecond."""
         try:
             self._c = self._opened()
         except (sqlite3.DatabaseError, ValueError) as error:

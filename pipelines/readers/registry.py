@@ -65,9 +65,8 @@ def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
 
 
 def split_file(file: InputFile, reader: PartReader, options: ReadOptions) -> list[InputPart]:
-    """Returns a file's parts. If the options drop damaged files, a damaged file is returned as one part.
-
-    Reading that part yields a record that states the damage.
+    """Returns a file's parts. If the options say that damaged files are dropped, a damaged file has one part. Reading
+    this part yields a record that describes the damage.
     """
     try:
         return READERS[reader].split(file, options)

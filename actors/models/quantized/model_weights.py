@@ -54,8 +54,8 @@ class WholeWeights(ModelWeights, Protocol):
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
         """Returns a block of a module's quantized weight [rows, columns], or None if the weight is not stored as
-        integers. Reads only the block if the format permits. Raises SplitsGroupError if the block's inputs would split
-        a quantization group.
+        integers. Reads only the block if the format permits. Raises SplitsGroupError if the block's columns begin or
+        end inside a quantization group.
         """
 
 

@@ -189,7 +189,7 @@ class SchedulingState:
         return self._buy(offering, 1)[0]
 
     def cancel_empty(self, node_ids: Iterable[str]) -> None:
-        """Undoes the purchase of those of these new nodes on which nothing is reserved any more."""
+        """Undoes the purchase of each given new node that has no reservation left."""
         for node_id in dict.fromkeys(node_ids):
             offering = self.bought.get(node_id)
             if offering is None or not self.node_table.has_free(self.rows[node_id], offering.node_type.resources):

@@ -74,8 +74,9 @@ class NodeReading:
 
 @dataclass(frozen=True, slots=True)
 class NodeMeasurement:
-    """A machine's last reading, its power in watts, and its energy in joules since the controller started. Power and
-    energy are listed by source."""
+    """The last measurement of a machine. It contains the machine's power in watts, and the energy in joules that it has
+    used since the controller started. Both are listed by source.
+    """
 
     reading: NodeReading
     power_w: Mapping[str, float]

@@ -48,9 +48,9 @@ def dismiss(guard: Process) -> None:
 
 @contextmanager
 def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
-    """Marks the cluster as ended, so that no other machine becomes the head. Ends this machine's processes after the
-    block. If another machine leads, ends this machine's processes at once and raises ConflictError. In a cluster with
-    one head, only runs the block.
+    """Marks the cluster as ended, so that no other machine becomes the head. Then runs the block, and ends this
+    machine's processes. If another machine leads, ends this machine's processes at once and raises ConflictError. If
+    the cluster has no standby heads, runs the block and does nothing else.
     """
     if not cluster.head_epoch:
         yield

@@ -267,7 +267,7 @@ def run_guard(config_path: Path, name: str, *, insecure: bool, monitoring: bool)
 
 
 def heed_signals(guard: HeadGuard) -> None:
-    """Lets SIGTERM and SIGINT stop the guard, and `DISMISSAL` end this process at once."""
+    """Installs signal handlers. SIGTERM and SIGINT stop the guard. `DISMISSAL` ends this process at once."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: guard.stop())
     signal.signal(DISMISSAL, lambda *_: os._exit(0))
