@@ -38,6 +38,8 @@ MOST_CRASHES = 3
 """The number of workers that die while running one task, although their members live, after which the task fails the
 build.
 """
+LOST_S = 20.0
+"""The seconds within which a lost node is known to be lost. Its workers are known to be dead sooner."""
 POLL_S = 1.0
 GET_TIMEOUT_S = 300.0
 MEMBERS_TIMEOUT_S = 1800.0
@@ -64,7 +66,8 @@ class _Process:
 class _Item:
     position: int
     task: Any
-    crashes: int = 0
+    crashes: list[str] = field(default_factory=list)
+    """The members whose workers died while they ran this task."""
     is_suspect: bool = False
     """True if a worker died that had this task. It then runs with no other task in the worker, so that only the task
     that ends workers is blamed: a task's result is lost too if the next task ends their worker at once.
@@ -211,14 +214,25 @@ class GangRunner:
             for item in worker.running.values():
                 item.is_suspect = True
             item = self._oldest_unfinished(worker)
-            item.crashes += 1
-            if item.crashes >= MOST_CRASHES:
+            item.crashes.append(worker.member)
+            if self._is_to_blame(item):
                 where = getattr(item.task, "where", "a task")
                 raise DataError(
-                    f"{where} ended {item.crashes} workers: {str(error.__cause__)[:300]}.",
+                    f"{where} ended {MOST_CRASHES} workers: {str(error.__cause__)[:300]}.",
                     hint="It may need more memory than a worker has: give members more, or exclude it.",
                 )
         self._give_up(worker, waiting)
+
+    def _is_to_blame(self, item: _Item) -> bool:
+        """Returns whether the task ended MOST_CRASHES workers on members that live. Waits until lost members are known
+        to be lost: they ended their workers themselves.
+        """
+        deadline = time.monotonic() + LOST_S
+        while sum(name in self._members() for name in item.crashes) >= MOST_CRASHES:
+            if time.monotonic() >= deadline:
+                return True
+            time.sleep(POLL_S)
+        return False
 
     def _oldest_unfinished(self, worker: _Worker) -> _Item:
         """Returns the task that the worker ran when it died: the oldest without a result."""

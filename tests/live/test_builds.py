@@ -22,6 +22,7 @@ from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobState
 from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec, TrainTokenizer
 from raytide.pipelines.build import build
+from raytide.pipelines.runners.gang import MOST_CRASHES
 from raytide.pipelines.runners.inline import InlineRunner
 
 pytestmark = pytest.mark.cluster
@@ -79,10 +80,12 @@ def worker_pids(live: LocalCluster) -> list[int]:
     return found
 
 
-def kill_at_random(live: LocalCluster, tide: rt.Client, run: rt.Run, chosen: random.Random) -> bool:
-    """Ends a raylet of the gang, or one of its workers. Returns whether something was there to end."""
+def kill_at_random(live: LocalCluster, tide: rt.Client, run: rt.Run, chosen: random.Random, killed: list[int]) -> bool:
+    """Ends a raylet of the gang, or one of its workers. Returns whether something was there to end. `killed` are the
+    workers that were ended alone: a task that has ended MOST_CRASHES of them would fail the build.
+    """
     nodes: list[str] = []
-    if chosen.random() < 0.5:
+    if len(killed) >= MOST_CRASHES - 1 or chosen.random() < 0.5:
         with suppress(RaytideError):  # it waits for another lease
             nodes = [member.node_id for member in tide.client.lease(run.id).usable]
     workers = worker_pids(live)
@@ -91,9 +94,12 @@ def kill_at_random(live: LocalCluster, tide: rt.Client, run: rt.Run, chosen: ran
             kill_raylet(live, chosen.choice(nodes))
         except psutil.NoSuchProcess:  # it has just ended of an earlier kill
             return False
-    elif workers:
-        os.kill(chosen.choice(workers), signal.SIGKILL)
-    return bool(nodes or workers)
+        return True
+    if not workers or len(killed) >= MOST_CRASHES - 1:
+        return False
+    killed.append(chosen.choice(workers))
+    os.kill(killed[-1], signal.SIGKILL)
+    return True
 
 
 def test_two_nodes_of_which_one_dies_build_the_bytes_that_one_process_builds(
@@ -118,13 +124,14 @@ def test_one_and_four_nodes_build_the_same_bytes_after_ten_kills(
     """Twenty kills in both: of raylets and of workers, at random moments."""
     spec, chosen, kills = spec_of("many", members=members, seconds=1.0 * members), random.Random(members), 0
     run = tide.data(spec, max_restarts=30)  # the last node of a gang that is lost ends its driver
+    killed: list[int] = []
     while kills < 10:
         before = finished_chunks(spec)
         eventually(lambda: finished_chunks(spec) > before or run.refresh().view.job.is_final, within_s=300.0)  # noqa: B023
         assert run.state is not JobState.SUCCEEDED, f"it was over after {kills} kills"
         assert not run.view.job.is_final, run.why()
         time.sleep(chosen.uniform(0.0, 1.5))
-        kills += kill_at_random(live, tide, run, chosen)
+        kills += kill_at_random(live, tide, run, chosen, killed)
     run.wait(timeout_s=900.0)
     alone = spec.model_copy(update={"out": f"{spec.out}-alone"})
     build(alone, runner=InlineRunner(8))

@@ -2,10 +2,12 @@
 
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +19,8 @@ from raytide.core.errors import DataError
 from raytide.core.io.token_dataset import verify
 from raytide.core.specs.data import DataSpec, TextFilter
 from raytide.pipelines.build import Progress, build
-from raytide.pipelines.runners.gang import GangRunner, Members
+from raytide.pipelines.runners import gang
+from raytide.pipelines.runners.gang import MOST_CRASHES, GangRunner, Members, _Item, _LostError, _Worker
 from raytide.pipelines.runners.inline import InlineRunner
 
 pytestmark = pytest.mark.cluster
@@ -29,6 +32,12 @@ SpecOf = Callable[..., DataSpec]
 def ray_cluster() -> Iterator[Any]:
     with own_ray("127.0.77.1", cpus=2) as ray:
         yield ray
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members are known to be lost at once."""
+    monkeypatch.setattr(gang, "LOST_S", 0.0)
 
 
 @contextmanager
@@ -194,6 +203,31 @@ def test_the_task_that_ran_is_blamed_when_those_behind_it_are_lost_with_its_work
         finally:
             runner.close()
     assert beside == {1}, "a result that was not sent yet when the next task ended the worker would be blamed"
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_task_is_not_blamed_for_workers_whose_node_is_lost(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """The last worker is known to be dead some seconds before its member is known to be lost."""
+    members = dict.fromkeys("abc")
+    runner, item, now_s = GangRunner(lambda: members, 1.0, 1, 3), _Item(0, Part(3)), [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if is_lost and now_s[0] > 12.0:
+            members.pop("c", None)
+
+    monkeypatch.setattr(gang, "LOST_S", 20.0)
+    monkeypatch.setattr(gang, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(runner, "_oldest_unfinished", lambda worker: item)
+    monkeypatch.setattr("ray.kill", lambda actor: None)
+    waiting = deque[_Item]()
+    with nullcontext() if is_lost else pytest.raises(DataError, match="part 3 ended 3 workers"):
+        for name in list(members):
+            worker = _Worker(name, None, running={"ref": item})
+            runner._workers.append(worker)
+            runner._lose(worker, "ref", _LostError(is_actor=True), waiting)
+    assert len(item.crashes) == MOST_CRASHES
+    assert list(waiting) == [item] * (3 if is_lost else 2)
 
 
 def test_cleaning_on_a_gang_gives_the_bytes_that_one_process_gives(
