@@ -95,13 +95,13 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those on the session's cluster or on a bare Ray, all others with
+    """Returns the group of tests that one worker runs: those on the session's cluster and some others, all others with
     a cluster, with the how-tos, the engine's, the sources', or a file's. So two clusters are up at most: three starve
     two cores; and the two groups take about as long. Each file of tests/soak is a group: most have a cluster for each
     test."""
     if has_cluster(file) and not file.startswith("tests/soak/"):
         is_first = has_session_cluster(file) and file != "tests/test_howtos.py"
-        return "cluster" if is_first or file in BARE_RAYS else "other clusters"
+        return "cluster" if is_first or file in ALSO_FIRST else "other clusters"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
@@ -137,14 +137,15 @@ FIRST = (
 )
 """The groups that take longest, in the order in which workers take them: one that begins last leaves the other workers
 without work. The page's takes an hour, and little CPU."""
-BARE_RAYS = (
+ALSO_FIRST = (
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/trainer/runners/test_ray_train.py",
     "tests/autoscaler/test_ray_gcs.py",
     "tests/control/bootstrap/test_replica_roots.py",
+    "tests/live/test_full_disk.py",
     "tests/pipelines/runners/test_gang.py",
 )
-"""Files with a Ray of their own, without a controller and an API, that the first of the two groups has time for."""
+"""Files with a Ray or a cluster of their own that the first of the two groups has time for."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
