@@ -140,3 +140,13 @@ def test_a_user_stops_a_rollout_and_the_endpoint_takes_specs_again(rollouts: Rol
     rollouts.loop.store.save_endpoint(SPEC.model_copy(update={"model": "/m/3"}), "ana", rollouts.loop.clock.now_s())
     rollouts.until(lambda: rollouts.loop.store.load().rollouts == ())
     assert rollouts.loop.world.serving == {"web": 2}
+
+
+@pytest.mark.parametrize("ongoing", [0.0, 100.0])
+def test_a_promotion_waits_for_the_replicas_that_the_endpoint_must_have(rollouts: Rollouts, ongoing: float) -> None:
+    rollouts.loop.world.ongoing = ongoing
+    rollouts.start()
+    rollouts.until(lambda: rollouts.state() is RolloutState.RUNNING)
+    rollouts.loop.store.rollouts.ask("web", "promote", "bo", "now")
+    rollouts.until(lambda: rollouts.state() is RolloutState.PROMOTED)
+    assert len(rollouts.loop.world.hosts("web~2")) == SPEC.replicas.min

@@ -42,7 +42,7 @@ def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """
     state = dict(ctx.policy_state)
     now_s = float(ctx.current_time or 0.0)
-    if now_s >= state.get("raytide_due_s", 0.0):
+    if not 0.0 < state.get("raytide_due_s", now_s) - now_s < 2 * EXCHANGE_PERIOD_S:  # also if the clock was set back
         state["raytide_due_s"] = now_s + EXCHANGE_PERIOD_S
         try:
             state["raytide_target"] = _exchange(ctx, now_s)

@@ -54,6 +54,7 @@ from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.plan import Admit, Plan, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
@@ -162,7 +163,7 @@ class Controller:
         for name, endpoint in records.endpoints.items():
             move = partial(follow_serve, endpoint, observed, self._serve_sync.served, now_s)
             records.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
-        self._quarantine.attempt("rollouts", lambda: self._advance_rollouts(records, observed, now_s), None)
+        self._quarantine.attempt("rollouts", lambda: self._advance_rollouts(records, scheduled, observed, now_s), None)
         snapshot = take_snapshot(records, observed, self._idle, self._config, now_s, wall_ahead_s)
         decided_on, plan = self._decide(snapshot, records, observed)
         record_intents(records, plan, self._node_types)
@@ -188,14 +189,17 @@ class Controller:
         self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
 
-    def _advance_rollouts(self, records: ClusterRecords, observed: ClusterObservation, now_s: float) -> None:
+    def _advance_rollouts(
+        self, records: ClusterRecords, scheduled: Mapping[str, Endpoint], observed: ClusterObservation, now_s: float
+    ) -> None:
         before = records.rollouts.values()
         counts = self._store.rollouts.counts(each.number for each in before if each.state.is_live)
         feedback = self._store.feedback
         live = [(r, *judged_by(r)) for r in before if r.state.is_live]
         liked = {r.number: feedback.groups(r.name, r.created_at_s, metric) for r, metric, _ in live if r.kind == "ab"}
         bad = {r.number: feedback.bad_values(r.name, limits, r.created_at_s) for r, _, limits in live if limits}
-        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s, liked, bad)
+        endpoints = {name: replace(each, spec=scheduled[name].spec) for name, each in records.endpoints.items()}
+        records.rollouts = advance_all(before, endpoints, observed.loads, counts, now_s, liked, bad)
         records.endpoints |= losing_endpoints(records.rollouts.values(), records.endpoints, now_s)
 
     def _decide(

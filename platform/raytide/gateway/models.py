@@ -173,7 +173,8 @@ class EndpointModels:
         fallback = fallback_of(found.entry.spec, model, request)
         if fallback is None:
             return await self._own_answer(model, request, body, respond)
-        if found.replicas.ready:
+        challenger = self._challenger(model, request, body) if found.server.is_described else None
+        if found.replicas.ready or (challenger is not None and challenger.replicas.ready):
             token = GIVES_WAY.set(True)
             try:
                 return await self._own_answer(model, request, body, respond)
@@ -207,8 +208,7 @@ class EndpointModels:
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
         await self.server(model, request, body)
-        entry = self._listing[endpoint_of_model(model)]
-        challenger = self._challenger(entry, model, request, session_of(body, request.headers))
+        challenger = self._challenger(model, request, body)
         if challenger is None:
             return await self._champion_answer(model, request, body, self._with_copy(model, request, body, respond))
         tally = challenger.metrics.tally
@@ -333,9 +333,9 @@ class EndpointModels:
         replicas.retire()
         self._retired = [*(each for each in self._retired if each.connected), replicas]
 
-    def _challenger(self, entry: EndpointEntry, model: str, request: Request, session: str) -> _Application | None:
-        """Returns the challenger if it answers this request, has the request's adapter, and has been reached at least
-        once."""
+    def _challenger(self, model: str, request: Request, body: BaseModel) -> _Application | None:
+        """Returns the challenger if it answers this request, has its adapter, and has been reached at least once."""
+        entry, session = self._listing[endpoint_of_model(model)], session_of(body, request.headers)
         if entry.rollout is None or entry.challenger is None or not _has(entry.challenger, model):
             return None
         found = self._applications[entry.challenger.spec.name]

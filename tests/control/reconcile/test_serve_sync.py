@@ -25,6 +25,7 @@ class Serve:
     def __init__(self) -> None:
         self.starts = self.looks = 0
         self.deployed: list[str] = []
+        self.deleted: list[str] = []
         self.live: set[str] = set()
         self.says = ""
         self.routed: list[tuple[str, bytes]] = []
@@ -41,6 +42,8 @@ class Serve:
             raise ValueError("no such option")
         if is_there:
             return False
+        if endpoint.name in self.live:  # deployed again, with a fresh failure count
+            self.says = ""
         self.deployed.append(endpoint.name)
         self.live.add(endpoint.name)
         return True
@@ -51,6 +54,7 @@ class Serve:
         self.routed.append((name, route))
 
     def delete(self, name: str, *, is_there: bool) -> None:
+        self.deleted.append(name)
         self.live.discard(name)
         self.says = ""
 
@@ -85,6 +89,7 @@ def test_an_endpoint_whose_nodes_died_under_its_first_replicas_is_deployed_anew(
     serve.says = "failed to start 3 times. The actor died because its node has died. Node Id: 00ff"
     assert passes(ServeSync(serve), 3).failures == {}  # type: ignore[arg-type]
     assert serve.deployed == ["m", "m"]
+    assert serve.deleted == [], "replicas of an earlier spec serve on, and gateways do not take it for deleted"
 
 
 def world(load: EndpointLoad | None) -> ClusterObservation:

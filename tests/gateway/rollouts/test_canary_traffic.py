@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import Request
 from tests.gateway.conftest import Gateway, running_gateway, until
+from tests.gateway.test_hosted import BACKEND, hosted_gateway
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.base import Engine
@@ -228,3 +229,11 @@ async def test_a_requests_timeout_goes_on_counting_when_the_champion_answers_it(
     first = respond.deadline_of(body.timeout, request)
     await asyncio.sleep(0.01)
     assert respond.deadline_of(body.timeout, request) == first
+
+
+async def test_a_challenger_answers_before_the_fallback_when_its_champion_has_no_replica() -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await begin(gateway, FakeEngine(reply="new "), fallback=BACKEND)
+        await gateway.kill("chat-0")
+        assert text_of(await ask(gateway)) == "new "
+        assert hosted.requests == []

@@ -164,7 +164,8 @@ def test_both_revisions_together_may_have_one_replica_more_than_the_endpoint(
     )
     bounds = {name: each.spec.replicas for name, each in found.items()}
     assert bounds["web~2"].max <= max(1, most + 1 - target)
-    assert bounds["web"].max >= min(target, most), "it keeps what it has until the challenger takes over"
+    kept = min(target, most) - (1 if percent == 100.0 else 0)
+    assert bounds["web"].max >= kept, "it keeps what it has until the challenger takes over, one by one"
     assert bounds["web~2"].max + target <= most + 1
     assert 1 <= bounds["web~2"].min <= bounds["web~2"].max
     assert min(1, least) <= bounds["web"].min <= bounds["web"].max
@@ -195,6 +196,9 @@ def test_other_endpoints_and_rollouts_that_are_over_leave_the_bounds_alone() -> 
     loser = replace(both["web"], target_replicas=2)
     kept = with_shares({**both, "web": loser}, [rollout(state=RolloutState.PROMOTED)], {})["web"].spec.replicas
     assert (kept.min, kept.max) == (1, 2), "it gets no replicas back before it drains"
+    idle = endpoint("web", min=0, max=8)
+    kept = with_shares({**both, "web": idle}, [rollout(state=RolloutState.PROMOTED)], {})["web"].spec.replicas
+    assert kept.min == 0, "no node is bought for an application that ends"
     assert with_shares({"other": both["web"]}, [rollout()], {}) == {"other": both["web"]}
 
 

@@ -93,8 +93,8 @@ class ServeSync:
                         gone.add((endpoint.name, endpoint.created_at_s))
                 elif not self._sync_endpoint(endpoint, is_there=seen is not None) and seen is not None:
                     if _NODE_DIED in seen.failure:
-                        # The next pass deploys it again, with a fresh failure count.
-                        self._control.delete(endpoint.name, is_there=True)
+                        # Deployed again, it has a fresh failure count. Replicas of its earlier spec serve on.
+                        self._control.deploy(endpoint, is_there=False)
                     elif seen.failure:
                         failures[endpoint.name, endpoint.created_at_s] = seen.failure
             except Exception as error:  # must not affect other endpoints

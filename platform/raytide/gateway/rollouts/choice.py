@@ -16,6 +16,8 @@ from raytide.registry.rollout.routes import RolloutRoute
 _ADMISSION = frozenset({401, 403, 429})
 """The statuses of requests that are not allowed to their caller, whichever revision answers."""
 _TIMED_OUT = "timeout"
+_UNIT = "raytide.unit"
+"""The key of the ASGI scope with the random id of a request that names no user."""
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
@@ -38,14 +40,14 @@ def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
     The unit is the first of these that applies:
     - the user or session that the request names, within the caller's account
     - with `by_key`, the caller's account
-    - a random id for this request alone
+    - a random id for this request alone, which `scope` keeps
     """
     caller = scope.get(CALLER)
     key = caller.key if isinstance(caller, GatewayCaller) else None
     account = "" if key is None else key.account
     if session:
         return f"{account}/{session}"
-    return account if by_key and account else uuid4().hex
+    return account if by_key and account else str(scope.setdefault(_UNIT, uuid4().hex))
 
 
 def is_overload(error: Exception) -> bool:

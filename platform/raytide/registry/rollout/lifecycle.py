@@ -65,7 +65,8 @@ def advance_all(
 ) -> dict[int, Rollout]:
     """Returns all rollouts, by number, after one step of each.
 
-    `endpoints` maps the names of Ray Serve applications to endpoints. It does not contain deleted endpoints.
+    `endpoints` maps the names of Ray Serve applications to endpoints, with the bounds that users have configured. It
+    does not contain deleted endpoints.
     """
     moved = {}
     for rollout in rollouts:
@@ -303,7 +304,8 @@ def with_shares(
         champion = endpoints.get(rollout.champion_application)
         challenger = endpoints.get(rollout.challenger_application)
         if not rollout.state.is_live and (loser := endpoints.get(rollout.loser)) is not None:
-            found[loser.name] = _bounded(loser, 1, max(1, loser.target_replicas), min(1, loser.spec.replicas.min))
+            kept = loser.target_replicas  # none of them comes back; one that idles at zero gets no node any more
+            found[loser.name] = _bounded(loser, min(1, kept), max(1, kept), min(1, loser.spec.replicas.min))
         if not rollout.state.is_live or champion is None or challenger is None:
             continue
         load = loads.get(challenger.name)
@@ -313,7 +315,8 @@ def with_shares(
         most = min(math.ceil(challenger.spec.replicas.max * share), both - champion.target_replicas)
         found[challenger.name] = _bounded(challenger, math.ceil(challenger.spec.replicas.min * share), max(1, most), 1)
         least = math.ceil(champion.spec.replicas.min * (1.0 - min(1.0, rollout.percent / 100.0)))
-        most = min(champion.spec.replicas.max, both - ready)
+        handed_over = 1 if rollout.percent >= 100.0 else 0  # also of a champion whose load does not fall
+        most = min(champion.spec.replicas.max, both - ready - handed_over)
         found[champion.name] = _bounded(champion, least, max(1, most), min(1, champion.spec.replicas.min))
     return found
 

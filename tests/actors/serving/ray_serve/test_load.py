@@ -171,3 +171,15 @@ def test_the_addresses_of_replicas_that_have_gone_are_forgotten_and_no_others(mo
 
 async def _none() -> None:
     return None
+
+
+def test_serves_policy_follows_the_target_after_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = iter([1, 2, 3])
+    monkeypatch.setattr(policy, "_exchange", lambda ctx, now_s: next(targets))
+    found: list[int] = []
+    state: dict[str, Any] = {}
+    for now_s in (7200.0, 7200.1, 3600.0, 3600.1, 3601.0):
+        ctx: Any = SimpleNamespace(policy_state=state, current_time=now_s, target_num_replicas=0)
+        target, state = policy.published_target(ctx)
+        found.append(target)
+    assert found == [1, 1, 2, 2, 3]
