@@ -25,7 +25,8 @@ _PREFERRED = ("acc_norm", "acc", "exact_match")
 @dataclass(frozen=True, slots=True)
 class TaskQuality:
     """The results of one task. `flips` is the share of samples that only one of the two, model or parent, answers
-    correctly. Flips in opposite directions would cancel out in the accuracy.
+    correctly. Flips in opposite directions would cancel out in the accuracy. It is None for a task that grades its
+    samples between right and wrong, such as TruthfulQA's MC2.
     """
 
     samples: int
@@ -50,14 +51,16 @@ def run_tasks(
 @dataclass(frozen=True, slots=True)
 class _TaskRun:
     right: list[float] | None
-    """1.0 for each sample that is answered correctly, in the samples' order; None for a task of likelihoods."""
+    """1.0 for each sample that is answered correctly, in the samples' order; None for a task of likelihoods. Some
+    tasks have grades from 0 to 1.
+    """
     bits_per_byte: float | None
     samples: int
 
 
 def _result(own: _TaskRun, before: _TaskRun | None) -> TaskQuality:
     flips = None
-    if before is not None and own.right and before.right:
+    if before is not None and own.right and before.right and {*own.right, *before.right} <= {0.0, 1.0}:
         flips = sum(a != b for a, b in zip(own.right, before.right, strict=True)) / len(own.right)
     return TaskQuality(
         samples=own.samples,
@@ -142,17 +145,20 @@ class _Likelihoods:
     def __init__(self, scorer: DirectoryScorer, tokenizer: Tokenizer, window: int) -> None:
         self._scorer, self._tokenizer, self._window = scorer, tokenizer, window
         self._start = tokenizer.encode("")
+        first = tokenizer.first_token
+        self._alone = self._start if self._start or first is None else [first]
 
     def continuation(self, context: str, answer: str) -> tuple[float, bool]:
         """Returns the log likelihood of the answer's tokens, and whether every one of them is the most likely token.
 
-        A context that is too long loses its beginning.
+        A context that is too long loses its beginning. Without a context, the answer follows the BOS or EOS token.
         """
         spaces = len(context) - len(context.rstrip())
         if spaces:  # tokens begin with the space, so it belongs to the answer
             context, answer = context[:-spaces], context[-spaces:] + answer
-        both = self._start + self._encode(context + answer)
-        given = max(1, len(self._start) + len(self._encode(context)))
+        start = self._start if context else self._alone
+        both = start + self._encode(context + answer)
+        given = max(1, len(start) + len(self._encode(context)))
         window = Window(both[-self._window :], max(1, given - max(0, len(both) - self._window)))
         logits_TV = self._scorer.logits(window)
         targets_T = logits_TV.new_tensor(window.targets).long()

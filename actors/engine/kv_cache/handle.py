@@ -25,9 +25,9 @@ _IDENTITY = ("model", "weights_version", "lora", "dtype", "layout", "block_size"
 class KvHeader:
     """The description of an exported request's KV.
 
-    `model` is a hash of the architecture. `layout` is the size in bytes of one block in each layer. `tokens` are the
-    prompt and the output. The blocks hold the KV of the first `num_computed` tokens. `seed` is the request's sampling
-    seed.
+    `model` is a hash of the architecture and of the rotation in use. `layout` is the size in bytes of one block in each
+    layer. `tokens` are the prompt and the output. The blocks hold the KV of the first `num_computed` tokens. `seed` is
+    the request's sampling seed.
     """
 
     model: str

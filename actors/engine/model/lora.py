@@ -119,7 +119,8 @@ def read_adapter(
     own = targets if part is None else _targets(part.arch)
     is_empty = True
     for name in weights.names:
-        module = _module(name, arch, path)
+        named = _module(name, path)
+        module = named.removeprefix(NAMES[arch.names].root)
         if name.endswith("lora_B.weight"):
             continue
         target = targets.get(module)
@@ -129,7 +130,7 @@ def read_adapter(
             )
         a_RN, b_MR = _pair(weights, name, target, path)
         is_empty = False
-        b_MR = (b_MR.float() * _scale(config, module, a_RN.shape[0])).to(dtype)
+        b_MR = (b_MR.float() * _scale(config, named, a_RN.shape[0])).to(dtype)
         if part is not None and target.place[0] not in part.layers:
             continue
         if part is not None:
@@ -186,16 +187,14 @@ def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Ten
     return weights.get(name, rank, target.columns), weights.get(other, target.rows, rank)
 
 
-def _module(name: str, arch: Architecture, path: Path) -> str:
-    """Returns the path of the module that a key `base_model.model.<path>.lora_A.weight` names, without the family's
-    root prefix.
-    """
+def _module(name: str, path: Path) -> str:
+    """Returns the path of the module that a key `base_model.model.<path>.lora_A.weight` names."""
     match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
     if match is None:
         raise ConfigError(
             f"{path}: weight {name} is not supported.", hint="Only lora_A and lora_B of linear modules are supported."
         )
-    return match[1].removeprefix(NAMES[arch.names].root)
+    return match[1]
 
 
 def _targets(arch: Architecture) -> dict[str, _Target]:
@@ -215,7 +214,10 @@ def _kinds(targets: Iterable[str]) -> str:
 
 
 def _scale(config: Fields, module: str, rank: int) -> float:
-    """Returns PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters (Kalajdzievski 2023)."""
+    """Returns PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters (Kalajdzievski 2023).
+
+    `module` is the module's whole path, because the patterns of `alpha_pattern` may be anchored at its beginning.
+    """
     patterns = config.section("alpha_pattern")
     pattern = next((each for each in patterns.body if re.match(rf"(.*\.)?({each})$", module)), None)
     alpha = config.number("lora_alpha", 8.0) if pattern is None else patterns.number(pattern)
@@ -231,6 +233,8 @@ def _refuse_other_kinds(config: Fields) -> None:
         "modules_to_save": bool(body.get("modules_to_save")),
         "target_parameters": bool(body.get("target_parameters")),
         "trainable_token_indices": bool(body.get("trainable_token_indices")),
+        "alora_invocation_tokens": bool(body.get("alora_invocation_tokens")),  # adapts only what follows these tokens
+        "layer_replication": bool(body.get("layer_replication")),
         # These change the base weights as well, unless PEFT converted them when it saved.
         f"init_lora_weights {body.get('init_lora_weights')}": str(body.get("init_lora_weights")).split("_")[0]
         in ("pissa", "olora", "corda"),

@@ -89,6 +89,13 @@ class Tokenizer:
     def _special_names(self) -> list[str]:
         return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
 
+    @cached_property
+    def first_token(self) -> int | None:
+        """The token that a text follows if nothing else precedes it: the BOS or, in a model without one, the EOS."""
+        keys = ("bos_token", "eos_token")
+        named: list[int | None] = [self.rust.token_to_id(self._special(key) or "") for key in keys]
+        return next((token for token in named if token is not None), min(self.eos_token_ids, default=None))
+
     async def encode_off_loop(
         self, text: str, pair: str | None = None, *, enough: int | None = None, special: bool = True
     ) -> list[int]:

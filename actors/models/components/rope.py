@@ -104,6 +104,13 @@ def cos_sin(spec: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+def uses_long_factors(spec: RopeSpec, max_len: int) -> bool:
+    """Returns whether an engine with sequences of up to `max_len` tokens rotates by longrope's long factors. KV of one
+    set of factors has no meaning with the other.
+    """
+    return spec.kind == "longrope" and max_len > spec.original_max_len
+
+
 def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
     """Returns the angle by which each pair rotates per position, in radians.
 
@@ -122,7 +129,7 @@ def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
     if spec.kind == "yarn":
         return _yarn(spec, plain)
     if spec.kind == "longrope":
-        factors = spec.long_factors if max_len > spec.original_max_len else spec.short_factors
+        factors = spec.long_factors if uses_long_factors(spec, max_len) else spec.short_factors
         return 1.0 / (torch.tensor(factors) * spec.theta**exponents)
     return plain
 

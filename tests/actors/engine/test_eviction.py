@@ -93,3 +93,24 @@ def test_everybody_ends_with_the_same_tokens_however_often_they_are_swapped(
     assert [answer.token_ids for answer in answers] == alone
     assert llm.stats().preemptions > 0
     assert any(plan.swap_in for plan in moves)
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_ctrl_c_before_the_moves_of_a_step_leaves_no_wrong_prefix(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, pools: bool
+) -> None:
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01))
+    llm = LLM(model_dir, block_size=4, num_blocks=30, max_model_len=110, host_memory_gb=0.01)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    first, second = list(range(40, 120)), list(range(140, 220))
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    expected = llm.generate([first], greedy)[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core.runner.cache, "move", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = llm.embed([second]) if pools else llm.generate([second], greedy)
+    assert llm.generate([first], greedy)[0].token_ids == expected
+    assert llm.stats().free_blocks == llm.stats().num_blocks

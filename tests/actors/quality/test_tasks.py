@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.actors.engine.tiny import save_llama
+from tests.actors.engine.tiny import EOS, save_llama
 
 from raytide.actors.quality.scorers import DirectoryScorer
 from raytide.actors.quality.suite import TaskSuite
@@ -43,6 +43,27 @@ def test_the_likelihood_of_an_answer_is_that_of_its_tokens_after_the_end_of_the_
             log = model(piece[None]).logits[0].log_softmax(-1)
         total += float(log[:-1].gather(1, piece[1:, None]).sum())
     assert likelihoods.text(text) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("answer", ["e", "the quick brown fox"])
+def test_an_answer_without_context_follows_the_end_of_a_text(tmp_path: Path, answer: str) -> None:
+    model = save_llama(tmp_path, num_hidden_layers=1)
+    scorer = DirectoryScorer(tmp_path, "float32", WINDOW)
+    tokenizer = scorer.tokenizer()
+    assert tokenizer is not None
+    ids = torch.tensor([EOS, *tokenizer.encode(answer)])
+    with torch.inference_mode():
+        log = model(ids[None]).logits[0].log_softmax(-1)
+    expected = log[:-1].gather(1, ids[1:, None]).sum()
+    likelihood, _ = _Likelihoods(scorer, tokenizer, WINDOW).continuation("", answer)
+    assert likelihood == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_grades_between_right_and_wrong_do_not_flip() -> None:
+    own = _task_run([{"doc_id": 0, "acc": 0.412}, {"doc_id": 1, "acc": 1.0}], {})
+    before = _task_run([{"doc_id": 0, "acc": 0.413}, {"doc_id": 1, "acc": 1.0}], {})
+    found = _result(own, before)
+    assert (found.accuracy, found.flips) == (pytest.approx(0.706), None)
 
 
 def test_flips_move_while_the_accuracy_stands() -> None:

@@ -169,6 +169,9 @@ class LLM:
                         raise output.error
                     if isinstance(output, PooledOutput):
                         vectors[output.request_id] = output.vector
+        except BaseException as error:
+            self._distrust_cache(error)
+            raise
         finally:
             for request_id in vectors:
                 self._core.abort(request_id)
@@ -201,12 +204,20 @@ class LLM:
                         done += ended
                         made += 0 if isinstance(output, RequestFailure) else len(output.token_ids)
                     update(done, made)
-        except BaseException:
+        except BaseException as error:
+            self._distrust_cache(error)
             for request_id in outputs:
                 self._core.abort(request_id)
             self._core.drain_outputs()
             raise
         return list(outputs.values())
+
+    def _distrust_cache(self, error: BaseException) -> None:
+        """Discards all KV after an error such as Ctrl-C, which may have come between a step's plan and the end of its
+        moves: blocks are then known by the hashes of prefixes that they do not hold.
+        """
+        if not isinstance(error, Exception):
+            self._core.scheduler.invalidate()
 
 
 def _take_in(output: GenChunk | RequestFailure, answer: RequestOutput) -> bool:

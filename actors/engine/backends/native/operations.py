@@ -24,6 +24,7 @@ from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.types import GenRequest, SampleProgress
+from raytide.actors.models.components.rope import uses_long_factors
 from raytide.actors.models.content import WeightsSource, content_digest
 from raytide.actors.models.families import is_same_architecture, read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
@@ -199,10 +200,11 @@ def import_kv(
 
 def _header(core: EngineCore, seq: Sequence) -> KvHeader:
     runner = core.runner
+    rotations = [uses_long_factors(rope, runner.max_len) for rope in runner.arch.ropes]
     num_computed = min(seq.num_computed, len(seq.block_ids) * runner.block_size)
     awaits_prompt_logprobs = seq.params.prompt_logprobs is not None and seq.output_len == 0
     return KvHeader(
-        model=blake2b(repr(runner.arch).encode(), digest_size=8).hexdigest(),
+        model=blake2b(repr((runner.arch, rotations)).encode(), digest_size=8).hexdigest(),
         weights_version=core.weights.version,
         lora=core.adapter_of(seq),
         dtype=runner.kv_dtype_name,

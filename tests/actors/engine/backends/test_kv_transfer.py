@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import save_adapter
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
@@ -121,6 +122,17 @@ def test_an_engine_of_another_layout_refuses_it(model_dir: Path, options: dict[s
     with pytest.raises(ConflictError, match=names):
         import_kv(there, export_kv(here, "r"), ask(), PROMPT)
     assert (there.request_ids, there.stats().free_blocks) == ([], there.stats().num_blocks)
+
+
+def test_kv_that_was_rotated_by_other_factors_is_refused(tmp_path: Path) -> None:
+    save_family(tmp_path, "phi3-longrope")  # of 128 positions, stretched to 256
+    here, alike, longer = (start(tmp_path, max_model_len=most) for most in (64, 128, 256))
+    here.add(ask(), PROMPT)
+    run(here, 5)
+    handle = export_kv(here, "r")
+    with pytest.raises(ConflictError, match="this KV has model"):
+        import_kv(longer, handle, ask(), PROMPT)
+    import_kv(alike, handle, ask(), PROMPT)
 
 
 def test_another_prompt_more_samples_or_none_are_refused(model_dir: Path) -> None:

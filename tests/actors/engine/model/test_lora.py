@@ -156,13 +156,15 @@ def test_an_adapter_comes_and_goes_while_others_stay(
     assert (both[1] - merged(model, paths[2], 2.0)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [r"layers\.\d\.self_attn.o_proj", r"model\.layers\.\d\.self_attn\.o_proj", r"^model.layers.\d.self_attn.o_proj"],
+)
 def test_alpha_may_differ_by_module_and_rank_by_tensor(
-    start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
+    pattern: str, start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start("llama3-mqa")
-    path = write_adapter(
-        tmp_path / "a", model, ["o_proj"], rank=256, alpha_pattern={r"layers\.\d\.self_attn.o_proj": 64}
-    )
+    path = write_adapter(tmp_path / "a", model, ["o_proj"], rank=256, alpha_pattern={pattern: 64})
     runner.load_lora("a", path)
     assert (last_logits(runner, ["a"])[0] - merged(model, path, 64 / 256)).abs().max() < 1e-4
 
@@ -206,6 +208,8 @@ def test_the_prefix_cache_does_not_cross_adapters(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type IA3"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa"),
+        ({"alora_invocation_tokens": [5, 9]}, "alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
