@@ -90,7 +90,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(spec, digests, group, self._commit)
         self.snapshots = snapshots if spec.takes_snapshots else None
         if self.snapshots is not None:
-            self.snapshots.join(group)
+            self.snapshots.join(group, digests)
         self.timer = StepTimer(group.device)
         self.meter = MfuMeter(spec, self.model_source.arch, group)
         self.folder = RunFolder(spec.out, self._commit)
@@ -133,14 +133,14 @@ class Trainer:
         """Loads the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
-        if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
-            self.snapshots.load(self.state)
-            self.steps_done, self.restored_from = in_memory, "memory"
-            self.saved_step = in_memory if in_memory == listing.newest_step else None
-        elif (checkpoint := self.checkpoints.select(listing)) is not None:
+        if (checkpoint := self.checkpoints.select(listing, in_memory)) is not None:
             self.checkpoints.load(self.state, checkpoint)
             self.steps_done, self.restored_from = checkpoint.manifest.step, "storage"
             self.saved_step = self.steps_done
+        elif self.snapshots is not None and in_memory:
+            self.snapshots.load(self.state)
+            self.steps_done, self.restored_from = in_memory, "memory"
+            self.saved_step = in_memory if in_memory == listing.newest_step else None
         self._met_step = self.steps_done
         self.checkpoints.prepare(self.state)
         return listing.rejected
@@ -182,10 +182,10 @@ class Trainer:
         if not (save or alone):
             return
         self.save()
-        if alone:
+        if self.snapshots is None:
             self.checkpoints.wait()
         else:
-            self.wait_for_save()  # peers hold the state
+            self.wait_for_save()  # this process or its peers hold the state
 
     def close(self) -> None:
         """Abandons saves in flight. Returns quickly and does not communicate, because the generation may be broken."""

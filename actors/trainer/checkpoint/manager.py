@@ -26,7 +26,7 @@ from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_st
 from raytide.actors.trainer.checkpoint.train_state import TensorShard, TrainState
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.optim.state_offload import DiskStorage
-from raytide.core.errors import CheckpointError, StorageError
+from raytide.core.errors import CheckpointError, DataError, StorageError
 from raytide.core.specs.train import TrainSpec
 
 CLOSE_S = 2.0
@@ -78,6 +78,7 @@ class CheckpointManager:
         self, spec: TrainSpec, digests: Mapping[str, str], group: ProcessGroup, commit: Commit = nullcontext
     ) -> None:
         self.spec, self.digests, self.group = spec, dict(digests), group
+        self._require_same_on_all_ranks()
         self.store = open_store(spec.checkpoint_url)
         self._saver = AsyncSaver(group.new_channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
         if spec.memory.parameters == "disk":
@@ -158,22 +159,24 @@ class CheckpointManager:
         self._saver.rejected = listing.bad_folders
         return listing
 
-    def select(self, listing: Listing) -> Checkpoint | None:
-        """Returns the newest intact checkpoint. Returns None if there are no checkpoints. Each candidate's files are
-        read completely, and the ranks share this work.
+    def select(self, listing: Listing, in_memory: int = 0) -> Checkpoint | None:
+        """Returns the newest intact checkpoint after step `in_memory`, the step of the state that peers hold, or 0.
+        Returns None if there is none. Each candidate's files are read completely, and the ranks share this work.
 
         Appends the reason for each rejected checkpoint to `listing.rejected`. Raises CheckpointError if all
-        checkpoints are bad, because silently starting over would lose work. Also raises CheckpointError if the
-        newest intact checkpoint was written by another run.
+        checkpoints are bad and peers hold no state, because silently starting over would lose work. Also raises
+        CheckpointError if the newest intact checkpoint was written by another run.
         """
         for checkpoint in listing.committed:
+            if checkpoint.manifest.step <= in_memory:
+                return None
             problems = self._find_problems(checkpoint)
             if not problems:
                 self._require_same_run(checkpoint)
                 return checkpoint
             listing.rejected.append(manifest.bad_checkpoint(problems[0]))
             self._saver.rejected.append(checkpoint.name)
-        if self._saver.rejected:
+        if self._saver.rejected and not in_memory:
             raise listing.rejected[-1]
         return None
 
@@ -216,6 +219,16 @@ class CheckpointManager:
             if failed is not None:
                 raise failed
         return [problem for problems, _ in found for problem in problems or []]
+
+    def _require_same_on_all_ranks(self) -> None:
+        """Raises DataError if a rank reads another model or dataset than rank 0, such as an old copy on its node."""
+        first, *others = self.group.gather(self.digests)
+        for rank, digests in enumerate(others, 1):
+            if different := [what for what, digest in first.items() if digests.get(what) != digest]:
+                raise DataError(
+                    f"{self.spec.name}: rank {rank} has a different {different[0]} than rank 0.",
+                    hint="Give all members the same files, or a place that all of them reach.",
+                )
 
     def _require_same_run(self, checkpoint: Checkpoint) -> None:
         for what, digest in self.digests.items():

@@ -10,6 +10,7 @@ Shapes: N tokens, V vocabulary, K tokens that are compared one by one, B batch, 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import zlib
@@ -28,8 +29,10 @@ from raytide.actors.models.model_config import read_json
 from raytide.actors.trainer.model.loss import IGNORE, Micro
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError
-from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.io.storage import FullDiskError, full_disk_is_an_error
 from raytide.core.specs.model import DistillSpec
+
+_log = logging.getLogger(__name__)
 
 _LEAST_REST = 1e-6
 """The least probability of the bucket for all other tokens, so that its logarithm is finite."""
@@ -110,8 +113,7 @@ class Teacher:
             documents = None if micro.documents is None else micro.documents[missing]
             top = top_predictions(self._model(micro.inputs[missing], None, documents), self.spec)
             for at, row in enumerate(missing):
-                self._cache.write(keys[row], TopPredictions(top.ids[at].cpu(), top.log_p[at].cpu()))
-                found[row] = self._cache.read(keys[row])  # as rounded as it will be in later epochs
+                found[row] = self._cache.write(keys[row], TopPredictions(top.ids[at].cpu(), top.log_p[at].cpu()))
         rows = [each for each in found if each is not None]
         return TopPredictions(
             torch.stack([each.ids for each in rows]).to(self._device),
@@ -142,6 +144,7 @@ class _Cache:
     def __init__(self, spec: DistillSpec) -> None:
         made_by = f"{content_digest(Path(spec.teacher))}-top{spec.top_k}-t{spec.temperature:g}"
         self._folder = Path(spec.cache) / made_by
+        self._is_full = False
 
     def key(self, micro: Micro, row: int) -> str:
         digest = hashlib.blake2b(micro.inputs[row].cpu().numpy().tobytes(), digest_size=16)
@@ -159,13 +162,26 @@ class _Cache:
         except _DAMAGE:
             return None
 
-    def write(self, key: str, found: TopPredictions) -> None:
+    def write(self, key: str, found: TopPredictions) -> TopPredictions:
+        """Stores a sequence's predictions, and returns them as rounded as `read` will return them. While the disk is
+        full nothing is stored, and a later epoch computes the predictions again.
+        """
+        ids, log_p = found.ids.numpy().astype(np.int32), found.log_p.numpy().astype(np.float16)
         path = self._path(key)
         staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.npz")
-        with full_disk_is_an_error(str(self._folder)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(staged, ids=found.ids.numpy().astype(np.int32), log_p=found.log_p.numpy().astype(np.float16))
-            os.replace(staged, path)
+        try:
+            with full_disk_is_an_error(str(self._folder)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    np.savez(staged, ids=ids, log_p=log_p)
+                    os.replace(staged, path)
+                finally:
+                    staged.unlink(missing_ok=True)
+        except FullDiskError as error:
+            if not self._is_full:
+                _log.warning("the teacher's predictions are not kept: %s", error)
+            self._is_full = True
+        return TopPredictions(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(log_p.astype(np.float32)))
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.npz"

@@ -66,11 +66,7 @@ class MlflowRun:
         return self._failure
 
     def _create_run(self, spec: TrainSpec) -> str:
-        try:
-            found = self._call("GET", "experiments/get-by-name", experiment_name=self.target.experiment)
-            experiment = found["experiment"]["experiment_id"]
-        except NotFoundError:
-            experiment = self._call("POST", "experiments/create", name=self.target.experiment)["experiment_id"]
+        experiment = self._find_experiment() or self._create_experiment()
         began_ms = round(self.clock.now_s() * 1000)
         run = self._call("POST", "runs/create", experiment_id=experiment, run_name=spec.name, start_time=began_ms)
         run_id = str(run["run"]["info"]["run_id"])
@@ -78,6 +74,22 @@ class MlflowRun:
         for first in range(0, len(params), PARAMS):
             self._call("POST", "runs/log-batch", run_id=run_id, params=params[first : first + PARAMS])
         return run_id
+
+    def _find_experiment(self) -> str:
+        """Returns the id of the experiment; empty if there is none."""
+        try:
+            found = self._call("GET", "experiments/get-by-name", experiment_name=self.target.experiment)
+        except NotFoundError:
+            return ""
+        return str(found["experiment"]["experiment_id"])
+
+    def _create_experiment(self) -> str:
+        try:
+            return str(self._call("POST", "experiments/create", name=self.target.experiment)["experiment_id"])
+        except StorageError:  # another run, as of the same sweep, may just have created it
+            if experiment := self._find_experiment():
+                return experiment
+            raise
 
     def _send_loop(self, resumed: bool) -> None:
         while True:

@@ -16,6 +16,8 @@ class SnapshotId:
     step: int
     generation: str
     """Unique per generation: two generations may pass the same step in different layouts."""
+    digests: tuple[tuple[str, str], ...] = ()
+    """Digests of what a resumed run must match, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from raytide.actors.trainer.checkpoint.peers.reshard import SnapshotReader
 from raytide.actors.trainer.checkpoint.staging import BufferEntry, StagingBuffer
 from raytide.actors.trainer.checkpoint.train_state import TrainState
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.core.errors import CheckpointError
 from raytide.core.specs.train import TrainSpec
 
 CLOSE_S = 2.0
@@ -157,16 +158,17 @@ class Snapshots:
         self._group: ProcessGroup | None = None
         self._exchange: _Exchange | None = None
         self._generation = ""
+        self._digests: tuple[tuple[str, str], ...] = ()
         self._copies: list[SnapshotCopy] = []
         self._selected: SnapshotId | None = None
         self.cadence = SnapshotCadence()
         self._stall_s, self._is_beside = 0.0, False
 
-    def join(self, group: ProcessGroup) -> None:
+    def join(self, group: ProcessGroup, digests: Mapping[str, str] | None = None) -> None:
         """Joins the process group of a generation. Assigns to each rank the peer that holds the copy of the rank's
-        state.
+        state. `digests` are those of what the generation reads, the same on all ranks.
         """
-        self._group = group
+        self._group, self._digests = group, tuple(sorted((digests or {}).items()))
         self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
         self.cadence = SnapshotCadence(every)
         keeper = replication.assign_peers(group.gather(self.host))
@@ -183,7 +185,7 @@ class Snapshots:
         if slot.is_in_use:
             slot = self._slots[self._current] = _Slot()
         slot.has_own = slot.has_peer = False
-        slot.snapshot, slot.own_rank = SnapshotId(step, self._generation), self._current_group.rank
+        slot.snapshot, slot.own_rank = SnapshotId(step, self._generation, self._digests), self._current_group.rank
         slot.own.copy_from(state.shards())
         exchange = self._exchange
         assert exchange is not None
@@ -242,10 +244,15 @@ class Snapshots:
 
     def find_newest(self) -> int:
         """Returns the step of the newest snapshot that is complete in the memory of all ranks together. Returns 0 if
-        there is none.
+        there is none. Raises CheckpointError if the snapshot was taken with another model or dataset.
         """
         self._copies = [copy for part in self._current_group.gather(self._own_copies()) for copy in part]
         self._selected = replication.latest_complete(self._copies)
+        if self._selected is not None and (changed := set(self._digests) - set(self._selected.digests)):
+            raise CheckpointError(
+                f"the {min(changed)[0]} has changed since step {self._selected.step}, while the run continued.",
+                hint="Restore it, or choose another out directory.",
+            )
         return self._selected.step if self._selected else 0
 
     def load(self, state: TrainState) -> None:

@@ -15,9 +15,12 @@ from tests.actors.trainer.checkpoints import latest
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.manager import CheckpointManager
 from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.runners.local import train_local
-from raytide.core.errors import CheckpointError, StorageError
+from raytide.core.errors import CheckpointError, DataError, StorageError
 from raytide.core.specs.train import TrainSpec
 
 
@@ -141,3 +144,13 @@ def test_a_full_disk_at_the_manifest_loses_nothing_either(trained: TrainSpec, mo
 def test_another_runs_checkpoint_is_refused(trained: TrainSpec, change: dict[str, int]) -> None:
     with pytest.raises(CheckpointError, match="different model, seed or batch"):
         train_local(trained.model_copy(update=change))
+
+
+def test_ranks_that_read_different_datasets_do_not_train_together(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member's own disk may have an older copy at the same path."""
+    with process_group.single_process() as mine:
+        monkeypatch.setattr(ProcessGroup, "gather", lambda self, value: [value, {**value, "dataset": "older"}])
+        with pytest.raises(DataError, match="rank 1 has a different dataset than rank 0"):
+            CheckpointManager(spec, {"model, seed or batch": "a", "dataset": "newer"}, mine)

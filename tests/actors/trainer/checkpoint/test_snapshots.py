@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from tests.actors.trainer.checkpoint_ranks import grow, lose_ranks
 
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
 from raytide.actors.trainer.checkpoint.verify import verify
+from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.errors import CheckpointError, StorageError
 from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
@@ -72,3 +77,55 @@ def test_newcomers_get_the_state_from_the_others_memory(
     for resumed in run_ranks(3, grow, held, 3):
         assert (resumed["from"], resumed["at"]) == ("memory", 3)
         assert same(resumed, curve, start=3)
+
+
+def test_a_bad_checkpoint_does_not_cost_the_newest_state_in_memory(held: TrainSpec) -> None:
+    snapshots = Snapshots("a")
+    with process_group.single_process() as mine:
+        first = Trainer(held, mine, snapshots)
+        first.step()
+        first.take_snapshot()
+        first.step()
+        first.save()
+        first.checkpoints.wait()
+        first.close()
+        (shards,) = Path(held.checkpoint_url).glob("*/*.distcp")
+        shards.write_bytes(shards.read_bytes()[:-1])
+        again = Trainer(held, mine, snapshots)
+        (rejected,) = again.restore()
+        again.close()
+    assert "was altered" in str(rejected)
+    assert (again.restored_from, again.steps_done) == ("memory", 1)
+
+
+def test_a_failed_save_does_not_end_the_run_of_one_rank_that_keeps_its_state_in_memory(
+    held: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("the bucket answers 503.")
+
+    snapshots = Snapshots("a")
+    with process_group.single_process() as mine:
+        first = Trainer(held, mine, snapshots)
+        first.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "commit", refuse)
+            first.flush()  # another member joins
+        first.close()
+        again = Trainer(held, mine, snapshots)
+        assert again.restore() == []
+        again.close()
+    assert (again.restored_from, again.steps_done) == ("memory", 1)
+
+
+def test_a_state_in_memory_is_not_continued_with_another_model_or_dataset(held: TrainSpec) -> None:
+    snapshots = Snapshots("a")
+    with process_group.single_process() as mine:
+        first = Trainer(held, mine, snapshots)
+        first.step()
+        first.take_snapshot()
+        first.close()
+        other = Trainer(held.model_copy(update={"seed": 1}), mine, snapshots)
+        with pytest.raises(CheckpointError, match="the model, seed or batch has changed since step 1"):
+            other.restore()
+        other.close()

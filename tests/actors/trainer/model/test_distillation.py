@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from pathlib import Path
 
@@ -179,6 +180,26 @@ def test_a_damaged_file_of_the_cache_is_computed_again(tmp_path: Path) -> None:
         assert cache.read("abc") is None
     file.write_bytes(body)
     assert cache.read("abc") is not None
+
+
+def test_a_full_disk_of_the_cache_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "teacher").mkdir()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
+    cache = _Cache(DistillSpec(teacher=str(tmp_path / "teacher"), top_k=2, cache=str(tmp_path / "cache")))
+    top = TopPredictions(torch.arange(8).reshape(4, 2), torch.full((4, 2), -0.1))
+
+    def full(file: Path, **_: object) -> None:
+        file.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        used = cache.write("abc", top)
+    assert list((tmp_path / "cache").rglob("*.npz")) == []
+    cache.write("abc", top)
+    stored = cache.read("abc")
+    assert stored is not None
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(used, stored, strict=True))
 
 
 def test_a_student_with_experts_still_balances_its_routers() -> None:

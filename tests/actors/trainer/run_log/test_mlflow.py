@@ -206,6 +206,25 @@ def test_lines_that_a_proxy_took_are_reported_and_sent_later(server: Server, tra
     assert (losses(server)[1], server.runs["run-1"]["status"]) == (3.0, "FINISHED")
 
 
+def test_an_experiment_that_another_run_creates_meanwhile_is_used(
+    server: Server, tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials of a sweep begin together, and none of them finds the experiment."""
+    answer = server.answer
+
+    def raced(what: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if what == "experiments/create":
+            server.experiments[body["name"]] = "7"
+            return 400, {"error_code": "RESOURCE_ALREADY_EXISTS"}
+        return answer(what, body)
+
+    monkeypatch.setattr(server, "answer", raced)
+    record = record_of(tracked)
+    record.step(step(1))
+    record.close("done")
+    assert losses(server) == {1: 3.0}
+
+
 def test_a_server_that_is_not_there_is_named_before_anything_is_trained(tracked: TrainSpec) -> None:
     absent = tracked.model_copy(update={"mlflow": MlflowSpec(tracking_uri="http://127.0.0.1:9")})
     with pytest.raises(StorageError, match=r"MLflow at http://127.0.0.1:9 did not take experiments/get-by-name"):
