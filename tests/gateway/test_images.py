@@ -195,6 +195,7 @@ async def test_a_hosted_models_images_count_by_number_and_not_by_the_bytes_of_th
     caller, request = AsyncMock(), AsyncMock()
     caller.admit.return_value = MagicMock(id="")
     request.url.path, request.scope, request.json.return_value = "/v1/chat/completions", {CALLER: caller}, body
+    request.headers = {}
     backend = HostedBackend.model_validate({"base_url": "http://far/v1", "model": "big", "max_tokens": 5})
     apis = HostedApis({"http://far/v1": ""}, httpx.MockTransport(lambda _: httpx.Response(200)))
     answer: Any = await apis.answer(backend, "sees", request, MagicMock())

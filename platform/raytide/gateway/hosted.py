@@ -182,12 +182,19 @@ class HostedApis:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def answer(self, backend: HostedBackend, model: str, request: Request, track: RequestTracker) -> Response:
+    async def answer(
+        self,
+        backend: HostedBackend,
+        model: str,
+        request: Request,
+        track: RequestTracker,
+        timeout_s: float | None = None,
+    ) -> Response:
         """Returns the hosted API's response to a request, whole or as a stream. The response names `model` as its
         model.
 
-        `track` counts the request when its response ends. It does not count a request for which this call raises an
-        error. Raises ApiError if the caller is not admitted. Also raises ApiError if the hosted API refuses the
+        `timeout_s` is the timeout in the request's body. `track` counts the request when its response ends. It does not
+        count a request for which this call raises an error. Raises ApiError if the caller is not admitted. Also raises ApiError if the hosted API refuses the
         request (with that API's own error), is full (429) or fails (503). Raises EngineError if the response is too
         large or not a JSON object.
         """
@@ -200,7 +207,7 @@ class HostedApis:
         if passed_on.input is not None:  # the API does not have the responses that are stored here
             asked["input"] = passed_on.input
             del asked["previous_response_id"]
-        deadline_s = deadline_of(asked.get("timeout"), request)
+        deadline_s = deadline_of(timeout_s, request)
         body, most = _body(backend, path, asked)
         most_prompt, likely_prompt = _prompt_tokens(body)
         grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)

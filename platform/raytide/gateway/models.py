@@ -121,8 +121,7 @@ class EndpointModels:
         self.listed.set()
 
     def _prefill_pool(self, spec: ServeSpec) -> PrefillPool | None:
-        """Returns the replicas of the other endpoint that computes prompts for this one, if both belong to the same
-        team."""
+        """Returns the replicas of the endpoint that computes prompts for this one, if one team has both."""
         entry = self._listing.get(spec.prefill.endpoint) if spec.prefill is not None else None
         if spec.prefill is None or entry is None or entry.spec.team != spec.team:
             return None
@@ -190,8 +189,9 @@ class EndpointModels:
         self, found: _Application, backend: HostedBackend, model: str, request: Request, body: BaseModel
     ) -> T:
         self._check_use(model, request)
-        track = found.metrics.track(api_of(request.url.path))
-        return cast(T, await in_request(request, body, self._hosted.answer(backend, model, request, track)))
+        track, timeout_s = found.metrics.track(api_of(request.url.path)), getattr(body, "timeout", None)
+        answer = self._hosted.answer(backend, model, request, track, timeout_s)
+        return cast(T, await in_request(request, body, answer))
 
     def _count_failure(self, model: str, request: Request, error: Exception) -> None:
         """Counts a request that failed before an engine was called, because no server has counted it."""
