@@ -112,7 +112,7 @@ def test_a_storm_that_takes_the_fullest_zone_again_and_again_leaves_the_promised
                 if zone == fullest:
                     reclaim(up.run_dir, node_id)
             answered = clients.ended["answered"]
-            eventually(lambda answered=answered: clients.ended["answered"] >= answered + 100, within_s=300.0)
+            eventually(lambda answered=answered: clients.ended["answered"] >= answered + 250, within_s=600.0)
         assert clients.close(timeout_s=60.0) == 0
         in_time = sum(first_s <= SLO_S for first_s in clients.first_s)
         say(f"{clients.sent} sent, {in_time} in time; {dict(clients.ended)}")

@@ -194,9 +194,11 @@ class HostedApis:
         model.
 
         `timeout_s` is the timeout in the request's body. `track` counts the request when its response ends. It does not
-        count a request for which this call raises an error. Raises ApiError if the caller is not admitted. Also raises ApiError if the hosted API refuses the
-        request (with that API's own error), is full (429) or fails (503). Raises EngineError if the response is too
-        large or not a JSON object.
+        count a request for which this call raises an error.
+
+        Raises ApiError if the caller is not admitted. Also raises ApiError if the hosted API refuses the request (with
+        that API's own error), is full (429) or fails (503). Raises EngineError if the response is too large or not a
+        JSON object.
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")
