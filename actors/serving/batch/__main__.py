@@ -145,18 +145,20 @@ async def _answer(
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     await server.start()
-    if weights is not None:
-        await engine.load_weights(weights)
-    began_s = time.monotonic()
-    work = run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
-    running, watching = tasks = [asyncio.create_task(work), asyncio.create_task(_watch(server))]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        if weights is not None:
+            await engine.load_weights(weights)
+        began_s = time.monotonic()
+        work = run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE, is_stopping=stopping.is_set)
+        running, watching = tasks = [asyncio.create_task(work), asyncio.create_task(_watch(server))]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await (running if running.done() else watching)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=_CANCEL_S)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
         await server.stop()
 
 

@@ -163,3 +163,28 @@ def test_the_weights_of_the_spec_are_loaded_and_make_another_batch(
     assert loaded == [str(tmp_path / "new")]
     with pytest.raises(DataError, match="another batch"):
         run_batch_job(source, out, SPEC)
+
+
+def test_weights_that_cannot_be_loaded_end_the_job_and_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[Server] = []
+    stop = Server.stop
+
+    async def load_weights(self: FakeEngine, source: str, version: str | None = None) -> str:
+        raise DataError("the weights are of another architecture.")
+
+    async def noted(self: Server) -> None:
+        stopped.append(self)
+        await stop(self)
+
+    monkeypatch.setattr(FakeEngine, "load_weights", load_weights)
+    monkeypatch.setattr(Server, "stop", noted)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(DataError, match="another architecture"):
+        run_batch_job(
+            write_rows(tmp_path / "rows", 2),
+            tmp_path / "out.jsonl",
+            SPEC.model_copy(update={"weights": str(tmp_path / "new")}),
+        )
+    assert len(stopped) == 1
