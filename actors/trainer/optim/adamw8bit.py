@@ -47,8 +47,8 @@ class AdamW8bit(AdamW):
     def checkpoint_keys(self, state: State) -> list[str]:
         return [key for key in state if not key.endswith(SCALE)]
 
-    def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
-        return _wide(super().to_full_precision(parameter, state))
+    def to_full_precision(self, state: State) -> State:
+        return _wide(state)
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
         if key + SCALE not in state:

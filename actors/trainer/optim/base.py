@@ -75,12 +75,13 @@ class Optimizer(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state for a checkpoint, as tensors by `parameter.key`. To load a checkpoint, fill these tensors
-        in place and then call `load`.
+        in place and then call `load`. The tensors stay where the state is stored.
         """
+        self.storage.wait()
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
             for parameter, state in self.state.items()
-            for key, value in self.to_full_precision(parameter, state).items()
+            for key, value in self.to_full_precision(state).items()
         }
 
     @torch.no_grad()
@@ -98,10 +99,9 @@ class Optimizer(ABC):
         """Returns those keys of the state that checkpoints store."""
         return list(state)
 
-    def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
-        """Returns the state of a parameter in full precision, on the parameter's device."""
-        device = local(parameter).device
-        return state if device.type == "cpu" else self.storage.load(state, device)
+    def to_full_precision(self, state: State) -> State:
+        """Returns the state of a parameter in full precision."""
+        return state
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
         """Sets one key of the state from a value in full precision."""

@@ -42,6 +42,9 @@ class StateStorage:
         changes that state in place.
         """
 
+    def wait(self) -> None:
+        """Waits until the values of the last update are stored."""
+
 
 class HostStorage(StateStorage):
     """Keeps the optimizer's state in host memory. The memory is pinned if there is a GPU."""
@@ -57,6 +60,10 @@ class HostStorage(StateStorage):
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         for key, value in changed.items():
             state[key].copy_(value, non_blocking=True)
+
+    def wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
 
     def _take(self, value: Tensor) -> Tensor:
         home = torch.empty(value.shape, dtype=value.dtype, pin_memory=torch.cuda.is_available())

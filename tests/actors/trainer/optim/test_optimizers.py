@@ -110,6 +110,18 @@ def test_a_state_away_from_the_device_gives_the_same_weights(name: str, place: s
     assert all(torch.equal(fresh.tensors()[key], value) for key, value in resident.tensors().items())
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_save_leaves_offloaded_state_where_it_is(name: str, place: str, tmp_path: Path) -> None:
+    weights = {"w": nn.Parameter(torch.zeros(64, 256))}
+    spec = OptimSpec(name=name)  # type: ignore[arg-type]
+    optimizer = registry.build(weights.items(), spec, MemorySpec(optimizer=place, scratch=str(tmp_path)))  # type: ignore[arg-type]
+    elsewhere = nn.Parameter(torch.empty(64, 256, device="meta"))  # stands for a GPU without room
+    optimizer.state = {elsewhere: optimizer.state[weights["w"]]}
+    optimizer.names = {elsewhere: "w"}
+    assert {tensor.device.type for tensor in optimizer.tensors().values()} == {"cpu"}
+
+
 def test_a_state_on_disk_is_in_no_memory_of_the_process_and_leaves_no_file(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     optimizer = registry.build([("w", weight)], OptimSpec(), MemorySpec(optimizer="disk", scratch=str(tmp_path)))
