@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http.client import RemoteDisconnected
+from http.client import HTTPException, RemoteDisconnected
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
@@ -173,6 +173,12 @@ class EchoHandler(BaseHTTPRequestHandler):
         if url.path == "/api/too-large":
             self._answer(413, {}, ends=True)  # before the body is read
             return
+        if url.path == "/api/away":  # as a proxy says it
+            self._answer(503, "no error of the API")
+            return
+        if url.path == "/api/no-store":
+            self._answer(503, {"error": {"code": "storage"}})
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         names = ("Authorization", "Content-Type")
         self._answer(
@@ -250,6 +256,12 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced(http: HttpCon
 def test_an_answer_that_precedes_the_end_of_the_request_is_read(http: HttpConnections) -> None:
     assert http.request("PUT", "/too-large", {}, b"x" * (8 << 20), timeout_s=10.0)[0] == 413
     assert asked(http, "/next")["path"] == "/api/next"
+
+
+def test_a_proxy_whose_server_is_away_is_no_answer(http: HttpConnections) -> None:
+    with pytest.raises(HTTPException, match="a proxy answered 503"):
+        http.request("GET", "/away", {}, None, timeout_s=10.0)
+    assert http.request("GET", "/no-store", {}, None, timeout_s=10.0)[0] == 503  # the API's own word
 
 
 def test_an_address_without_a_scheme_or_host_is_an_error_that_names_it() -> None:

@@ -13,6 +13,10 @@ from urllib.parse import quote, urlencode, urlsplit
 from raytide.core.errors import ConfigError
 
 
+_AWAY = (502, 503, 504)
+"""The statuses with which proxies answer for a server that is away."""
+
+
 class HttpConnections:
     """Connections to one HTTP server, kept open between requests. Usable in several threads, and in forked processes.
 
@@ -39,7 +43,8 @@ class HttpConnections:
         that are None are left out.
 
         If the request fails on a reused connection, it is sent again on another connection, because the server may have
-        closed the reused one. Raises OSError or HTTPException if no response comes.
+        closed the reused one. Raises OSError or HTTPException if no response comes, or only one of a proxy whose server
+        is away.
         """
         headers, content = dict(self._headers), body if isinstance(body, bytes) else None
         if body is not content:
@@ -61,6 +66,8 @@ class HttpConnections:
                     raise
             else:
                 idle.append(connection)
+                if answer[0] in _AWAY and not _is_of_api(answer[1]):
+                    raise http.client.HTTPException(f"a proxy answered {answer[0]}")
                 return answer
 
     def close(self) -> None:
@@ -85,3 +92,12 @@ def _exchange(
         connection.request(method, target, content, headers)
     response = connection.getresponse()
     return response.status, response.read()
+
+
+def _is_of_api(answer: bytes) -> bool:
+    """Returns whether an error's body has the form of the API's errors."""
+    try:
+        body = json.loads(answer)
+    except ValueError:
+        return False
+    return isinstance(body, dict) and "error" in body

@@ -77,6 +77,17 @@ def test_an_endpoint_with_a_promoted_application_is_deleted_and_begins_anew(stor
     assert store.rollouts.serving("chat").revision == 3
 
 
+def test_a_repeated_request_starts_one_rollout(store: Store) -> None:
+    first = begun(store)
+    again = store.rollouts.start(spec("/m/2"), "canary", {"canary": {}}, "bob", 6.0, "faster")
+    assert again == first
+    assert len(store.load().rollouts) == 1
+    with pytest.raises(ConflictError, match="has a rollout of revision 2"):
+        store.rollouts.start(spec("/m/2"), "canary", {"canary": {}}, "ana", 6.0, "faster")
+    decided(store, RolloutState.ROLLED_BACK)
+    assert store.rollouts.start(spec("/m/2"), "canary", {"canary": {}}, "bob", 12.0, "faster").number != first.number
+
+
 def test_what_is_refused_while_a_rollout_runs(store: Store) -> None:
     with pytest.raises(NotFoundError, match="chat does not exist"):
         store.rollouts.start(spec(), "canary", {}, "bob", 1.0, "")

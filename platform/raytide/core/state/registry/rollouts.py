@@ -43,7 +43,8 @@ class RolloutRecords(DatabaseAccess):
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
         """Starts a rollout and returns it. Stores three records: a revision with this spec, an application that runs
-        the revision with one replica, and the rollout.
+        the revision with one replica, and the rollout. A repeated request returns the rollout that the first one
+        started, while it is live.
 
         Raises NotFoundError if the endpoint does not exist. Raises ConflictError if the endpoint belongs to another
         team, has a rollout already or is being deleted.
@@ -59,6 +60,8 @@ class RolloutRecords(DatabaseAccess):
                 raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
             if row.delete_requested or row.state == EndpointState.DELETING:
                 raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
+            if (found := live(c, spec.name)) is not None and _is_repeated(c, found, spec, kind, plan, user):
+                return found
             refuse_during_rollout(c, spec.name)
             revision = add_revision(c, spec, user, now_s, why, is_new=True)
             challenger = spec.model_copy(update={"name": application_of(spec.name, revision)})
@@ -234,6 +237,15 @@ def live(c: sa.Connection, name: str) -> Rollout | None:
     r = t.rollouts.c
     row = c.execute(t.rollouts.select().where(r.name == name, r.state.in_(_LIVE))).first()
     return None if row is None else _rollout(row)
+
+
+def _is_repeated(
+    c: sa.Connection, found: Rollout, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str
+) -> bool:
+    """Returns whether a request asks for the rollout that was found: the answer to its first try may have been lost."""
+    if (found.kind, found.plan, found.user) != (kind, plan, user):
+        return False
+    return any(revision.spec == spec for revision in revisions(c, spec.name, [found.challenger]))
 
 
 def refuse_during_rollout(c: sa.Connection, name: str) -> None:
