@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,6 +161,20 @@ def test_submitting_again_with_the_same_key_returns_the_first_job(store: Store) 
     assert store.submit_job(SPEC, "ada", 2.0, key="k") == first
     assert store.submit_job(SPEC, "bob", 2.0, key="k") == first, "it is their team's"
     assert store.submit_job(SPEC.model_copy(update={"team": "red"}), "ada", 2.0, key="k").id == "job-2"
+
+
+def test_two_requests_with_one_key_at_once_are_one_job(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def check_together(*args: object) -> None:
+        with suppress(threading.BrokenBarrierError):  # the other one waits for this one's commit
+            both.wait(0.5)
+
+    monkeypatch.setattr("raytide.core.state.store.check_live_jobs", check_together)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = list(threads.map(lambda user: store.submit_job(SPEC, user, 1.0, key="k"), ("ada", "bob")))
+    assert jobs[0] == jobs[1]
+    assert len(store.load().jobs) == 1
 
 
 def test_a_key_names_what_was_asked_for_with_it(store: Store) -> None:

@@ -12,7 +12,6 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from raytide.core.errors import ConfigError
 
-
 _AWAY = (502, 503, 504)
 """The statuses with which proxies answer for a server that is away."""
 

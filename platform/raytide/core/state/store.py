@@ -12,7 +12,6 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from raytide.core import bounds
-from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
@@ -23,7 +22,7 @@ from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
-from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_job
+from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, job_of_key, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.overview import OverviewQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
@@ -119,16 +118,12 @@ class Store:
         Raises ConflictError if the earlier request had another `digest`. Raises QuotaError if the team has
         `most_live` unfinished jobs, or if the specs of its unfinished jobs are too large together."""
         with self._db.write() as c:
-            of_key = t.jobs.select().where(t.jobs.c.team == spec.team, t.jobs.c.client_key == key)
-            if key is not None and (row := c.execute(of_key).first()):
-                if row.client_digest not in (None, digest):
-                    raise ConflictError(
-                        f"the key {key} of team {spec.team} was used for {row.id}, with another request.",
-                        hint="Use a new key for a new job.",
-                    )
-                return codec.job(row)
+            if (job := job_of_key(c, spec.team, key, digest)) is not None:
+                return job
             check_live_jobs(c, spec, most_live)
             number = next_number(c, "job")
+            if (job := job_of_key(c, spec.team, key, digest)) is not None:  # of a request for which this one waited
+                return job
             c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
             record(c, "job.submit", f"job-{number}", codec.audited(spec))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from raytide.core.errors import NotFoundError
+from raytide.core.errors import ConflictError, NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState
-from raytide.core.objects.job import FINAL_STATES, JobState
+from raytide.core.objects.job import FINAL_STATES, Job, JobState
 from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
@@ -213,6 +213,21 @@ def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease
     for member in c.execute(by_index):
         members[member.lease_id].append(member)
     return tuple(codec.lease(row, members[row.id]) for row in rows)
+
+
+def job_of_key(c: sa.Connection, team: str, key: str | None, digest: str | None) -> Job | None:
+    """Returns the job that the team has submitted with this key, or None. Raises ConflictError if that request had
+    another `digest`.
+    """
+    which = t.jobs.select().where(t.jobs.c.team == team, t.jobs.c.client_key == key)
+    if key is None or (row := c.execute(which).first()) is None:
+        return None
+    if row.client_digest not in (None, digest):
+        raise ConflictError(
+            f"the key {key} of team {team} was used for {row.id}, with another request.",
+            hint="Use a new key for a new job.",
+        )
+    return codec.job(row)
 
 
 def no_job(job_id: str) -> NotFoundError:
