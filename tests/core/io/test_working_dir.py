@@ -120,6 +120,18 @@ def test_too_much_in_all_and_no_directory_are_refused(folder: Path, monkeypatch:
         working_dir.pack(folder)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MOST_ENTRIES", 2), ("MOST_UNPACKED_BYTES", 2_999)])
+def test_a_folder_that_no_member_would_unpack_is_refused_before_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"0" * 1000)
+    working_dir.pack(tmp_path)
+    monkeypatch.setattr(working_dir, limit, most)
+    with pytest.raises(DataError, match="limits:"):
+        working_dir.pack(tmp_path)
+
+
 def zipped(*entries: tuple[str, bytes], mode: int = 0o600) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -43,17 +43,18 @@ def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
     """Returns the folder as a zip file. Files and folders that match a pattern in `exclude` or `LEFT_OUT` are left out.
     A pattern matches a name, or a path relative to `folder`.
 
-    Raises DataError if a file cannot be read, or if a file or the package is too large.
+    Raises DataError if a file cannot be read, if a file or the package is too large, or if there are too many files.
     """
     if not folder.is_dir():
         raise DataError(f"the working directory {folder} is not a directory.", hint="Check --working-dir.")
     left_out = (*LEFT_OUT, *(pattern.removeprefix("./").rstrip("/") for pattern in exclude))
-    buffer = io.BytesIO()
+    buffer, size = io.BytesIO(), 0
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for path in _below(folder, folder, left_out, frozenset()):
             name = path.relative_to(folder).as_posix()
             with _named(path, name):
-                _add(archive, path, name)
+                size += _add(archive, path, name)
+            _check_unpacked(f"the working directory {folder}", len(archive.filelist), size)
             if buffer.tell() > MOST_BYTES:
                 raise DataError(
                     f"the working directory {folder} is too large: more than {_mb(MOST_BYTES)} when compressed.",
@@ -71,16 +72,7 @@ def unpack(package: bytes, folder: Path) -> None:
         with zipfile.ZipFile(io.BytesIO(package)) as archive:
             entries = archive.infolist()
             sizes = [entry.file_size for entry in entries]  # zipfile reads no more than the declared sizes
-            if (
-                len(entries) > MOST_ENTRIES
-                or sum(sizes) > MOST_UNPACKED_BYTES
-                or max(sizes, default=0) > MOST_FILE_BYTES
-            ):
-                raise DataError(
-                    f"the package has {len(entries)} files with {_mb(sum(sizes))}; limits: {MOST_ENTRIES} files, "
-                    f"{_mb(MOST_UNPACKED_BYTES)} in total and {_mb(MOST_FILE_BYTES)} each.",
-                    hint="Leave files out with --exclude, and read them from shared storage.",
-                )
+            _check_unpacked("the package", len(entries), sum(sizes), max(sizes, default=0))
             for entry in entries:
                 if entry.compress_type not in _PACKED:  # other methods may allocate memory as the file demands
                     raise ValueError(f"{entry.filename[:100]!r} uses an unsupported compression method")
@@ -95,6 +87,16 @@ def unpack(package: bytes, folder: Path) -> None:
         raise _broken(error.strerror) from None  # a name that is too long, or both a file and a folder
     except (zipfile.BadZipFile, zlib.error, ArithmeticError, LookupError, RuntimeError, EOFError, ValueError) as error:
         raise _broken(error) from None
+
+
+def _check_unpacked(what: str, entries: int, size: int, largest: int = 0) -> None:
+    """Raises DataError for a package that no member of a gang would unpack."""
+    if entries > MOST_ENTRIES or size > MOST_UNPACKED_BYTES or largest > MOST_FILE_BYTES:
+        raise DataError(
+            f"{what} has {entries} files with {_mb(size)}; limits: {MOST_ENTRIES} files, "
+            f"{_mb(MOST_UNPACKED_BYTES)} in total and {_mb(MOST_FILE_BYTES)} each.",
+            hint="Leave files out with --exclude, and read them from shared storage.",
+        )
 
 
 def _broken(why: object) -> DataError:
@@ -120,10 +122,11 @@ def _below(place: Path, folder: Path, left_out: tuple[str, ...], above: frozense
             yield from _below(path, folder, left_out, above)
 
 
-def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
+def _add(archive: zipfile.ZipFile, path: Path, name: str) -> int:
+    """Adds a file or an empty folder, and returns its size in bytes."""
     if path.is_dir():
         archive.writestr(zipfile.ZipInfo(f"{name}/", _EPOCH), b"")
-        return
+        return 0
     stat = path.stat()
     if stat.st_size > MOST_FILE_BYTES:
         raise DataError(
@@ -134,7 +137,8 @@ def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
     entry = zipfile.ZipInfo(name, _EPOCH)
     entry.external_attr = (stat.st_mode & 0o777) << 16
     entry.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(entry, path.read_bytes())
+    archive.writestr(entry, content := path.read_bytes())
+    return len(content)
 
 
 @contextmanager
