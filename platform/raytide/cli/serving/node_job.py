@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from raytide.core.errors import NotFoundError
+from contextlib import suppress
+
+from raytide.core.errors import NotFoundError, RaytideError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.objects.node import TYPE_LABEL, NodeType
@@ -18,10 +20,18 @@ WHOLE = ("CPU", "GPU")
 def measure(
     client: Client, name: str, *, nodes: int = 1, seconds: float = 2.0, disk_mib: int = 512, timeout_s: float = 3600.0
 ) -> NodeReport:
-    """Measures nodes of a type and returns the results. Raises NotFoundError for an unknown type."""
+    """Measures nodes of a type and returns the results. The job is stopped if nobody waits for it any longer, such as
+    after an interrupt. Raises NotFoundError for an unknown type.
+    """
     node_type = type_of(client, name)
     view = client.client.submit(job_of(node_type, nodes, seconds, disk_mib))
-    run = Run(client.client, view).wait(timeout_s=timeout_s)
+    run = Run(client.client, view)
+    try:
+        run.wait(timeout_s=timeout_s)
+    except BaseException:
+        with suppress(RaytideError):
+            run.stop()
+        raise
     return parse_report(name, run.id, run.logs(), nodes)
 
 

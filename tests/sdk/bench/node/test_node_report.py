@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from statistics import geometric_mean
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytide.cli.serving import node_job
 from raytide.cli.serving.node_job import job_of
 from raytide.core.errors import DataError
+from raytide.core.objects.job import JobSpec
 from raytide.core.objects.node import TYPE_LABEL, NodeType
 from raytide.sdk.bench.node import measure
 from raytide.sdk.bench.node.measure import MARK
 from raytide.sdk.bench.node.report import NodeReport, parse_report, yaml_line
+from raytide.sdk.jobs.job_run import Run
 
 RATES = st.floats(1e6, 1e15)
 
@@ -74,3 +79,25 @@ def test_a_measurement_prints_every_figure(monkeypatch: pytest.MonkeyPatch, caps
     names = {"memory_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s"}
     assert names | {"gemm_float32_flops", "gemm_bfloat16_flops"} <= node.keys()
     assert all(rate > 0 for rate in node.values())
+
+
+def test_an_interrupt_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        stopped: ClassVar[list[str]] = []
+
+        def snapshot(self) -> SimpleNamespace:
+            return SimpleNamespace(node_types=(NodeType(name="l4", resources={"CPU": 8.0}, price_micro_usd_h=1),))
+
+        def submit(self, spec: JobSpec) -> SimpleNamespace:
+            return SimpleNamespace(job=SimpleNamespace(id="job-7", spec=spec))
+
+        def stop(self, job_id: str) -> None:
+            self.stopped.append(job_id)
+
+    def interrupted(run: Run, *, timeout_s: float) -> Run:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        node_job.measure(SimpleNamespace(client=Api()), "l4")  # type: ignore[arg-type]
+    assert Api.stopped == ["job-7"]
