@@ -9,25 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from raytide.actors.models.components.experts import Experts
 from raytide.actors.models.components.llava import VisionSpec
 from raytide.actors.models.components.rope import RopeSpec
 from raytide.sizing.model_shape import ModelShape
 
 if TYPE_CHECKING:  # planning reads architectures without torch
     from raytide.kernels.core import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture-of-experts feed-forward layer. Each token uses `per_token` of the `count` experts, those that the
-    router finds most likely.
-    """
-
-    count: int
-    per_token: int
-    ffn_size: int
-    renormalize: bool  # scale the chosen experts' probabilities to sum to 1
-    balance: float = 0.0  # weight of the load-balancing loss in training
 
 
 @dataclass(frozen=True, slots=True)

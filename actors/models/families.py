@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.models.architecture import Architecture, LayerSpec
+from raytide.actors.models.components.experts import MOST_EXPERTS, Experts, balance_weight, checked
 from raytide.actors.models.components.llava import LLAVA, decoder_config, vision_spec
 from raytide.actors.models.components.rope import RopeSpec, read_rope
 from raytide.actors.models.model_config import Fields, read_json
@@ -33,9 +34,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MOST_LAYERS, _MOST_EXPERTS, _MOST_HEAD_DIM = 1024, 1024, 4096
-_MOST_ALL_EXPERTS = 1 << 17
-"""The most experts in all layers together: each has a few names among the weights."""
+_MOST_LAYERS, _MOST_HEAD_DIM = 1024, 4096
 
 
 def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
@@ -121,27 +120,63 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     dense, every = fields.items("mlp_only_layers"), fields.whole("decoder_sparse_step", 1)
     sparse = [i not in dense and (i + 1) % every == 0 for i in range(count)]
     experts = Experts(
-        fields.whole("num_experts", fields.whole("num_local_experts", 128), most=_MOST_EXPERTS),
+        fields.whole("num_experts", fields.whole("num_local_experts", 128), most=MOST_EXPERTS),
         fields.whole("num_experts_per_tok", 8),
         fields.whole("moe_intermediate_size", 768),
         fields.flag("norm_topk_prob", False),
-        _balance(fields),
+        balance_weight(fields),
     )
     base = _base(fields, windows=[window] * count, sparse=sparse)
-    return replace(base, head_norms=True, qkv_bias=bias, attention_out_bias=bias, experts=_checked(experts, fields))
+    return replace(
+        base, head_norms=True, qkv_bias=bias, attention_out_bias=bias, experts=checked(experts, fields, count)
+    )
 
 
 def _mixtral(fields: Fields) -> Architecture:
     window, count = fields.optional_whole("sliding_window"), _depth(fields)
     experts = Experts(
-        fields.whole("num_local_experts", 8, most=_MOST_EXPERTS),
+        fields.whole("num_local_experts", 8, most=MOST_EXPERTS),
         fields.whole("num_experts_per_tok", 2),
         fields.whole("intermediate_size"),
         renormalize=True,
-        balance=_balance(fields),
+        balance=balance_weight(fields),
     )
     base = _base(fields, theta=1e6, eps=1e-5, windows=[window] * count, sparse=[True] * count)
-    return replace(base, names="mixtral", experts=_checked(experts, fields))
+    return replace(base, names="mixtral", experts=checked(experts, fields, count))
+
+
+def _smollm3(fields: Fields) -> Architecture:
+    """Returns a SmolLM3, a Llama. Some layers, by default every fourth, have no rotation and may have a window."""
+    bias, every, count = fields.flag("attention_bias", False), fields.whole("no_rope_layer_interval", 4), _depth(fields)
+    turns = fields.items("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    if len(turns) < count:
+        raise DataError(f"{fields.where}: no_rope_layers does not name {count} layers.", hint="Export the model again.")
+    window = fields.optional_whole("sliding_window") if fields.flag("use_sliding_window", False) else None
+    types = fields.items("layer_types") or [_FULL if turn else _SLIDING for turn in turns[:count]]
+    base = _base(fields, theta=2e6, windows=_windows(fields, types, window))
+    return replace(
+        base,
+        layers=tuple(replace(each, rope=0 if turn else None) for each, turn in zip(base.layers, turns, strict=False)),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        ffn_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def _gemma1(fields: Fields) -> Architecture:
+    """Returns a Gemma of the first generation. As in transformers, its "gelu" means the approximation by tanh."""
+    bias, activation = fields.flag("attention_bias", False), fields.text("hidden_act", "gelu")
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    base = _base(fields, head_dim=fields.whole("head_dim", 256), activation=activation)
+    return replace(
+        base,
+        norm_offset=1.0,
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        embedding_scale=base.hidden_size**0.5,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+    )
 
 
 def _gemma2(fields: Fields) -> Architecture:
@@ -303,11 +338,6 @@ def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> 
     return [window if each == _SLIDING else None for each in layer_types]
 
 
-def _balance(fields: Fields) -> float:
-    """Returns the weight of the load-balancing loss; 0 unless the config outputs router logits, as in transformers."""
-    return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
-
-
 def _llava(fields: Fields) -> Architecture:
     text = decoder_config(fields)
     return replace(architecture_of(text.body, text.where), vision=vision_spec(fields))
@@ -319,20 +349,6 @@ def _num_labels(fields: Fields) -> int:
     """
     names = fields.section("id2label").body
     return len(names) if 0 < len(names) <= _MOST_LABELS else fields.whole("num_labels", 2, most=_MOST_LABELS)
-
-
-def _checked(experts: Experts, fields: Fields) -> Experts:
-    if experts.count * _depth(fields) > _MOST_ALL_EXPERTS:
-        raise DataError(
-            f"{fields.where}: {experts.count} experts in {_depth(fields)} layers are not supported.",
-            hint=f"At most {_MOST_ALL_EXPERTS} together.",
-        )
-    if experts.per_token > experts.count:
-        raise DataError(
-            f"{fields.where}: a token goes to {experts.per_token} of {experts.count} experts.",
-            hint="num_experts_per_tok must not exceed the number of experts.",
-        )
-    return experts
 
 
 def _activation(fields: Fields, name: str) -> Activation:
@@ -350,6 +366,7 @@ def _dtype(fields: Fields) -> str:
 
 _FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
     "GPT2LMHeadModel": _gpt2,
+    "GemmaForCausalLM": _gemma1,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "LlamaForCausalLM": _llama,
@@ -359,6 +376,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "SmolLM3ForCausalLM": _smollm3,
 }
 
 _CLASSIFIERS: Mapping[str, str] = {

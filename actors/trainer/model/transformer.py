@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.models.architecture import Architecture, LayerSpec
+from raytide.actors.models.components.experts import Experts
 from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.trainer.model.attention import attend
 from raytide.actors.trainer.model.loss import Routing, load_balancing_loss, loss_sum

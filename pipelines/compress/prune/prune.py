@@ -117,9 +117,9 @@ def pruned_config(config: Mapping[str, object], arch: Architecture, kept: Kept) 
             written[name] = value
     if arch.names != "gpt2":
         written["head_dim"] = arch.head_dim  # else it would follow from the width
-    types = config.get("layer_types")
-    if isinstance(types, list):
-        written["layer_types"] = [types[index] for index in kept.layers]
+    for name in ("layer_types", "no_rope_layers"):
+        if isinstance(of_layers := config.get(name), list):
+            written[name] = [of_layers[index] for index in kept.layers]
     return written
 
 

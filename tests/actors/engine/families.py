@@ -45,6 +45,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "qwen3-tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "no_rope_layers": [1, 0, 1, 0, 1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 24}),
     "gemma2": (
         "Gemma2",
         {

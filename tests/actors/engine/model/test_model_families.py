@@ -88,9 +88,11 @@ REQUIRED = {
         ("Qwen3ForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True}),
         ("MixtralForCausalLM", {}),
+        ("GemmaForCausalLM", {"hidden_act": "gelu"}),
         ("Gemma2ForCausalLM", {}),
         ("Gemma3ForCausalLM", {}),
         ("Phi3ForCausalLM", {}),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 64}),
         ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
     ],
 )

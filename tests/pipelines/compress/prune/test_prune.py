@@ -81,7 +81,7 @@ def test_the_least_important_width_is_cut_everywhere(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3-tied", "phi3-longrope", "gemma3", "llama2-mha-untied-biased"])
+@pytest.mark.parametrize("family", ["qwen3-tied", "phi3-longrope", "gemma3", "llama2-mha-untied-biased", "smollm3"])
 def test_families_are_pruned_to_what_transformers_loads_and_the_engine_computes_alike(
     family: str, tmp_path: Path
 ) -> None:
