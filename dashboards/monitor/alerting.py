@@ -6,6 +6,7 @@ alerts, so that no action is run twice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -110,10 +111,17 @@ class Alerting:
 def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str, Alert], now_s: float) -> list[Alert]:
     observed = Observed(rule.name, rule.severity, rule.for_s, found, page=rule.runbook)
     mine = {id: alert for id, alert in known.items() if alert.name == rule.name and not alert.is_test}
-    return [
-        replace(alert, summary=rule.summarize(dict(alert.labels), 0.0 if alert.value is None else alert.value))
-        for alert in advance(mine, [observed], now_s)
-    ]
+    return [_summarized(rule, alert) for alert in advance(mine, [observed], now_s)]
+
+
+def _summarized(rule: AlertRule, alert: Alert) -> Alert:
+    """Returns the alert with its summary. An infinite value, as of a ratio to zero, stays only in the summary, because
+    JSON has no such number.
+    """
+    if alert.value is None:  # it was infinite, and the alert ends now
+        return alert
+    value = alert.value if math.isfinite(alert.value) else None
+    return replace(alert, summary=rule.summarize(dict(alert.labels), alert.value), value=value)
 
 
 class StoredSeries:

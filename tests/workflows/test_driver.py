@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.workflows.fake_api import FakeApi
@@ -86,6 +88,20 @@ def test_a_driver_that_is_moved_leaves_its_stages_and_one_that_is_stopped_ends_t
         assert api.stopped == left
 
 
+def test_a_flow_that_was_stopped_goes_on_with_what_was_stopped_when_it_is_resumed(tmp_path: Path, api: FakeApi) -> None:
+    flow = chain(tmp_path)
+    driver = driver_of(flow, api)
+    driver.tick()
+    api.jobs_by_id["job-1"] = replace(api.jobs_by_id["job-1"], stop_requested=True)
+    driver.stop()
+    driver.run()
+    assert "it was stopped with the flow" in api.jobs_by_id["job-1"].progress["flow/a"]
+    api.end("job-2", JobState.STOPPED, "it was asked to stop")
+    resumed = driver_of(flow, api, job=api.add())
+    assert resumed.tick() is None
+    assert api.jobs_by_id["job-4"].spec.name == "flow-a"
+
+
 def test_a_submission_while_the_api_is_away_is_made_once_it_is_back(
     tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +171,27 @@ def test_new_data_begins_a_cycle(tmp_path: Path, api: FakeApi) -> None:
     driver.tick()
     driver.tick()
     assert len(api.jobs_by_id) == 3
+
+
+def test_inputs_that_cannot_be_read_for_a_while_do_not_end_the_driver(
+    tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow, said, clock = chain(tmp_path, schedule={"new_data_every_s": 60}), list[str](), VirtualClock(NOON_S)
+
+    def say(line: str) -> None:
+        said.append(line)
+        driver.stop()
+
+    driver = FlowDriver(flow, "run", "job-1", api, clock, say=say)
+    driver.tick()
+    api.end("job-2")
+    driver.tick()
+    api.end("job-3")
+    clock.advance(61.0)
+    read = Mock(side_effect=OSError(errno.EIO, "Reduce your request rate"))
+    monkeypatch.setattr("raytide.workflows.driver.fingerprint_of_inputs", read)
+    assert driver.run() == STOPPED
+    assert said == ["[Errno 5] Reduce your request rate; the flow goes on when that is back"]
 
 
 def test_the_next_time_is_that_of_the_cron_expression_in_utc() -> None:

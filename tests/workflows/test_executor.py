@@ -265,6 +265,26 @@ def test_stopping_a_flow_stops_what_runs() -> None:
     assert {job.task.labels["stage"]: job.stops for job in world.jobs.values()} == {"a": 0, "b": 1, "c": 1}
 
 
+def test_the_trials_that_were_stopped_with_their_flow_run_again_in_a_resume() -> None:
+    flow, world = sweep_flow(trials=3, at_once=2, asha=None), FakeRunner()
+    driver = executor_of(flow, world)
+    driver.step()
+    world.end("job-0", StageReport("done", outputs={"out": "x"}, curve=((90, 0.5),)))
+    driver.step()
+    driver.stop()
+    for handle, job in world.jobs.items():
+        if job.stops:
+            world.end(handle, StageReport("failed", "it was asked to stop"))
+    again = executor_of(flow, world, resumed(driver.state, "driver-2"))
+    assert not again.step()
+    assert [trial.status for trial in again.state.stages["tune"].trials] == ["done", "running", "running"]
+    advance(world, by=90)
+    again.step()
+    assert again.state.stages["tune"].status == "done"
+    assert again.state.stages["tune"].metrics["trials"] == 3.0
+    assert [trial.status for trial in again.state.stages["tune"].trials] == ["done"] * 3
+
+
 def test_what_uses_a_script_that_always_runs_runs_after_it_again(tmp_path: Path) -> None:
     stages = {"fetch": {"cache": False}, "use": {"cache": True, "spec": {"command": ["see", "${fetch.out}"]}}}
     flow, world = flow_of(stages, out=str(tmp_path)), FakeRunner()

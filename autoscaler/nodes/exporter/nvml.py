@@ -40,9 +40,23 @@ class GpuCollector:
     def __init__(self, node_id: str, host: str) -> None:
         pynvml.nvmlInit()
         self._node_id, self._host = node_id, host
-        self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        self._uuids = [pynvml.nvmlDeviceGetUUID(device) for device in self._devices]
-        self._models = [pynvml.nvmlDeviceGetName(device) for device in self._devices]
+        self._devices: list[Any] = []
+        self._uuids: list[str] = []
+        self._names: list[tuple[str, str]] = []
+        """The number and the model of each GPU."""
+        self._unknown: list[str] = []
+        """The numbers of the GPUs that the driver refuses, as those that have left the bus."""
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                device = pynvml.nvmlDeviceGetHandleByIndex(index)
+                uuid, model = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
+            except pynvml.NVMLError as error:  # the others are measured
+                log.error("a GPU cannot be measured", extra={"gpu": index, "error": str(error)})
+                self._unknown.append(str(index))
+                continue
+            self._devices.append(device)
+            self._uuids.append(uuid)
+            self._names.append((str(index), model))
         self._xids: dict[str, float] = {}
         """The last XID error by UUID."""
         threading.Thread(target=self._watch_xids, name="xids", daemon=True).start()
@@ -50,11 +64,15 @@ class GpuCollector:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields the metric families of all GPUs."""
         families: dict[Metric, GaugeMetricFamily] = {}
-        for index, (device, uuid, model) in enumerate(zip(self._devices, self._uuids, self._models, strict=True)):
+        for device, uuid, (index, model) in zip(self._devices, self._uuids, self._names, strict=True):
             values = {dcgm.XID_ERRORS: self._xids.get(uuid, 0.0), **_values(device)}
             for metric, value in values.items():
                 family = families.setdefault(metric, GaugeMetricFamily(metric.name, metric.help, labels=metric.labels))
-                family.add_metric((str(index), uuid, model, self._host, self._node_id), value)
+                family.add_metric((index, uuid, model, self._host, self._node_id), value)
+        use = dcgm.GPU_UTIL
+        for index in self._unknown:  # work may be running there
+            family = families.setdefault(use, GaugeMetricFamily(use.name, use.help, labels=use.labels))
+            family.add_metric((index, "", "", self._host, self._node_id), math.nan)
         yield from families.values()
 
     def _watch_xids(self) -> None:

@@ -35,6 +35,8 @@ STOPPED = 128 + signal.SIGTERM
 again.
 """
 POLL_S = 0.5
+_STAYS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of a storage that waiting does not mend. Others, such as a timeout of a file server, pass."""
 _AWAY_S = 2.0
 
 
@@ -92,7 +94,9 @@ class FlowDriver:
         while not self._stopped.is_set():
             try:
                 code = self.tick()
-            except (ClusterError, StorageError) as error:
+            except (ClusterError, StorageError, OSError) as error:
+                if isinstance(error, _STAYS):
+                    raise
                 self._say(f"{error}; the flow goes on when that is back")
                 self._stopped.wait(_AWAY_S)
                 continue
@@ -129,6 +133,7 @@ class FlowDriver:
         try:
             if self._client.job(self._job).job.stop_requested:
                 self._executor.stop()
+                self._report()
         except RaytideError as error:
             self._say(f"its stages may run on: {error}")
         return STOPPED

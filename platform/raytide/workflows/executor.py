@@ -16,13 +16,14 @@ from raytide.workflows.planner import StageAction, TrialAction, past_trials, pla
 from raytide.workflows.references import METRICS, PARAMS, Reference, resolved, with_value
 from raytide.workflows.spec import FlowSpec
 from raytide.workflows.stages.base import StageReport, StageRunner, StageTask
-from raytide.workflows.state import FlowState, TrialState
+from raytide.workflows.state import FlowState, StageState, TrialState
 from raytide.workflows.sweep.halving import reached, smoothed
 from raytide.workflows.sweep.sampler import suggest
 
 _PASSES = (ClusterError, OverloadedError, QuotaError)
 """Temporary errors, after which the submission is tried again in the next step."""
 _MOST_REASON = 500
+_STOPPED = "it was stopped with the flow"
 NEVER_CACHED = frozenset({"register", "serve"})
 """Kinds of stages whose result is a change outside the flow, which someone may have undone."""
 
@@ -64,13 +65,23 @@ class Executor:
         return self.state.is_over
 
     def stop(self) -> None:
-        """Asks all running stages and trials to end."""
-        for name, stage in self.state.stages.items():
-            if stage.status == "running" and stage.job:
-                self._runner.stop(self._task(name), stage.job)
-            for number, trial in enumerate(stage.trials):
-                if stage.status == "running" and trial.status == "running" and trial.job:
+        """Asks all running stages and trials to end, and stores that they were stopped: a resume runs them again."""
+        try:
+            for name, stage in self.state.stages.items():
+                if stage.status == "running":
+                    self._stop(name, stage)
+        finally:
+            self._store()
+
+    def _stop(self, name: str, stage: StageState) -> None:
+        if stage.job:
+            self._runner.stop(self._task(name), stage.job)
+        for number, trial in enumerate(stage.trials):
+            if trial.status == "running":
+                if trial.job:
                     self._runner.stop(self._trial_task(name, number), trial.job)
+                self.state = self.state.with_trial(name, number, status="failed", retry_at_s=None, reason=_STOPPED)
+        self.state = self.state.with_stage(name, status="failed", reason=_STOPPED, ended_at_s=self._now_s())
 
     def _store(self) -> None:
         if self.state != self._saved:

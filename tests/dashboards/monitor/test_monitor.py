@@ -1,6 +1,7 @@
 """The monitor: pages become history, rules become alerts, alerts act; all from real pages over HTTP."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,6 +17,7 @@ from tests.dashboards.alerts.test_actions import World
 from raytide.core.telemetry.metrics import render
 from raytide.core.telemetry.settings import AlertAction, NotifySection
 from raytide.dashboards.alerts.notify.dispatch import Dispatcher
+from raytide.dashboards.alerts.payload import alert_json
 from raytide.dashboards.alerts.records import FILE, AlertRecords
 from raytide.dashboards.alerts.runner import ActionRunner
 from raytide.dashboards.history.reader import HistoryReader
@@ -228,3 +230,21 @@ def test_a_page_that_is_gone_is_down_and_the_others_go_on(tmp_path: Path) -> Non
     ((labels, points),) = source.range("up", {}, 0, watched.at_s)
     assert dict(labels) == {"job": "raytide-gpu", "instance": watched.address, "node": "node-1"}
     assert points == [(NOW_S, 0.0)]
+
+
+def test_a_ratio_to_zero_is_an_alert_that_json_can_hold(tmp_path: Path) -> None:
+    history, reader = HistoryWriter(tmp_path / "h", low_bytes=0), HistoryReader(tmp_path / "h")
+    requests = history.series("raytide_requests_total", (("endpoint", "chat"), ("outcome", "ok")), True)
+    preemptions = history.series("raytide_preemptions_total", (("endpoint", "chat"), ("replica", "r1")), True)
+    records = AlertRecords(tmp_path / FILE)
+    rules = [rule for rule in ALERTS if rule.name == "PreemptionsHigh"]
+    runner, dispatcher = ActionRunner(records, [], World, {}), Dispatcher(records, [], NotifySection())
+    alerting = Alerting(tmp_path, rules, records, runner, dispatcher, reader, 15.0)
+    for step in range(41):  # no request ends in ten minutes
+        history.write(NOW_S + 15 * step, [(requests, 7.0), (preemptions, float(step))])
+    alerting.evaluate(NOW_S + 600)
+    history.close()
+    (alert,) = records.alerts()
+    assert (alert.state, alert.value) == ("pending", None)
+    assert alert.summary == "chat preempts inf% of its requests for lack of KV blocks"
+    json.dumps(alert_json(alert), allow_nan=False)

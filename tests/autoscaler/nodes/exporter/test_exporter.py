@@ -127,6 +127,28 @@ def test_an_error_that_the_driver_reports_and_rising_counts_are_shown(start: typ
     assert exporter.values("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS") == {"0": 0.0, "1": 2.0}
 
 
+def test_a_gpu_that_left_the_bus_before_the_exporter_began_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(index: int) -> int:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda device: f"GPU-{device}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda device: "H100")
+    monkeypatch.setattr(nvml, "_values", lambda device: {nvml.dcgm.GPU_TEMP: 60.0 + device})
+    monkeypatch.setattr(GpuCollector, "_watch_xids", lambda self: None)
+    families = {family.name: family for family in GpuCollector("node-1", "10.0.0.1").collect()}
+    samples = families["DCGM_FI_DEV_GPU_TEMP"].samples
+    assert {(each.labels["gpu"], each.labels["UUID"]): each.value for each in samples} == {
+        ("1", "GPU-1"): 61.0,
+        ("2", "GPU-2"): 62.0,
+    }
+    assert [str(each.value) for each in families["DCGM_FI_DEV_GPU_UTIL"].samples] == ["nan"]
+
+
 def test_the_xid_error_of_a_gpu_that_left_the_bus_is_kept_and_the_other_gpus_are_watched_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,6 +105,16 @@ def test_the_last_lines_of_each_replica_and_what_follows_them() -> None:
     assert read(files, [log("a"), log("b")], found.after)[0] == ["a 4"]
 
 
+def test_the_replicas_of_three_revisions_are_followed() -> None:
+    names = [f"r{number}" for number in range(3 * 16)]
+    logs = [ReplicaLog(name, 0.0, "10.0.0.1:1", (f"{name}.out", f"{name}.err")) for name in names]
+    files = Files(**dict.fromkeys(names, b"1\n"))
+    lines, after = read(files, logs)
+    assert len(lines) == 96
+    files.files["r7"] += b"2\n"
+    assert read(files, logs, after)[0] == ["r7 2", "r7 2"]
+
+
 def test_a_file_that_was_begun_anew_is_read_from_its_beginning() -> None:
     files = Files(a=b"a long first line\n")
     _, after = read(files, [log("a")])
@@ -170,7 +180,7 @@ def test_secrets_are_not_shown() -> None:
     assert lines[0].endswith(" ok")
 
 
-@pytest.mark.parametrize("after", ["a", "a.0:x", ",".join(f"a{i}.0:1" for i in range(65)), "a.0:1;b.0:2"])
+@pytest.mark.parametrize("after", ["a", "a.0:x", ",".join(f"a{i}.0:1" for i in range(257)), "a.0:1;b.0:2"])
 def test_a_position_that_is_none_is_refused(after: str) -> None:
     with pytest.raises(UsageError, match="not a position"):
         part(Files(), [], after, None, (), {})

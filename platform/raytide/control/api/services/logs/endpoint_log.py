@@ -23,7 +23,8 @@ from raytide.core.objects.node import Node, NodeState
 PART_BYTES = 2**18
 """The most bytes that are read from each file for one part."""
 _PLACE = re.compile(r"([\w~-]{1,100})\.(\d{1,2}):(\d{1,18})")
-_MOST_PLACES = 64
+_MOST_PLACES = 256
+"""The most files in a position: two of each of 16 replicas, for several revisions of which some still drain."""
 _AGENT, _NAME = re.compile(r"[\w.:\[\]-]{3,300}"), re.compile(r"[\w.-]{1,255}")
 """The address and file names that replicas have published, which are parts of a URL."""
 
