@@ -57,6 +57,7 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
     found: dict[str, InputFile] = {}
     for url in spec.inputs:
         fs, path = open_url(url)
+        fs.invalidate_cache()  # this process may have listed the folder before
         for name, info in _files(fs, path, url, spec):
             full = name if is_local(url) else str(fs.unstrip_protocol(name))
             is_special = is_local(url) and info["type"] == "other"
@@ -138,7 +139,7 @@ def _may_cut(part: InputPart) -> bool:
 def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> Iterable[tuple[str, dict[str, Any]]]:
     if any(char in path for char in "*?["):
         matches = fs.glob(path, detail=True)
-        return ((name, info) for name, info in matches.items() if info["type"] != "directory")
+        return ((name, info) for name, info in matches.items() if info["type"] != "directory" and not _is_mark(name))
     try:
         info = fs.info(path)
     except FileNotFoundError:
@@ -146,7 +147,13 @@ def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> Itera
     if info["type"] == "file":
         return [(path, info)]
     tree = fs.find(path, detail=True)
-    return ((name, info) for name, info in tree.items() if _is_included(name.removeprefix(path), spec))
+    files = ((name, info) for name, info in tree.items() if not _is_mark(name))
+    return ((name, info) for name, info in files if _is_included(name.removeprefix(path), spec))
+
+
+def _is_mark(name: str) -> bool:
+    """Returns whether this is the empty object that consoles of object stores make for a folder. It cannot be read."""
+    return name.endswith("/")
 
 
 def _is_included(relative: str, spec: DataSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ class Window:
     @property
     def targets(self) -> list[int]:
         return self.tokens[self.given :]
+
+
+def corpus_digest(corpus: HeldOutText) -> str:
+    """Returns the SHA-256 of a corpus's file, in hex. Raises DataError if the file cannot be read."""
+    try:
+        with Path(corpus.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(corpus, error) from None
 
 
 class CorpusReader:
@@ -71,7 +81,7 @@ class CorpusReader:
                 else:
                     yield self._encoded(_pieces(file), str(path))
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}.", hint="Check the path of the corpus.") from None
+            raise _unreadable(corpus, error) from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8: {error.reason}.", hint="Convert the file.") from None
 
@@ -108,6 +118,10 @@ class CorpusReader:
                 hint="Use text, or ids of this model's tokenizer.",
             )
         return tokens
+
+
+def _unreadable(corpus: HeldOutText, error: OSError) -> DataError:
+    return DataError(f"cannot read {corpus.path}: {error.strerror}.", hint="Check the path of the corpus.")
 
 
 def _pieces(file: Iterator[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from raytide.actors.quality.corpus import corpus_digest
 from raytide.actors.quality.evaluate import QualityReport
 from raytide.actors.quality.suite import broken_limits
 from raytide.core.io.atomic_file import write_json
@@ -32,7 +33,9 @@ class CompressionCard:
     bytes: int
     steps: tuple[StepCard, ...]
     asked: Mapping[str, object]
-    """The quality and speed that the recipe asks for, by which a finished card is recognised as that of this recipe."""
+    """The quality and speed that the recipe asks for, and the digests of the corpora. A finished card is recognised by
+    them as that of this recipe.
+    """
     quality: Mapping[str, object] | None = None
     """The report of the suite: corpora, tasks and metrics."""
     speed: Mapping[str, float] | None = None
@@ -92,4 +95,5 @@ def read_card(folder: Path) -> CompressionCard | None:
 
 def _asked(recipe: CompressRecipe) -> dict[str, object]:
     body: dict[str, object] = json.loads(recipe.model_dump_json(include={"quality", "speed"}))
-    return body
+    corpora = {} if recipe.quality is None else recipe.quality.corpora
+    return {**body, "corpora": {name: corpus_digest(corpus) for name, corpus in corpora.items()}}

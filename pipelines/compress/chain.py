@@ -8,6 +8,7 @@ from pathlib import Path
 
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.quantized.targets import QAT_RECORD
+from raytide.actors.quality.corpus import corpus_digest
 from raytide.actors.quality.evaluate import evaluate, model_directory
 from raytide.core.errors import ConfigError, ConflictError, DataError
 from raytide.core.io.claim import Claim
@@ -48,7 +49,7 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
         found = digest_in(target)
         if found is not None and found != digest:
             raise ConflictError(
-                f"{target} is the result of another recipe, or of another model.",
+                f"{target} is the result of another recipe, or of another model or calibration text.",
                 hint="Choose another out, or remove it to make it again.",
             )
         if found is None:
@@ -141,11 +142,12 @@ def _run(task: StepTask) -> None:
 
 def _digest(recipe: CompressRecipe, step: CompressStep, source: Path) -> str:
     """Returns a hash of everything that decides the step's result."""
+    text = recipe.calibration if step.reads_text else None
     body = {
         "step": step.model_dump(mode="json"),
         "input": content_digest(source),
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "teacher": None if step.distill is None else content_digest(teacher_of(step.distill, recipe)),
-        "text": recipe.calibration.model_dump(mode="json") if step.reads_text and recipe.calibration else None,
+        "text": None if text is None else [text.model_dump(mode="json"), corpus_digest(text)],
     }
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

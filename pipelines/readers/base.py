@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Literal, Protocol, cast
 
 from raytide.core.errors import DataError
-from raytide.core.io.storage import open_url
+from raytide.core.io.storage import is_local, open_url
 from raytide.core.specs.data import DataSpec, ReaderName, RecordKind
 
 PartReader = ReaderName | Literal["link"]
@@ -117,7 +117,7 @@ def open_input(url: str) -> Iterator[IO[bytes]]:
     """
     fs, path = open_url(url)
     try:
-        with fs.open(path, "rb") as raw, _decompressed(url, raw) as stream:
+        with _buffered(fs.open(path, "rb"), url) as raw, _decompressed(url, raw) as stream:
             yield stream
     except FileNotFoundError:
         raise missing(url) from None
@@ -125,6 +125,11 @@ def open_input(url: str) -> Iterator[IO[bytes]]:
         raise DataError(f"cannot read {url}: {error}.", hint="Check its permissions.") from error
     except (*UNREADABLE, OSError) as error:
         raise damaged(url, error) from error
+
+
+def _buffered(raw: IO[bytes], url: str) -> IO[bytes]:
+    """Returns a stream whose `readline` takes a limit. Files of object stores have none."""
+    return raw if is_local(url) else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, raw), BUFFER_BYTES))
 
 
 def _decompressed(url: str, raw: IO[bytes]) -> IO[bytes]:

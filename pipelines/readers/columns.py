@@ -4,6 +4,7 @@ is a record.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -82,8 +83,12 @@ class ArrowReader:
         row = 0
         with open_input(part.url) as stream:
             try:
-                is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
-                stream.seek(0)
+                begin = stream.read(len(FILE_MAGIC))
+                is_file = begin == FILE_MAGIC
+                if stream.seekable():
+                    stream.seek(0)
+                else:  # compressed with zstd
+                    stream = io.BytesIO(begin + stream.read())
                 reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
                 _check_columns(part.url, reader.schema, options)
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)

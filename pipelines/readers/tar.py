@@ -9,7 +9,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Self
 
 from raytide.pipelines.readers.base import (
     UNREADABLE,
@@ -51,7 +51,7 @@ class TarReader:
 def _samples(stream: IO[bytes] | _Watched, suffixes: tuple[str, ...]) -> Iterator[dict[str, bytes]]:
     """Yields, for each sample, the members that may have its text, by suffix."""
     key, members = None, dict[str, bytes]()
-    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:  # type: ignore[call-overload]
         for member in archive:
             if not member.isfile():
                 continue
@@ -81,6 +81,17 @@ def _record(members: dict[str, bytes], suffixes: tuple[str, ...], options: ReadO
     if suffix == "html":
         return html_record(body)
     return pdf_record(body) if suffix == "pdf" else body
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header. A damaged one is an error: Python's tarfile takes it for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.InvalidHeaderError as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"a header is damaged: {error}") from None
 
 
 class _Watched:

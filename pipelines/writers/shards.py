@@ -138,11 +138,12 @@ def clear(out: str) -> None:
             fs.rm_file(f"{path}/{name}")
     for folder, pattern in ((SHARDS, SHARD_NAME), (TEXTS, TEXT_NAME), ("", UNFINISHED_NAME)):
         inside = f"{path}/{folder}".rstrip("/")
+        fs.invalidate_cache()
         if not fs.exists(inside):
             continue
-        fs.invalidate_cache()
         for file in fs.ls(inside, detail=False):
             if pattern.fullmatch(file.rsplit("/", 1)[-1]):
                 fs.rm_file(file)
-        if folder and not fs.ls(inside, detail=False):
+        # In an object store, a folder is gone with its last file.
+        if folder and fs.exists(inside) and not fs.ls(inside, detail=False):
             fs.rmdir(inside)

@@ -360,3 +360,15 @@ def test_a_file_whose_name_is_not_utf8_is_a_document(tmp_path: Path, spec_of: Sp
         file.write(b"one two three four five\n" * 20)
     manifest = build(spec_of(tmp_path / "in", texts=form))
     assert (manifest.documents, manifest.texts[0].documents) == (1, 1)
+
+
+def test_a_build_to_an_object_store_clears_what_a_killed_build_left(aws: None, corpus: Path, spec_of: SpecOf) -> None:
+    """There, a folder is gone with its last file."""
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="datasets")
+    spec = spec_of(corpus, out="s3://datasets/one", texts="jsonl", shard_tokens=10_000)
+    manifest = build(spec)
+    client.delete_object(Bucket="datasets", Key="one/manifest.json")
+    assert build(spec) == manifest

@@ -16,6 +16,7 @@ from raytide.core.io.storage import write_bytes
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.pipelines.build import build
 from raytide.pipelines.inputs import find_inputs, group_chunks, split_parts
+from raytide.pipelines.readers import jsonl
 from raytide.pipelines.readers.base import Drop, InputPart, ReadOptions, Record
 from raytide.pipelines.readers.conversation import record_of
 from raytide.pipelines.readers.jsonl import json_record
@@ -196,3 +197,49 @@ def test_every_line_is_read_as_the_standard_library_reads_it() -> None:
 def test_the_name_of_a_part_need_not_be_utf8() -> None:
     parts = [InputPart("/a", 60), InputPart("/caf\udce9", 10)]
     assert sum(len(chunk.parts) for chunk in group_chunks(parts, chunk_bytes=100, max_parts=9)) == 2
+
+
+def put(**files: bytes) -> None:
+    """Puts objects into an S3 bucket, as another process does."""
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="corpus")
+    for name, body in files.items():
+        client.put_object(Bucket="corpus", Key=name, Body=body)
+
+
+@pytest.mark.parametrize("url", ["s3://corpus/in", "s3://corpus/in/", "s3://corpus/in/**"])
+@pytest.mark.parametrize("include", [(), (".txt",)])
+def test_the_marks_of_folders_in_an_object_store_are_no_documents(
+    aws: None, spec_of: SpecOf, url: str, include: tuple[str, ...]
+) -> None:
+    """The console makes an empty object `in/` for a folder."""
+    put(**{"in/": b"", "in/a.txt": b"one", "in/deep/": b"", "in/deep/b #1 50%.txt": b"two"})
+    spec = spec_of(url, include=include)
+    assert names(spec) == ["a.txt", "b #1 50%.txt"]
+    assert read_documents([*split_parts(find_inputs(spec), spec)]) == [[b"one"], [b"two"]]
+
+
+@pytest.mark.parametrize("url", ["s3://corpus/in/*.txt", "s3://corpus/in/a.txt"])
+def test_what_changed_in_an_object_store_is_seen_by_the_same_process(aws: None, spec_of: SpecOf, url: str) -> None:
+    put(**{"in/a.txt": b"one"})
+    both = spec_of(url, "s3://corpus/in/*.txt")
+    assert [file.size for file in find_inputs(both)] == [3]
+    put(**{"in/a.txt": b"another", "in/b.txt": b"two"})
+    assert [file.size for file in find_inputs(both)] == [7, 3]
+    put(**{"in/a.txt": b"1"})
+    assert find_inputs(spec_of(url))[0].size == 1
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_lines_in_an_object_store_are_split_and_read_without_a_line_feed_at_the_end(
+    aws: None, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    monkeypatch.setattr(jsonl, "SPLIT_BYTES", 1000)
+    documents = [b"document %d" % i for i in range(200)]
+    put(**{"in/a.jsonl": b"\n".join(b'{"text": "%s"}' % each for each in documents) + end})
+    spec = spec_of("s3://corpus/in")
+    parts = [*split_parts(find_inputs(spec), spec)]
+    assert len(parts) > 1
+    assert [record for part in read_documents(parts) for record in part] == documents

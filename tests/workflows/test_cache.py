@@ -73,6 +73,21 @@ def test_a_changed_input_is_new_data(tmp_path: Path) -> None:
     assert after[1] != before[1]
 
 
+def test_new_data_in_an_object_store_is_seen_by_a_driver_that_lives_on(aws: None, tmp_path: Path) -> None:
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="corpus")
+    client.put_object(Bucket="corpus", Key="in/a.txt", Body=b"one")
+    flow = flow_in(tmp_path)
+    text = flow.stages["text"]
+    changed = text.model_copy(update={"spec": {**text.spec, "inputs": ["s3://corpus/in/*.txt"]}})
+    flow = flow.model_copy(update={"stages": {**flow.stages, "text": changed}})
+    before = fingerprint_of_inputs(flow)
+    client.put_object(Bucket="corpus", Key="in/b.txt", Body=b"two")
+    assert fingerprint_of_inputs(flow) != before
+
+
 def test_an_input_that_is_missing_is_an_error_of_its_stage_and_no_error_of_the_trigger(tmp_path: Path) -> None:
     flow = flow_in(tmp_path)
     (tmp_path / "text").rmdir()

@@ -55,13 +55,13 @@ def _n_grams(documents: list[bytes], n: int) -> NDArray[np.uint64]:
 def _texts(url: str) -> Iterator[str]:
     """Yields the texts of a file: every text in each row of JSONL; of another file, its whole content."""
     try:
-        content = read_bytes(url).decode()
+        content = read_bytes(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"evaluation set {url} is not UTF-8: {error}.", hint="Convert it.") from None
     if not url.endswith((".jsonl", ".json")):
         yield content
         return
-    for number, line in enumerate(content.splitlines() if url.endswith(".jsonl") else [content]):
+    for number, line in enumerate(content.split("\n") if url.endswith(".jsonl") else [content]):
         try:
             yield from _strings(json.loads(line)) if line.strip() else ()
         except (ValueError, RecursionError) as error:

@@ -176,11 +176,14 @@ def _named(flow: FlowSpec, value: object, path: str) -> Iterator[str]:
 
 def _listing(url: str) -> list[Any]:
     """Returns the names, sizes and versions of the files at a URL; for a dataset, only the digest of its manifest."""
-    if "@" in url or not exists(url):
+    if "@" in url:
+        return [url]
+    fs, path = open_url(url)
+    fs.invalidate_cache()  # the driver lives long, and has listed the folder before
+    if not exists(url):
         return [url]
     if exists(manifest := join(url, MANIFEST)):
         return [url, sha256(read_bytes(manifest))]
-    fs, path = open_url(url)
     found = fs.find(path, detail=True)
     return [
         url,

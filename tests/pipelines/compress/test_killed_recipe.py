@@ -73,3 +73,23 @@ def test_two_processes_do_not_write_to_one_folder(recipe: CompressRecipe, tmp_pa
             compress(recipe)
     finally:
         claim.release()
+
+
+def test_a_finished_recipe_is_another_one_once_its_texts_have_changed(recipe: CompressRecipe, tmp_path: Path) -> None:
+    own, held_out = tmp_path / "own.txt", tmp_path / "held_out.txt"
+    for file, source in ((own, argparse), (held_out, subprocess)):
+        file.write_text(Path(str(source.__file__)).read_text())
+    fields = recipe.model_dump(mode="json", exclude_none=True) | {
+        "calibration": {"path": str(own), "tokens": 300},
+        "quality": {"corpora": {"held_out": {"path": str(held_out), "tokens": 100}}},
+    }
+    changed = CompressRecipe.parse(fields, where="recipe")
+    first = compress(changed)
+    assert compress(changed).quality == first.quality
+    held_out.write_text("1 2 3 4 5 6 7 8 9 " * 50)
+    second = compress(changed)
+    assert second.quality != first.quality, "a gate judges the corpora of now"
+    assert second.quality == compress(changed).quality
+    own.write_text("9 8 7 6 5 4 3 2 1 " * 100)
+    with pytest.raises(ConflictError, match=r"another recipe, or of another model or calibration text"):
+        compress(changed)

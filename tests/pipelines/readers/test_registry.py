@@ -144,6 +144,16 @@ def test_a_file_of_lines_that_is_split_has_each_line_once(
         assert texts([record for _, record in read_parts(parts, ReadOptions())]) == wanted
 
 
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_arrow_is_read_through_any_compression(tmp_path: Path, spec_of: SpecOf, form: str, suffix: str) -> None:
+    table, stream = pa.table({"text": ["a", None, "c"]}), io.BytesIO()
+    with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(stream, table.schema) as out:
+        out.write_table(table)
+    (tmp_path / f"x.arrow{suffix}").write_bytes(COMPRESS[suffix](stream.getvalue()))
+    assert texts(records_in(spec_of(tmp_path))) == ["a", "no_text", "c"]
+
+
 @pytest.mark.parametrize("form", ["file", "stream"])
 def test_arrow_is_read_as_a_file_and_as_a_stream(tmp_path: Path, spec_of: SpecOf, form: str) -> None:
     table = pa.table({"n": [1, 2, 3], "text": ["a", None, "c"]})
@@ -288,3 +298,15 @@ def test_a_name_with_brackets_is_no_pattern_in_a_store(spec_of: SpecOf) -> None:
     store.pipe_file("/brackets/[slug].tsx", b"page")
     store.pipe_file("/brackets/s.tsx", b"other")
     assert texts(records_in(spec_of("memory://brackets"))) == ["page", "other"]
+
+
+def test_a_tar_with_a_damaged_header_is_found(tmp_path: Path, spec_of: SpecOf) -> None:
+    """Python's tarfile takes such a header for the end of the archive."""
+    body = bytearray(tar({f"{i}.txt": b"%d" % i for i in range(4)}))
+    body[2 * 1024] ^= 1  # the first letter of the third name
+    (tmp_path / "x.tar").write_bytes(body)
+    with pytest.raises(DamagedError, match=r"x\.tar, after record \d: the file is damaged: a header is damaged"):
+        records_in(spec_of(tmp_path))
+    found = texts(records_in(spec_of(tmp_path, damaged="drop")))
+    assert found[0] == "0"
+    assert found[-1] == "damaged"

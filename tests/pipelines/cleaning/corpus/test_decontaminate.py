@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,14 @@ def test_a_set_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "set.txt").write_bytes("größe".encode("latin-1") * 20)
     with pytest.raises(DataError, match=r"set\.txt is not UTF-8"):
         EvaluationSets.read(Decontamination(sets=(str(tmp_path / "set.txt"),)))
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\ufeff"])
+def test_a_row_ends_only_with_a_line_feed(tmp_path: Path, odd: str) -> None:
+    """JSON allows other separators of lines inside of a text, and some tools begin a file with a byte order mark."""
+    begin = odd if odd == "\ufeff" else ""
+    rows = [{"text": f"{word} {odd} " + " ".join(WORDS)} for word in ("first", "second")]
+    lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "set.jsonl").write_text(begin + lines, newline="")
+    found = EvaluationSets.read(Decontamination(sets=(str(tmp_path / "set.jsonl"),)))
+    assert found.overlap(" ".join(WORDS)) == 8
