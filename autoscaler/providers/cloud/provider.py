@@ -55,6 +55,8 @@ class CloudProvider:
         self._set_up, self._board = set_up, board
         self._purchases = Purchases(run_dir / "purchases")
         self._lock = threading.Lock()
+        self._begun: dict[str, str] = {}
+        """The machine of each node whose set-up was begun by this process."""
         self._types = {node_type.name: node_type for node_type in node_types}
         self._watcher: PollWatcher | None = None
         self._spot_prices: SpotPrices | None = None
@@ -71,11 +73,15 @@ class CloudProvider:
                 if self._purchases.find(node.id) is not None:
                     return  # bought, and not listed yet, or no more
                 self._purchases.check_room()
-                self._create(node)
+                try:
+                    self._create(node)
+                except ProviderError:
+                    if node.id not in self._running():  # else the cloud sold it, and only its answer was lost
+                        raise
                 self._purchases.buy(node, self._clock.now_s())
                 cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
         if cloud_ids is not None:
-            self._set_up.begin(cloud_ids[0], node.id, node_type, node.zone)
+            self._begin_set_up(cloud_ids[0], node.id, node_type, node.zone)
 
     def terminate(self, node_id: str) -> None:
         with self._lock:
@@ -94,7 +100,10 @@ class CloudProvider:
                 if self._purchases.is_over(node_id):
                     self._end_stray(node_id, cloud_ids)
                 else:
-                    self._adopt(node_id, cloud_ids[0], now_s)
+                    kept, spare = self._kept_and_spare(node_id, cloud_ids)
+                    self._end_stray(node_id, spare)
+                    running[node_id] = [kept]
+                    self._adopt(node_id, kept, now_s)
             live = []
             for purchase in self._purchases.open():
                 if purchase.node_id in running:
@@ -161,13 +170,25 @@ class CloudProvider:
             self._ask(f"end {node_id}", partial(self._cloud.terminate_node, cloud_id))
 
     def _end_stray(self, node_id: str, cloud_ids: list[str]) -> None:
-        """Ends a machine that still runs but was recorded as ended because a listing had left it out: nothing can be
-        using it.
+        """Ends machines that nothing can be using: the machine of a node that was recorded as ended because a listing
+        had left it out, and second machines of a node.
         """
         try:
             self._end(node_id, cloud_ids)
         except ClusterError as error:  # the next call retries; the other machines are still listed
-            log.warning("a machine runs on after its node's end", extra={"node": node_id, "error": str(error)})
+            log.warning("a machine without a use runs on", extra={"node": node_id, "error": str(error)})
+
+    def _kept_and_spare(self, node_id: str, cloud_ids: list[str]) -> tuple[str, list[str]]:
+        """Returns the machine of a node, and the machines that a crash led to be bought for the node, too. The set-up
+        of the latter has not begun, so nothing uses them.
+        """
+        if len(cloud_ids) == 1:
+            return cloud_ids[0], []
+        new = [cloud_id for cloud_id in cloud_ids if ray_internals.is_new(self._cloud.node_tags(cloud_id))]
+        kept = self._begun.get(node_id, "")
+        if kept not in cloud_ids:
+            kept = next((cloud_id for cloud_id in cloud_ids if cloud_id not in new), cloud_ids[0])
+        return kept, [cloud_id for cloud_id in new if cloud_id != kept]
 
     def _running(self) -> dict[str, list[str]]:
         """Returns the cloud's machine ids by node id; a node has several if a crash led to a second purchase."""
@@ -188,7 +209,11 @@ class CloudProvider:
         if self._purchases.find(node_id) is None:
             self._purchases.record(PurchaseRecord(node_id, node_type, zone, int(tags.get(_PRICE_TAG, 0)), now_s))
         if not ray_internals.is_set_up(tags) and node_type in self._types:
-            self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
+            self._begin_set_up(cloud_id, node_id, self._types[node_type], zone)
+
+    def _begin_set_up(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        self._begun.setdefault(node_id, cloud_id)
+        self._set_up.begin(cloud_id, node_id, node_type, zone)
 
     def _create(self, node: Node) -> None:
         """Buys the machine. Only a failure of this call raises ProviderError, since other failures say nothing about

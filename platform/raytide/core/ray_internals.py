@@ -285,6 +285,11 @@ def is_set_up(tags: Mapping[str, str]) -> bool:
     return tags.get(_STATUS_TAG) == "up-to-date"
 
 
+def is_new(tags: Mapping[str, str]) -> bool:
+    """Returns whether a machine's set-up has not begun."""
+    return tags.get(_STATUS_TAG) == "uninitialized"
+
+
 def set_up_worker(
     cloud: Any, config: Mapping[str, Any], cloud_id: str, node_type: str, commands: list[str], process_runner: Any
 ) -> None:

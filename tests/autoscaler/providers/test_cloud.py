@@ -160,14 +160,17 @@ class Listings:
 
     def __init__(self, of_ray: Any) -> None:
         self._of_ray = of_ray
-        self.are_empty = self.fail_after_a_purchase = self._fail = False
+        self.are_empty = self.fail_after_a_purchase = self._fail = self.loses_answers = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of_ray, name)
 
     def create_node_with_resources_and_labels(self, *what: Any) -> Any:
         self._fail = self.fail_after_a_purchase
-        return self._of_ray.create_node_with_resources_and_labels(*what)
+        made = self._of_ray.create_node_with_resources_and_labels(*what)
+        if self.loses_answers:
+            raise ConnectionError("Read timeout on endpoint URL")
+        return made
 
     def non_terminated_nodes(self, tags: dict[str, str]) -> list[str]:
         if self._fail:
@@ -200,19 +203,50 @@ def test_a_machine_that_a_listing_left_out_is_ended_when_it_is_back(
     assert instances() == []
 
 
-def test_a_node_that_was_bought_twice_over_a_crash_ends_with_both_machines(
-    cloud: CloudProvider, listed: Listings, tmp_path: Path
-) -> None:
+@pytest.fixture
+def bought_twice(
+    config: dict[str, Any], cloud: CloudProvider, listed: Listings, tmp_path: Path, begun: Begun, clock: VirtualClock
+) -> CloudProvider:
+    """The next controller's provider, of which the cloud did not list at once what the one before had bought."""
     cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
     for file in (tmp_path / "run" / "purchases").iterdir():
         file.unlink()
+    after = CloudProvider(config, listed, TYPES.values(), tmp_path / "run", clock, begun, NoticeBoard(KeyValues))
     listed.are_empty = True
-    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    after.launch(wanted("node-1"), TYPES["h100x8.spot"])
     listed.are_empty = False
     assert len(instances()) == 2
-    assert len(cloud.machines()) == 1
-    cloud.terminate("node-1")
+    return after
+
+
+@pytest.mark.parametrize("in_use", [0, 1])
+def test_of_two_machines_bought_for_a_node_over_a_crash_only_the_one_in_use_runs_on(
+    bought_twice: CloudProvider, listed: Listings, in_use: int
+) -> None:
+    used = sorted(instance.id for instance in instances())[in_use]
+    listed.non_terminated_nodes({})
+    listed.set_node_tags(used, {"ray-node-status": "up-to-date"})
+    (machine,) = bought_twice.machines()
+    (left,) = instances()
+    assert (left.id, left.private_ip_address) == (used, machine.address)
+    assert machine.ended_at_s is None
+    assert bought_twice.machines() == (machine,)
+
+
+def test_a_node_that_was_bought_twice_over_a_crash_ends_with_both_machines(bought_twice: CloudProvider) -> None:
+    bought_twice.terminate("node-1")
     assert instances() == []
+
+
+def test_a_machine_that_was_sold_although_the_answer_was_lost_is_the_nodes(
+    cloud: CloudProvider, listed: Listings, begun: Begun
+) -> None:
+    listed.loses_answers = True
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    assert begun.nodes == [("node-1", "us-east-1b")]
+    (machine,) = cloud.machines()
+    assert (machine.node_id, machine.started_at_s) == ("node-1", 1_000.0)
+    assert len(instances()) == 1
 
 
 def test_a_listing_that_fails_after_the_purchase_does_not_empty_the_pool_nor_buy_again(

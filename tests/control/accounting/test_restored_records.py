@@ -13,7 +13,8 @@ from raytide.control.backup.contents import Contents
 from raytide.control.backup.restore import SKIPPED_NUMBERS, hold_back
 from raytide.control.backup.run import BackupManifest
 from raytide.control.backup.state_copy import copy_state
-from raytide.core.objects.job import JobState
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
 from raytide.core.objects.node import NodeState
 from raytide.core.specs.order import OrderSpec
 from raytide.core.state import Store
@@ -48,6 +49,23 @@ def restored(tmp_path: Path) -> Iterator[Loop]:
     loop.controller = loop.fresh()
     yield loop
     loop.store.close()
+
+
+def test_ids_of_a_state_without_jobs_are_not_given_again_either(tmp_path: Path) -> None:
+    """The first snapshot of a cluster has none, and Ray may still know those of the time after it."""
+    state = tmp_path / "state.db"
+    Store.open(f"sqlite:///{state}").close()
+    manifest = BackupManifest(
+        cluster="local", at_s=1.0, raytide="1", run_dir="/r", state_sha256="", staging="/s", contents=Contents()
+    )
+    hold_back(state, manifest, "0123abcd")
+    store = Store.open(f"sqlite:///{state}")
+    one = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
+    job = store.submit_job(JobSpec(kind=JobKind.GANG, name="next", gang=one), "ana", 2.0)
+    records = store.load()
+    store.close()
+    first = 1 + SKIPPED_NUMBERS
+    assert (job.id, records.next_node, records.next_lease) == (f"job-{first}", first, first)
 
 
 def act(loop: Loop) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from raytide.core.errors import StorageError
 from raytide.core.state.database import Database
+from raytide.core.state.leader import LEASE_S
 from raytide.core.state.store import Store
 
 
@@ -50,6 +51,23 @@ def test_a_store_without_a_free_connection_cannot_be_read(tmp_path: Path, monkey
         with pytest.raises(StorageError, match="cannot be read or written: QueuePool limit"):
             database.first(sa.select(1))
     database.close()
+
+
+def test_a_database_machine_that_vanished_is_noticed_before_a_lease_has_run_out() -> None:
+    """Else a query waits for its answer for hours. The options of a state URL come before raytide's."""
+    asked: list[dict[str, Any]] = []
+    for url in ("postgresql://127.0.0.1:1/tide", "postgresql://127.0.0.1:1/tide?connect_timeout=3&keepalives_idle=60"):
+        database = Database(url)
+        sa.event.listen(database.engine, "do_connect", lambda *args: asked.append(dict(args[3])))
+        with pytest.raises(StorageError):
+            database.first(sa.select(1))
+        database.close()
+    ours, users = asked
+    assert ours["connect_timeout"] <= 10
+    assert ours["keepalives_idle"] + ours["keepalives_interval"] * ours["keepalives_count"] < LEASE_S
+    assert ours["tcp_user_timeout"] < 1000 * LEASE_S
+    assert (int(users["connect_timeout"]), int(users["keepalives_idle"])) == (3, 60)
+    assert users["tcp_user_timeout"] == ours["tcp_user_timeout"]
 
 
 @pytest.mark.parametrize("damage", [b"no database " * 1000, None])

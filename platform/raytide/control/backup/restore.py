@@ -201,6 +201,9 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
                 return
             c.execute(orders.insert(), asdict(order))
             c.execute(leaders.update().values(holder=""))
+            known = set(c.execute(sa.select(counters.c.name)).scalars())
+            if unused := [{"name": name, "next": 1} for name in _NUMBERED if name not in known]:
+                c.execute(counters.insert(), unused)
             skipped = counters.update().where(counters.c.name.in_(_NUMBERED))
             c.execute(skipped.values(next=counters.c.next + sa.literal(SKIPPED_NUMBERS)))
 

@@ -15,6 +15,7 @@ from raytide.autoscaler.nodes.energy import EnergyMeter
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
+from raytide.autoscaler.providers.cloud.pages import with_all_pages
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp
 from raytide.autoscaler.providers.fake import FakeProvider
@@ -209,7 +210,9 @@ def _cloud(
     *,
     only_ends: bool,
 ) -> Provider:
-    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
+    cloud = with_all_pages(
+        ray_internals.node_provider(file["provider"], file["cluster_name"]), file["provider"]["type"]
+    )
     in_ray, token = GcsReader(cluster.gcs_address).nodes, cluster.ray_token_file
     set_up = SetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
     return CloudProvider(file, cloud, node_types, folder, clock, set_up, board_at(cluster.gcs_address))

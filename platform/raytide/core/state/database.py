@@ -33,6 +33,16 @@ PAUSED_TRANSACTION_S = 10
 """The seconds after which PostgreSQL ends the session of a process that stopped in the middle of a transaction, because
 its locks would block all other writers.
 """
+_LOST_SERVER = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""PostgreSQL's options that end a connection to a machine that has vanished. By default, a query waits for its answer
+for a quarter of an hour, or for two hours if the machine vanished after it had received the query.
+"""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_283_118_433
 """The key of the advisory lock that serializes migrations on PostgreSQL."""
@@ -191,10 +201,10 @@ def _engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() == "sqlite":
             return _sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
-            options = {"options": f"-c idle_in_transaction_session_timeout={PAUSED_TRANSACTION_S}s"}
+            options = {"options": f"-c idle_in_transaction_session_timeout={PAUSED_TRANSACTION_S}s", **_LOST_SERVER}
             return sa.create_engine(
                 parsed,
-                connect_args={} if "options" in parsed.query else options,
+                connect_args={name: value for name, value in options.items() if name not in parsed.query},
                 pool_pre_ping=True,
                 json_serializer=dumps,
                 json_deserializer=loads,

@@ -1,0 +1,67 @@
+"""Completes the listings of Ray's NodeProviders, which read only the first page of a cloud's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+
+def with_all_pages(cloud: Any, kind: str) -> Any:
+    """Makes Ray's NodeProvider `cloud` list all machines, and returns it.
+
+    Ray reads only the first page of a listing: 10 machines of Alibaba Cloud, and 500 of Google Cloud. The other
+    machines would count as gone.
+    """
+    if kind == "aliyun":
+        send = cloud.acs._send_request
+        cloud.acs._send_request = lambda request: _all_of_aliyun(send, request)
+    elif kind == "gcp":
+        construct = cloud._construct_clients
+
+        def construct_clients() -> None:
+            construct()
+            _list_all_of_gcp(cloud)
+
+        cloud._construct_clients = construct_clients  # Ray makes new clients after a broken connection
+        _list_all_of_gcp(cloud)
+    return cloud
+
+
+def _all_of_aliyun(send: Callable[[Any], Any], request: Any) -> Any:
+    """Sends a request of Ray's client. Returns the answer, which has the machines of all pages."""
+    if type(request).__name__ != "DescribeInstancesRequest":
+        return send(request)
+    request.add_query_param("MaxResults", 100)
+    found: list[Any] = []
+    while (answer := send(request)) is not None:
+        found += answer["Instances"]["Instance"]
+        if not answer.get("NextToken"):
+            return {**answer, "Instances": {"Instance": found}}
+        request.add_query_param("NextToken", answer["NextToken"])
+    return None
+
+
+def _list_all_of_gcp(cloud: Any) -> None:
+    for resource in cloud.resources.values():
+        client = resource.resource
+        if hasattr(client, "instances"):  # that of TPUs has none
+            client.instances = partial(_listing_all, client.instances)
+
+
+def _listing_all(instances: Callable[[], Any]) -> Any:
+    """Returns Google's `instances` resource, whose listings have the machines of all pages."""
+    resource = instances()
+    first = resource.list
+    resource.list = lambda **which: SimpleNamespace(execute=partial(_all_of_gcp, resource, first(**which)))
+    return resource
+
+
+def _all_of_gcp(instances: Any, request: Any, http: Any = None) -> dict[str, Any]:
+    items: list[Any] = []
+    while request is not None:
+        answer = request.execute(http=http)
+        items += answer.get("items", [])
+        request = instances.list_next(request, answer)
+    return {"items": items}
