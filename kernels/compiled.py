@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
+from raytide.kernels import invariant as row_by_row
 from raytide.kernels import ref
 from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 from raytide.kernels.device import HUGE_PAGE_BYTES, in_huge_pages
@@ -140,8 +142,14 @@ class PackedLinear:
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Returns a linear layer of the C operators. If they cannot pack a weight of this shape, returns the reference's
     layer.
+
+    bfloat16 inputs are packed in pairs. An odd one gets a zero beside it, as in adapters of odd ranks: the reference's
+    product is not invariant.
     """
     size, width = weight.shape
+    if width % 2 and weight.dtype == torch.bfloat16:
+        padded = linear(F.pad(weight, (0, 1)), bias)
+        return lambda x: padded(F.pad(x, (0, 1)))
     words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
     return PackedLinear(weight, bias, words) if words else ref.linear(weight, bias)
 
@@ -271,7 +279,7 @@ def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Calla
             and q_THD.stride()[1:] == (dim, 1)
             and lib.attends(heads, kv_heads, dim)
         ):
-            return ref.attention(batch, spec)(q_THD, cache_2SKD)
+            return (row_by_row if invariant else ref).attention(batch, spec)(q_THD, cache_2SKD)
         geometry.bf16, geometry.int8 = q_THD.dtype == torch.bfloat16, cache_2SKD.dtype == torch.int8
         geometry.heads, geometry.kv_heads, geometry.dim = heads, kv_heads, dim
         geometry.q_stride, geometry.num_slots = q_THD.stride(0), num_slots

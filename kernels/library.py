@@ -80,7 +80,7 @@ def library() -> Library | None:
     """Returns the C library, and builds it if necessary. If that fails, logs a warning and returns None."""
     try:
         return Library(build(_cache_folder()))
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:  # Runtime: no home folder
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         _log.warning("no C operators, torch's are used instead: %s", detail[0] if detail else repr(error))
         return None

@@ -73,7 +73,7 @@ class Weights:
         """
         self.check_shape(name, *shape)
         self._check_dtype(name)
-        return self.stored(name).to(dtype=self._dtype)
+        return self._own(self.stored(name))
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
         """Returns None, because the weights here are plain floats. A subclass returns the quantized weight [rows,
@@ -122,7 +122,7 @@ class Weights:
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
         self._check_dtype(name)
-        return self.stored_part(name, where).to(dtype=self._dtype)
+        return self._own(self.stored_part(name, where))
 
     def stored_part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
         """Returns the block `where` of a tensor in the dtype of its file, without reading the rest of the tensor. The
@@ -140,6 +140,13 @@ class Weights:
         """
         self.check_shape(name, *shape)
         return self.part(name, where)
+
+    def _own(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns a stored tensor in this object's dtype, in memory of its own. A mapped tensor would change with its
+        file, and end the process if the file became shorter.
+        """
+        tensor = stored.to(dtype=self._dtype)
+        return tensor.clone() if tensor is stored and self._maps and tensor.device.type == "cpu" else tensor
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -163,6 +170,8 @@ class Weights:
         """Returns the named tensors stacked along the first dimension, so that a single matrix product suffices for all
         of them.
         """
+        if self._maps and len(names) == 1:
+            return self.get(names[0], rows[0], *rest)
         if self._maps:
             return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
         stacked, first = _empty((sum(rows), *rest), self._dtype).to(self._device), 0

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,16 @@ def test_a_compiler_that_fails_is_done_without(
     assert ops_for("cpu").linear is cpu.linear
     assert "out of luck" in caplog.text
     assert not list(fresh.iterdir())
+
+
+def test_a_user_without_a_home_folder_is_served_by_torch(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RAYTIDE_KERNEL_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)  # of no user that the machine knows
+    assert ops_for("cpu").attention is cpu.attention
+    assert "no C operators" in caplog.text
 
 
 @needs_compiler

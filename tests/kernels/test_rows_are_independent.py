@@ -41,6 +41,28 @@ def test_rows_of_products_norms_and_activations(ops: Ops, dtype: torch.dtype, ro
 
 @parametrized
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 9, 63])
+def test_rows_of_products_of_an_odd_number_of_inputs(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    """The second product of an adapter of an odd rank is one."""
+    x, weight = random(130, width, dtype=dtype), random(192, width, dtype=dtype, seed=1)
+    for bias in (None, random(192, dtype=dtype, seed=2)):
+        apply = ops.linear(weight, bias)
+        assert torch.equal(torch.cat([apply(row) for row in x.split(1)]), apply(x))
+
+
+@parametrized
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_heads_that_are_wider_than_the_c_code_takes(ops: Ops, dtype: torch.dtype) -> None:
+    batch, spec, dim = paged_batch([40], [40], 16), AttentionSpec(scale=0.05), 320
+    cache, q = random(2, num_slots(batch), 2, dim, dtype=dtype), random(40, 4, dim, dtype=dtype, seed=1)
+    together = ops.attention(batch, spec)(q, cache)
+    for at in range(40):
+        batch.query_lens, batch.context_lens = [1], [at + 1]
+        assert torch.equal(ops.attention(batch, spec)(q[at : at + 1], cache)[0], together[at])
+
+
+@parametrized
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_experts_and_of_the_rotation(ops: Ops, dtype: torch.dtype) -> None:
     x, chosen = random(9, 32, dtype=dtype), torch.randint(3, (9, 2), generator=torch.Generator().manual_seed(0))
     apply = ops.experts(random(3, 96, 32, dtype=dtype), random(3, 32, 48, dtype=dtype), "silu")

@@ -104,12 +104,10 @@ class ModelRunner:
         from raytide.actors.engine.model.parallel.launcher import LocalMembers
         from raytide.actors.engine.model.parallel.leader import GroupLeader
 
-        size = config.num_processes
-        local_size = size if launcher is None else launcher.local_size
-        if self._device.kind == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+        size, threads = config.num_processes, torch.get_num_threads()
         if launcher is None:
-            launcher = LocalMembers(range(1, size), local_size=size, threads=torch.get_num_threads())
+            share = max(1, threads // size) if self._device.kind == "cpu" else threads
+            launcher = LocalMembers(range(1, size), local_size=size, threads=share)
         computation = Computation(
             self.arch,
             self._ops,

@@ -21,6 +21,7 @@ from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.core.errors import ConfigError, DataError, EngineDeadError
 
 PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
@@ -221,3 +222,24 @@ def test_what_members_cannot_share_is_refused_before_any_starts(tmp_path: Path) 
     with pytest.raises(ConfigError, match="does not divide the model's 4 heads"):
         LLM(tmp_path, tensor_parallel=3)
     assert members() == []
+
+
+def test_a_group_that_has_ended_gives_its_threads_back(model_dir: Path) -> None:
+    """Else each engine of a process would compute with a fraction of the threads of the one before."""
+    seen = list[int]()
+
+    class Nowhere(LocalMembers):
+        def launch(self, invitation: Invitation) -> None:
+            seen.append(torch.get_num_threads())
+            raise OSError("no member starts here")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(2):
+            config = EngineConfig(model_dir=str(model_dir), tensor_parallel=2)
+            with pytest.raises(OSError, match="no member"):
+                EngineCore(config, Nowhere(range(1, 2), local_size=2))
+        assert (seen, torch.get_num_threads()) == ([2, 2], 4)
+    finally:
+        torch.set_num_threads(before)

@@ -61,7 +61,10 @@ class GroupLeader:
         links: list[MemberLink] = []
         self._links = links
         self._finish = weakref.finalize(self, _end, links, launcher)
+        self._threads = torch.get_num_threads()  # that `close` gives back to this process
         try:
+            if computation.device.type == "cpu":
+                torch.set_num_threads(max(1, self._threads // launcher.local_size))
             with listening:
                 launcher.launch(Invitation(launcher.host, listening.getsockname()[1], secret, size))
                 links += _accept(listening, secret, size, launcher)
@@ -157,7 +160,10 @@ class GroupLeader:
         self._order(free_weights=True)
 
     def close(self) -> None:
-        """Ends the other members. Idempotent."""
+        """Ends the other members, and computes with all threads of this process again. Idempotent."""
+        threads, self._threads = self._threads, 0
+        if threads:
+            torch.set_num_threads(threads)
         if self.death is None:
             self.death = EngineDeadError("the engine has been closed.", hint="Make a new one.")
         self._finish()

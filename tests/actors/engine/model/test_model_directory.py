@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.actors.engine.tiny import EOS, save_llama
 
@@ -60,6 +61,16 @@ def test_a_torn_file_is_named(copy: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DataError, match=r"model\.safetensors"):
         LLM(copy)
+
+
+def test_a_file_that_is_overwritten_leaves_loaded_weights_as_they_were(copy: Path) -> None:
+    llm, path = LLM(copy), copy / "model.safetensors"
+    before, body = llm.logits([9, 8, 7]), path.read_bytes()
+    start = 8 + int.from_bytes(body[:8], "little")
+    with path.open("r+b") as file:  # as cp and save_pretrained write; both also make it shorter for a moment
+        file.seek(start)
+        file.write(bytes(len(body) - start))
+    assert torch.equal(llm.logits([9, 8, 7]), before)
 
 
 def test_an_unknown_engine_option_says_what_was_meant(model_dir: Path) -> None:
