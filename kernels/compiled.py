@@ -279,7 +279,8 @@ def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Calla
             and q_THD.stride()[1:] == (dim, 1)
             and lib.attends(heads, kv_heads, dim)
         ):
-            return (row_by_row if invariant else ref).attention(batch, spec)(q_THD, cache_2SKD)
+            attention = row_by_row.attention if invariant else ref.attention
+            return attention(batch, spec)(q_THD, cache_2SKD)
         geometry.bf16, geometry.int8 = q_THD.dtype == torch.bfloat16, cache_2SKD.dtype == torch.int8
         geometry.heads, geometry.kv_heads, geometry.dim = heads, kv_heads, dim
         geometry.q_stride, geometry.num_slots = q_THD.stride(0), num_slots

@@ -24,6 +24,7 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
+from raytide.gateway import hosted as hosted_apis
 from raytide.gateway.hosted import HostedApis, UsageReader, _RelayedStream
 
 URL, KEY = "http://hosted.example/v1", "sk-very-secret"
@@ -385,6 +386,40 @@ async def test_a_silent_api_is_left_at_the_timeout_of_the_request_or_with_its_cl
         answered = ask(gateway.app, "/v1/chat/completions", body, leaves_after_body=True)
         assert (await asyncio.wait_for(answered, 60)).status == 499
         assert hosted.left == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_team_leaves_connections_to_others(
+    line: Line,  # noqa: F811
+    secret_of: Callable[..., str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    monkeypatch.setattr(hosted_apis, "_MOST_CONNECTIONS", 4)
+    keys = {team: {"authorization": f"Bearer {secret_of(team=team)}"} for team in ("red", "blue")}
+    async with hosted_gateway(api=line.api(), requires_keys=True) as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+
+        async def asked(team: str) -> int:
+            body = chat("chat", stream=stream)
+            return (await gateway.http.post("/v1/chat/completions", json=body, headers=keys[team])).status_code
+
+        hosted.is_silent = True
+        asking = [asyncio.ensure_future(asked("red")) for _ in range(2)]
+
+        async def are_asked() -> bool:
+            return len(hosted.requests) == len(asking)
+
+        await until(are_asked)
+        assert await asyncio.wait_for(asked("red"), 60) == 429
+        asking.append(asyncio.ensure_future(asked("blue")))
+        await until(are_asked)
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        hosted.is_silent = False
+        assert [await asked("red") for _ in range(5)] == [200] * 5
 
 
 @pytest.mark.asyncio

@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from raytide.actors.serving.http.unread_answers import ReadersLimit
+
 HEAD_BYTES = 1 << 16
 """The most bytes of a request's head (request line and headers), and between two pieces of a body. A connection with
 more ends.
@@ -34,7 +36,7 @@ class _UntilClose(int):
     __hash__ = int.__hash__
 
 
-class BoundedHttpTools(HttpToolsProtocol):
+class BoundedHttpTools(ReadersLimit, HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _is_in_head = True
     _idle_bytes = 0

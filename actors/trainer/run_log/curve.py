@@ -15,7 +15,8 @@ from raytide.core.io.storage import join, open_url
 
 MOST_POINTS = 2000
 """The most points that are kept of a run. Above that, every second one is dropped."""
-MOST_EVENTS = 500
+MOST_EVENTS, MOST_EVENT_BYTES = 500, 2**20
+"""The most events that are kept of a run, and their most bytes together, as JSON."""
 MOST_NAMES, _NAME_CHARS = 256, 200
 """The most values of a run that are kept, and the longest name of one. Users can write into the folder of a run."""
 MOST_RUNS = 64
@@ -34,7 +35,7 @@ class RunCurves:
     values: Mapping[str, tuple[float | None, ...]]
     """The values by name: `loss`, `lr`, `tokens_per_s`..., and `times/PHASE` for the seconds of each phase."""
     events: tuple[Mapping[str, Any], ...]
-    """Restarts, resizes and other events, oldest first; at most the last 500."""
+    """Restarts, resizes and other events, oldest first; at most the last 500, and 1 MiB of them."""
     every: int
     """The number of logged steps from one shown step to the next; the last step is always shown."""
 
@@ -53,7 +54,8 @@ class CurveReader:
         self._last: dict[str, Any] | None = None
         self._every, self._seen = 1, 0
         self._names: dict[str, str] = {}
-        self._kept_events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._kept_events: deque[tuple[int, dict[str, Any]]] = deque()
+        self._event_bytes = 0
 
     def read(self, points: int = MOST_POINTS) -> RunCurves:
         """Returns all curves. Each curve has about `points` points."""
@@ -63,7 +65,8 @@ class CurveReader:
                 self._events.forget()
             for line in self._steps.read():
                 self._add(line)
-            self._kept_events.extend(self._events.read())
+            for event in self._events.read():
+                self._keep(event)
             return self._columns(max(2, points))
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -79,6 +82,17 @@ class CurveReader:
         self._seen += 1
         if len(self._points) > self._most_points:
             self._points, self._every = self._points[::2], self._every * 2
+
+    def _keep(self, event: dict[str, Any]) -> None:
+        """Keeps an event in place of the oldest ones, which are dropped if there are too many."""
+        try:
+            size = len(json.dumps(event))
+        except RecursionError:
+            return
+        self._kept_events.append((size, event))
+        self._event_bytes += size
+        while len(self._kept_events) > MOST_EVENTS or self._event_bytes > MOST_EVENT_BYTES:
+            self._event_bytes -= self._kept_events.popleft()[0]
 
     def _known(self, values: Mapping[str, float]) -> dict[str, float]:
         """Returns the values whose names are among the first MOST_NAMES names of the run."""
@@ -97,7 +111,7 @@ class CurveReader:
             steps=tuple(point["step"] for point in shown),
             at_s=tuple(_number(point["at_s"]) for point in shown),
             values={name: tuple(_number(point.get(name)) for point in shown) for name in names},
-            events=tuple(self._kept_events),
+            events=tuple(event for _, event in self._kept_events),
             every=self._every * stride,
         )
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -35,13 +35,14 @@ from raytide.core.errors import EngineError, RaytideError
 from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
+from raytide.gateway.tenancy.team_places import TeamPlaces
 
 HOSTED = "hosted"
 """The value of `x-raytide-replica` in the response to a request that a hosted API answered."""
 _CONNECT_S, _SILENCE_S = 10.0, 120.0
 _ANSWER_S = 600.0
 """The longest wait for a whole answer, or for the first event of a stream: until then an API may send no byte."""
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1024
 _MOST_ANSWER_BYTES, _MOST_ERROR_BYTES = 64 << 20, 16 << 10
 _OURS = ("priority", "cache_salt", "timeout")
 """Fields that only raytide knows, which hosted APIs would refuse."""
@@ -159,7 +160,7 @@ class HostedApis:
 
     def __init__(self, keys: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`keys` has the key of each API by its base URL; "" if the API has none."""
-        self._keys = dict(keys)
+        self._keys, self._places = dict(keys), TeamPlaces(_MOST_CONNECTIONS)
         self._http = httpx.AsyncClient(
             transport=transport,
             trust_env=False,  # no ~/.netrc, no proxies
@@ -212,9 +213,11 @@ class HostedApis:
         deadline_s = deadline_of(timeout_s, request)
         body, most = _body(backend, path, asked)
         most_prompt, likely_prompt = _prompt_tokens(body)
-        grant = await caller_of(request.scope).admit(model, most_prompt, most, price=backend.price)
+        caller, place = caller_of(request.scope), ExitStack()
+        grant = await caller.admit(model, most_prompt, most, price=backend.price)
         version = f"{HOSTED}:{backend.model}"
         try:
+            place.enter_context(self._places.held(caller.team))
             options = asked.get("stream_options")
             shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
             found = await self._send(backend, path, body)
@@ -222,9 +225,10 @@ class HostedApis:
             reader = UsageReader(model, likely_prompt, shows_usage=shows_usage, id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
-                return _RelayedStream(found, reader, grant, version, track, deadline_s, passed_on.keep)
+                return _RelayedStream(found, reader, grant, version, track, deadline_s, passed_on.keep, place.close)
             content = reader.whole(await _read(found, _MOST_ANSWER_BYTES))
         except BaseException as error:
+            place.close()
             status = to_api_error(error).status if isinstance(error, Exception) else 499
             grant.settle(None, status, version=version)
             if not isinstance(error, Exception):
@@ -232,6 +236,7 @@ class HostedApis:
             if isinstance(error, httpx.HTTPError):
                 raise _failed(f"does not answer ({type(error).__name__})") from None
             raise
+        place.close()
         grant.settle(reader.usage, 200, version=version)
         track.finish("ok")
         if passed_on.keep is not None and reader.response is not None:
@@ -301,7 +306,8 @@ def _objects(found: object) -> Iterator[dict[str, Any]]:
 
 class _RelayedStream(StreamingResponse):
     """The events of a hosted stream. The request is billed and the stream closed however it ends, even if the client
-    left before it started. `deadline_s` is the moment at which the request gives up, and `keep` stores the response.
+    left before it started. `deadline_s` is the moment at which the request gives up, `keep` stores the response, and
+    `leave` is called at the end.
     """
 
     def __init__(
@@ -313,10 +319,11 @@ class _RelayedStream(StreamingResponse):
         track: RequestTracker,
         deadline_s: float | None = None,
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._found, self._reader, self._grant, self._version = found, reader, grant, version
-        self._status, self._track, self._keep = 499, track, keep
+        self._status, self._track, self._keep, self._leave = 499, track, keep, leave
         self._deadline_s = math.inf if deadline_s is None else deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -325,6 +332,7 @@ class _RelayedStream(StreamingResponse):
         finally:
             self._grant.settle(self._reader.usage, self._status, version=self._version)
             self._track.finish("aborted")  # unless it was answered or has failed
+            self._leave()
             with suppress(httpx.HTTPError):
                 await asyncio.shield(self._found.aclose())
 

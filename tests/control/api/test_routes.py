@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from raytide.control.job_tokens import token_of
 from raytide.control.views import Live, to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.io.atomic_file import write_json
-from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.cluster_config import RaytideSection, load_cluster
 from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.job import JobSpec, JobState
@@ -433,6 +434,25 @@ class TestJobs:
         response = client.get("/v1/jobs/job-1/logs")
         assert (response.status_code, "ray job logs" in error(response)["hint"]) == (400, True)
 
+    @pytest.mark.parametrize(
+        ("nccl", "status"),
+        [
+            ({"NCCL_NET_PLUGIN": "theirs"}, 403),
+            ({"NCCL_CUDA_PATH": "/data/theirs"}, 403),
+            ({"NCCL_SOCKET_IFNAME": "eth1"}, 200),
+        ],
+    )
+    def test_libraries_for_nccl_are_refused_where_run_as_separates_users(
+        self, client: TestClient, monkeypatch: pytest.MonkeyPatch, nccl: dict[str, str], status: int
+    ) -> None:
+        config = {"dataset": "s3://data/tokens", "out": "s3://data/run", "steps": 1, "model": {"vocab_size": 512}}
+        gang = {"shapes": [{"members": 1, "resources": {"CPU": 1}}]}
+        body = {"kind": "train", "name": "t", "gang": gang, "config": {**config, "nccl": nccl}}
+        with monkeypatch.context() as separated:
+            separated.setattr(RaytideSection, "user_of", lambda *_: "nobody")
+            assert client.post("/v1/jobs", json=body).status_code == status
+        assert client.post("/v1/jobs", json=body).status_code == 200
+
 
 class TestLeases:
     def test_a_job_in_the_queue_has_a_lease_that_waits(self, client: TestClient) -> None:
@@ -494,6 +514,29 @@ class TestEndpoints:
         assert status["base_url"] == "http://127.0.9.1:8000/m/v1"
         assert status["endpoint"]["state"] == "deploying"
         assert (status["cold_start_s"], status["cold_start_is_learned"]) == (60.0, False)
+
+    @pytest.mark.parametrize(
+        ("own", "status"),
+        [
+            ({"trust_remote_code": True}, 403),
+            ({"worker_cls": "theirs.Worker", "seed": 1}, 403),
+            ({"trust_remote_code": False, "gpu_memory_utilization": 0.5}, 200),
+        ],
+    )
+    def test_options_that_run_code_are_refused_where_run_as_separates_users(
+        self,
+        client: TestClient,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        own: dict[str, object],
+        status: int,
+    ) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        body = {"name": "m", "model": str(tmp_path), "engine": {"kind": "vllm", "vllm": own}}
+        with monkeypatch.context() as separated:
+            separated.setattr(RaytideSection, "user_of", lambda *_: "nobody")
+            assert client.post("/v1/endpoints", json=body).status_code == status
+        assert client.post("/v1/endpoints", json=body).status_code == 200
 
     def test_delete_shows_at_once(self, client: TestClient, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
@@ -608,6 +651,36 @@ class TestCluster:
         refused = client.get("/v1/cost/team", params={"since_s": since_s})
         assert refused.status_code == 400
         assert "since_s" in error(refused)["message"]
+
+
+def test_those_who_read_long_runs_keep_nobody_from_logs(
+    client: TestClient, desk: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = threading.Semaphore(0), threading.Event()
+
+    def curves(*_: object) -> bool:
+        asked.release()
+        return go_on.wait(60)
+
+    monkeypatch.setattr(desk.jobs, "curves", curves)
+    client.post("/v1/jobs", json=SCRIPT)
+    read: list[int] = []
+    readers = [threading.Thread(target=client.get, args=("/v1/jobs/job-1/metrics",)) for _ in range(12)]
+    other = threading.Thread(target=lambda: read.append(client.get("/v1/jobs/job-1/logs").status_code))
+    for each in readers:
+        each.start()
+    try:
+        assert asked.acquire(timeout=60)
+        while asked.acquire(timeout=0.5):
+            pass
+        other.start()
+        other.join(30)
+        assert read == [200]
+    finally:
+        go_on.set()
+        for each in (*readers, other):
+            if each.ident is not None:
+                each.join(60)
 
 
 def test_a_broken_token_file_changes_nothing_until_it_is_whole_again(tmp_path: Path, desk: ApiService) -> None:

@@ -20,7 +20,7 @@ from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request
 from raytide.control.supervision.daemon import hold_lock
 from raytide.gateway.batches.objects import FINAL, BatchObject, BatchRequest, ExpiresAfter
-from raytide.gateway.batches.runner import PRIORITY, BatchRunner
+from raytide.gateway.batches.runner import _BATCHES_AT_ONCE, PRIORITY, BatchRunner
 from raytide.gateway.batches.store import BatchStore, UnfinishedBatch
 from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.store import FileLimits, FileStore
@@ -53,17 +53,17 @@ class Gateway:
             raise self.refusal
         return {"account": account, "row": row}
 
-    def submit(self, rows: int, expiry: ExpiresAfter | None = None) -> BatchObject:
+    def submit(self, rows: int, expiry: ExpiresAfter | None = None, team: str = "red") -> BatchObject:
         line = {"method": "POST", "url": "/v1/completions"}
         with self.files.partial() as part:
             for place in range(rows):
                 body = {"model": "m", "prompt": f"row {place}", "priority": 3}
                 part.write(json.dumps({**line, "custom_id": f"id-{place}", "body": body}).encode() + b"\n")
-            file = self.files.add(part, "red", filename="rows", purpose="batch")
+            file = self.files.add(part, team, filename="rows", purpose="batch")
         request = BatchRequest(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", output_expires_after=expiry
         )
-        return self.batches.create(request, "red", "key-7")
+        return self.batches.create(request, team, "key-7")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -160,6 +160,26 @@ def test_a_batch_that_another_process_has_is_left_alone(tmp_path: Path) -> None:
                 assert (await gateway.ended(free)).status == "completed"
                 assert gateway.batches.get("red", held.id).status == "validating"
             assert (await gateway.ended(held)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_a_team_does_not_wait_for_the_batches_of_another_one(tmp_path: Path) -> None:
+    async def answer(prompt: str) -> int:
+        if prompt == "row 0":  # red's only rows
+            await asyncio.Event().wait()
+        return 200
+
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "files", answer)
+        stuck = [gateway.submit(1) for _ in range(_BATCHES_AT_ONCE + 2)]
+        async with gateway.running():
+            await until(lambda: len(gateway.asked) == _BATCHES_AT_ONCE)
+            other = gateway.submit(2, team="blue")
+            async with asyncio.timeout(30):
+                await until(lambda: gateway.batches.get("blue", other.id).request_counts.completed == 1)
+            waiting = [gateway.batches.get("red", each.id).status for each in stuck].count("validating")
+            assert (waiting, len(gateway.asked)) == (2, _BATCHES_AT_ONCE + 2)
 
     asyncio.run(scenario())
 

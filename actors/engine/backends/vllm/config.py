@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,25 @@ _NOT_IN_VLLM = (
 )
 
 _BATCH_TOKENS = 2048
+
+DATA_ONLY = frozenset(
+    {
+        *("block_size", "calculate_kv_scales", "cpu_offload_gb", "cudagraph_capture_sizes", "data_parallel_size"),
+        *("decode_context_parallel_size", "disable_cascade_attn", "disable_custom_all_reduce", "disable_log_stats"),
+        *("disable_sliding_window", "dtype", "enable_chunked_prefill", "enable_eplb", "enable_expert_parallel"),
+        *("enable_lora", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "kv_cache_dtype"),
+        *("kv_cache_memory_bytes", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_cpu_loras"),
+        *("max_cudagraph_capture_size", "max_logprobs", "max_long_partial_prefills", "max_lora_rank", "max_loras"),
+        *("max_model_len", "max_num_batched_tokens", "max_num_partial_prefills", "max_num_seqs"),
+        *("max_parallel_loading_workers", "mm_processor_cache_gb", "num_gpu_blocks_override"),
+        *("pipeline_parallel_size", "quantization", "scheduling_policy", "seed", "skip_mm_profiling"),
+        *("stream_interval", "swap_space", "tensor_parallel_size", "async_scheduling", "fully_sharded_loras"),
+        *("kv_offloading_size", "language_model_only", "optimization_level", "performance_mode"),
+    }
+)
+"""vLLM's arguments that are numbers, switches and words. Others may name code, such as `trust_remote_code`, the code in
+the model's directory, and `worker_cls`, a class.
+"""
 
 # Arguments that some versions of vLLM lack and do not need.
 _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "worker_extension_cls"})
@@ -66,6 +85,15 @@ class VllmConfig(EngineConfig):
         if self.policy == "deadline":
             raise ValueError("policy is fcfs or priority with vLLM, which knows no deadlines")
         return self
+
+
+def code_options(engine: Mapping[str, object]) -> list[str]:
+    """Returns those of vLLM's arguments in an endpoint's engine options with which vLLM may run code of the endpoint's
+    owner. Arguments that are null or false do not count.
+    """
+    own = engine.get("vllm")
+    given = own if isinstance(own, dict) else {}
+    return sorted(name for name, value in given.items() if name not in DATA_ONLY and value not in (None, False))
 
 
 def engine_arguments(

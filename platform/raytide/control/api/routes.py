@@ -42,6 +42,8 @@ class Pools:
     def __init__(self) -> None:
         self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)
         self.submissions, self.slow, self.uploads = CapacityLimiter(8), CapacityLimiter(8), CapacityLimiter(4)
+        self.curves = CapacityLimiter(2)
+        """Reading a run's log may take minutes, since users write into its folder."""
 
 
 def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
@@ -158,7 +160,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def curves(caller: q.CallerInput, job_id: q.Name, points: q.Points = 500) -> Any:
-        return to_json(await q.in_pool(pools.slow, service.jobs.curves, job_id, caller, points))
+        return to_json(await q.in_pool(pools.curves, service.jobs.curves, job_id, caller, points))
 
     @app.post("/v1/jobs/{job_id}/report")
     def report(caller: q.CallerInput, job_id: q.Name, body: q.Body) -> Any:

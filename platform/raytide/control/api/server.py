@@ -1,5 +1,5 @@
-"""The API's HTTP server. It limits connections that send nothing or never finish the head of a request; `gate` limits
-bodies."""
+"""The API's HTTP server. It limits connections that send nothing, never finish the head of a request or do not read
+their answer; `gate` limits bodies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from raytide.actors.serving.http.unread_answers import ReadersLimit
+
 HEAD_BYTES = 2**15
 """The largest head (request line and headers) of a request."""
 HEAD_S = 10.0
@@ -25,7 +27,7 @@ MOST_CONNECTIONS = 8192
 _END_S = 3.0
 
 
-class BoundedProtocol(H11Protocol):
+class BoundedProtocol(ReadersLimit, H11Protocol):
     """HTTP/1.1 with limits on request heads. h11 limits their size, and this class limits the time until a head is
     complete.
     """

@@ -262,18 +262,18 @@ class RaytideSection(Config):
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError if pip packages are requested and `run_as` names a separate OS user for the team's code.
-        `pip` are the packages that a training or an endpoint requests."""
+        """Raises DeniedError if `pip` lists packages and `run_as` names a separate OS user for the team's code."""
         hint = "Install them on the nodes, or run a script: its packages are its user's."
-        self._check_user(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
+        self.check_code(f"the packages {', '.join(pip)}" if pip else None, team, what, hint)
 
     def check_image(self, image: str | None, team: str, what: str) -> None:
         """Raises DeniedError if a job names a container image and `run_as` requires that the team's code runs as a
         separate user of the operating system. An image would run as raytide's user."""
         hint = "Use `pip` in a script, whose packages are its user's, or a node type that starts from the image."
-        self._check_user(None if image is None else f"the image {image}", team, what, hint)
+        self.check_code(None if image is None else f"the image {image}", team, what, hint)
 
-    def _check_user(self, code: str | None, team: str, what: str, hint: str) -> None:
+    def check_code(self, code: str | None, team: str, what: str, hint: str) -> None:
+        """Does the same as `check_packages` for other code. `code` describes the code; None if there is none."""
         if code is not None and self.user_of(team):
             raise DeniedError(
                 f"{what}: {code} would run as raytide's user, and run_as gives users' code another.", hint=hint

@@ -48,6 +48,7 @@ _RETRY_S = 5.0
 _DRAIN_S = 5.0
 """The seconds that rows in flight have to end when the process stops; its supervisor kills it soon after that."""
 _BATCHES_AT_ONCE = 4
+"""The most batches of one process, beside the first one of each team."""
 _ROWS_AT_ONCE = 32
 """The most rows of one batch that are in flight."""
 _log = logging.getLogger(__name__)
@@ -112,17 +113,18 @@ class BatchRunner:
 
     async def _take_up(self) -> None:
         """Starts batches that no process works on: those of teams with the fewest batches in this process first, and of
-        these the oldest first.
+        these the oldest first. Beyond _BATCHES_AT_ONCE batches, only teams without a batch here get one, so that no
+        team waits for batches of others, which may take a day.
         """
         self._running = {name: entry for name, entry in self._running.items() if not entry[1].done()}
-        if len(self._running) >= _BATCHES_AT_ONCE:
-            return
         unfinished = [
             each for each in await asyncio.to_thread(self._batches.unfinished) if each.id not in self._running
         ]
-        while unfinished and len(self._running) < _BATCHES_AT_ONCE:
+        while unfinished:
             shares = Counter(team for team, _ in self._running.values())
             chosen = min(unfinished, key=lambda each: shares[each.team])
+            if len(self._running) >= _BATCHES_AT_ONCE and shares[chosen.team]:
+                return
             unfinished.remove(chosen)
             if (stack := self._claimed(chosen)) is not None:
                 self._running[chosen.id] = chosen.team, asyncio.create_task(self._work(chosen, stack))

@@ -100,6 +100,18 @@ def test_the_names_of_a_run_are_bounded(tmp_path: Path) -> None:
     assert len(curves.values["loss"]) == 11 and None not in curves.values["loss"]
 
 
+def test_the_events_of_a_run_are_bounded_in_bytes(tmp_path: Path) -> None:
+    reader = CurveReader(str(tmp_path))
+    with (tmp_path / "events.jsonl").open("w") as file:
+        for number in range(6):
+            file.write(json.dumps({"at_s": number, "event": "e", "why": [0] * (curve.MOST_EVENT_BYTES // 10)}) + "\n")
+    assert [event["at_s"] for event in reader.read().events] == [3, 4, 5], "the newest ones"
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"at_s": 6, "event": "e", "why": "x" * curve.MOST_EVENT_BYTES}) + "\n")
+        file.write(json.dumps({"at_s": 7, "event": "e"}) + "\n")
+    assert [event["at_s"] for event in reader.read().events] == [7]
+
+
 def test_the_lines_of_a_long_run_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, most = [0], [0]
     parse, add = curve._parsed, CurveReader._add

@@ -117,6 +117,7 @@ class EndpointService:
         spec = self._models.resolved(spec, caller)
         self._accounts.check_team(spec.team)
         self._config.settings.check_packages(spec.pip, spec.team, f"endpoint {spec.name}")
+        self._check_options(spec)
         if spec.priority is not None:
             self._accounts.check_priority(spec.priority)
         labels = resolve_accelerator(spec.labels, self._config.node_types)
@@ -249,6 +250,14 @@ class EndpointService:
             spec = self.get(name, caller).endpoint.spec
             fields = {**spec.model_dump(mode="json"), "weights": change.location}
             return self.serve(fields, caller, f"weights {change.location or 'of the model'}")
+
+    def _check_options(self, spec: ServeSpec) -> None:
+        """Refuses options of vLLM that may run a team's code, if `run_as` names a user for this code."""
+        from raytide.actors.engine.backends.vllm.config import code_options
+
+        names = ", ".join(code_options(spec.engine))[:200]
+        code = f"the code that vLLM's {names} may name" if names else None
+        self._config.settings.check_code(code, spec.team, f"endpoint {spec.name}", "Leave it out of engine.vllm.")
 
     def _check_hosted(self, spec: ServeSpec) -> None:
         """Refuses hosted APIs that the operator has not allowed: gateways would send their keys there."""

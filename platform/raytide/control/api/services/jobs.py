@@ -291,6 +291,9 @@ class JobService:
             self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
         if train is not None:
             self._config.settings.check_packages(train.pip, spec.team, spec.name)
+            names = ", ".join(_nccl_paths(train))[:200]
+            code = f"the library that nccl's {names} may name" if names else None
+            self._config.settings.check_code(code, spec.team, spec.name, "Leave it out of nccl.")
             self._config.settings.check_image(train.image, spec.team, spec.name)
             self._inputs.check_training(train, caller)
         elif spec.kind is JobKind.DATA:
@@ -315,6 +318,11 @@ def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
         for shape in gang.shapes
     ]
     return gang.model_copy(update={"shapes": tuple(shapes)})
+
+
+def _nccl_paths(train: TrainSpec) -> list[str]:
+    """Returns the settings of NCCL that may name a library, which the ranks would load, or a file."""
+    return sorted(name for name, value in train.nccl.items() if "PLUGIN" in name or "/" in value)
 
 
 def _is_whole(lease: Lease) -> bool:
