@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
 from raytide.core.io.html import framed, table
+from raytide.core.logs import logger
 from raytide.core.objects.gang import GangClient, Lease, LeaseState, Member
+
+log = logger(__name__)
 
 _POLL_S = 110.0
 """The longest duration of one poll, in seconds. A waiting poll also shows that this process is alive, because it ends
@@ -19,6 +23,8 @@ with the process.
 """
 _LAST_POLL_S = 3.0
 """The seconds that `__exit__` waits for the running poll, which ends once the release is recorded."""
+_AWAY_S = 60.0
+"""The seconds for which a release is repeated while the API cannot record it."""
 
 
 class Gang:
@@ -142,10 +148,24 @@ class Gang:
             self._changed.notify_all()
 
     def _release(self, error: str) -> None:
+        """Releases the lease. While the API is away, the release is repeated; an API that stays away raises no error,
+        because the results of the block would be lost with it. The lease then ends without polls.
+        """
         self._stop.set()
+        deadline = time.monotonic() + _AWAY_S
+        try:
+            while not self._is_released(error, deadline):
+                time.sleep(random.uniform(0.1, 0.5))
+        finally:
+            self._poller.join(_LAST_POLL_S)
+
+    def _is_released(self, error: str, deadline: float) -> bool:
         try:
             self._client.release(self.job_id, error=error)
         except LeaseLostError:
             pass  # it was over already
-        finally:
-            self._poller.join(_LAST_POLL_S)
+        except (ClusterError, WaitTimeoutError) as away:
+            if time.monotonic() < deadline:
+                return False
+            log.warning("the lease is not given back", extra={"job": self.job_id, "error": str(away)})
+        return True

@@ -18,9 +18,10 @@ from raytide.control.api.gate import BODY_BYTES
 from raytide.control.client import ApiClient, HttpConnections
 from raytide.control.client import api_client as module
 from raytide.control.views import JobView, to_json
-from raytide.core.errors import ClusterError, ConfigError, NotFoundError
+from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.sdk.jobs import job_run
 from raytide.sdk.jobs.job_run import Run
 
 SPEC = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
@@ -124,6 +125,18 @@ def test_an_api_that_stays_away_is_given_up(
     with pytest.raises(ClusterError, match="the API at http://api does not answer: gone"):
         ask(connected(Api(999, lambda request: (200, {}))))
     assert patience_s <= virtual.now_s < patience_s + 0.5
+
+
+def test_a_state_that_is_away_for_a_while_ends_no_watcher(
+    virtual: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = to_json(JobView(Job("job-1", SPEC, "ana", JobState.SUCCEEDED, 0.0), None, 0, 0))
+    away = (507, {"error": StorageError("the state cannot be read.").to_json()})
+    api = Api(0, lambda request: away if virtual.now_s < 5.0 else (200, done))
+    monkeypatch.setattr(job_run, "time", virtual)
+    run = Run(connected(api), JobView(Job("job-1", SPEC, "ana", JobState.RUNNING, 0.0), None, 0, 0))
+    assert run.wait().state is JobState.SUCCEEDED
+    assert virtual.now_s >= 5.0
 
 
 def test_a_log_is_asked_for_part_by_part() -> None:

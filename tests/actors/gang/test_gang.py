@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +96,39 @@ def test_what_failed_in_the_block_is_told() -> None:
     with pytest.raises(ValueError, match="odd"), Gang(desk, "job-1"):
         raise ValueError("odd")
     assert desk.released == ["ValueError: odd"]
+
+
+class Away(Desk):
+    """It cannot record so many releases."""
+
+    def __init__(self, times: int, *now: Lease | Exception) -> None:
+        super().__init__(*now)
+        self.times = times
+
+    def release(self, job_id: str, *, error: str = "") -> None:
+        self.times -= 1
+        if self.times < 0:
+            return super().release(job_id, error=error)
+        self.tell(LeaseLostError("over"))
+        raise ClusterError("the state cannot be written.")
+
+
+@pytest.mark.parametrize(("times", "released"), [(3, [""]), (10**6, [])])
+def test_the_result_of_a_block_is_not_lost_with_the_release(
+    monkeypatch: pytest.MonkeyPatch, times: int, released: list[str]
+) -> None:
+    now, time = iter(range(10**6)), "raytide.actors.gang.gang.time"
+    monkeypatch.setattr(time, SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda _: None))
+    desk = Away(times, ACTIVE)
+
+    def work() -> str:
+        with Gang(desk, "job-1"):
+            return "result"
+
+    assert work() == "result"
+    assert desk.released == released
+    with pytest.raises(ValueError, match="odd"), Gang(Away(times, ACTIVE), "job-1"):
+        raise ValueError("odd")
 
 
 def test_a_gang_that_does_not_come_is_given_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
-from ray.exceptions import NodeDiedError, RayTaskError
+from ray.exceptions import NodeDiedError, RayError, RaySystemError, RayTaskError, UnserializableException
 
 import raytide as rt
-from raytide.core.errors import ClusterError, NotFoundError
+from raytide.core.errors import ClusterError, DataError, NotFoundError, UsageError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.sdk.jobs import task as tasks
 
@@ -92,6 +93,47 @@ def test_what_the_function_raises_is_raised_and_not_tried_again(tried: list[Any]
     with pytest.raises(ValueError, match="ip="):
         call(3)
     assert tried == ["result"]
+
+
+class OddError(Exception):
+    """It can be pickled, and not be unpickled."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{why} ({code})")
+
+
+def test_an_exception_that_cannot_be_unpickled_is_raised_and_not_tried_again(tried: list[Any]) -> None:
+    raised = RayTaskError("work", "Traceback ... odd (7)", OddError(7, "odd"), ip="127.0.0.1", proctitle="x")
+    tried[:] = ["result", RayError.from_bytes(raised.to_bytes())]
+    with pytest.raises(UnserializableException, match="Failed to deserialize exception"):
+        call(3)
+    assert tried == ["result"]
+
+
+def test_a_result_that_cannot_be_unpickled_is_not_computed_again(tried: list[Any]) -> None:
+    no_gpu = RuntimeError("Attempting to deserialize object on a CUDA device")
+    tried[:] = ["result", RaySystemError(no_gpu, "Traceback ...")]
+    with pytest.raises(DataError, match=r"the result of job-1 cannot be unpickled here: .*CUDA device"):
+        call(3)
+    assert tried == ["result"]
+    tried[:] = ["result", RaySystemError("the worker did not start")]
+    assert call(1) == "result"
+
+
+def test_what_would_go_on_after_its_lease_is_no_task() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    async def number() -> int:
+        return 1
+
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+
+    works: tuple[Callable[[], object], ...] = (numbers, number, stream)
+    for work in works:
+        with pytest.raises(UsageError, match=f"{work.__name__} is a generator or a coroutine"):
+            rt.task(cpus=1)(work)
 
 
 def test_calls_return_futures_and_each_is_a_job_of_its_own(tried: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from raytide.control.client import ApiClient
 from raytide.control.drivers import job_driver
 from raytide.core.errors import (
     AuthError,
@@ -19,6 +20,7 @@ from raytide.core.errors import (
     DataError,
     DeniedError,
     LeaseLostError,
+    StorageError,
     UsageError,
     WaitTimeoutError,
 )
@@ -67,7 +69,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return taken
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exception | None) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api | ApiClient, error: Exception | None) -> int:
     def work(job: Job, client: object, run_dir: Path) -> None:
         if error is not None:
             raise error
@@ -200,6 +202,17 @@ def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest
         codes.append(run(monkeypatch, tmp_path, api, ClusterError("the build's Ray tasks could not go on.")))
         assert api.reports == []
     assert codes == [255, WITHOUT_MEMBERS, 255, 255], "a gang without members is no failure of its driver"
+
+
+def test_a_state_that_is_away_as_the_driver_starts_is_not_the_jobs_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    away = json.dumps({"error": StorageError("the state cannot be read.").to_json()}).encode()
+    client = ApiClient("http://api", "token")
+    monkeypatch.setattr(client._http, "request", lambda *_, **__: (507, away))
+    assert run(monkeypatch, tmp_path, client, None) == 255
+    with pytest.raises(ClusterError, match="cannot be read"):
+        client.package("0" * 64)
 
 
 def test_what_is_wrong_with_the_job_itself_is_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

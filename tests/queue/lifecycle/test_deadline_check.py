@@ -21,6 +21,7 @@ def test_a_time_from_now_becomes_a_moment() -> None:
     assert asked.due_at_s == NOW_S + 8 * 3600
     assert resolve_deadline(asked, [H100], NOW_S + 60) == asked
     assert resolve_deadline(spec(gpus(8)), [SPOT], NOW_S).deadline is None
+    assert resolve_deadline(spec(gpus(8, 3, 2), deadline="8h"), [H100, SPOT], NOW_S).due_at_s == NOW_S + 8 * 3600
 
 
 def test_a_deadline_in_the_past_is_refused() -> None:
@@ -39,9 +40,10 @@ def test_a_job_that_even_on_demand_could_not_end_in_time_is_refused() -> None:
         (gpus(8), [SPOT]),
         (gpus(8), [SPOT, H100.model_copy(update={"max_nodes": 0})]),
         (gpus(16), [SPOT, H100]),
+        (gpus(8, members=3), [SPOT, H100]),
         (gpus(8).model_copy(update={"labels": {MARKET_LABEL: "spot"}}), [SPOT, H100]),
     ],
 )
 def test_without_an_on_demand_node_that_holds_it_no_deadline_is_promised(shape: Shape, types: list[object]) -> None:
-    with pytest.raises(CapacityError, match="only spot nodes could hold its gang"):
+    with pytest.raises(CapacityError, match="on-demand nodes alone could not hold its gang"):
         resolve_deadline(spec(shape, deadline="8h"), types, NOW_S)  # type: ignore[arg-type]

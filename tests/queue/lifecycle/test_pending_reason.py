@@ -160,3 +160,13 @@ def test_the_wait_is_what_those_that_run_have_left(step: int, wait_s: float) -> 
     assert why(second, c.snapshot).wait_s == wait_s
     assert why(third, c.snapshot).wait_s is None, "nobody knows how long the second runs"
     assert forecast_starts(c.snapshot) == {second: wait_s}
+
+
+def test_a_job_beyond_its_teams_members_is_not_forecast_before_others_end() -> None:
+    c = Cluster()
+    first = c.submit(gpus(1), estimate_h=1.0)
+    c.step()
+    second, other = c.submit(gpus(1), estimate_h=1.0), c.submit(gpus(1), team="red", estimate_h=1.0)
+    capped = replace(c.snapshot, team_members=1)
+    left_s = c.jobs[first].remaining_s(c.now_s)
+    assert forecast_starts(capped) == {other: 0.0, second: left_s}

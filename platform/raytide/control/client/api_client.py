@@ -129,7 +129,8 @@ class ApiClient:
         return digest
 
     def package(self, digest: str) -> bytes:
-        return self._respond("GET", f"/v1/packages/{digest}", patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
+        with _cluster_storage():
+            return self._respond("GET", f"/v1/packages/{digest}", patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
 
     def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
         """Returns jobs, newest first. With `active`, returns only unfinished jobs."""
@@ -166,16 +167,13 @@ class ApiClient:
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
         query = {"newer_than": newer_than, "timeout_s": timeout_s}
-        with _cluster_storage():
-            return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
+        return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        with _cluster_storage():
-            self._post(f"/v1/jobs/{job_id}/report", {name: reportable(value) for name, value in progress.items()})
+        self._post(f"/v1/jobs/{job_id}/report", {name: reportable(value) for name, value in progress.items()})
 
     def release(self, job_id: str, *, error: str = "") -> None:
-        with _cluster_storage():
-            self._post(f"/v1/jobs/{job_id}/release", {"error": reportable(error)})
+        self._post(f"/v1/jobs/{job_id}/release", {"error": reportable(error)})
 
     def serve(self, spec: ServeSpec) -> EndpointStatus:
         return from_json(EndpointStatus, self._post("/v1/endpoints", _to_body(spec)))
@@ -333,13 +331,15 @@ class ApiClient:
         return self._write(method, path, body, query)
 
     def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        return json.loads(self._respond("GET", path, query, patience_s=_READ_AWAY_S, timeout_s=timeout_s))
+        with _cluster_storage():
+            return json.loads(self._respond("GET", path, query, patience_s=_READ_AWAY_S, timeout_s=timeout_s))
 
     def _post(self, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
         return self._write("POST", path, body, query)
 
     def _write(self, method: str, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        return json.loads(self._respond(method, path, query, body, patience_s=_AWAY_S))
+        with _cluster_storage():
+            return json.loads(self._respond(method, path, query, body, patience_s=_AWAY_S))
 
     def _respond(
         self,
@@ -377,8 +377,8 @@ def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec | AdapterCha
 
 @contextmanager
 def _cluster_storage() -> Iterator[None]:
-    """Turns a StorageError of the cluster into a ClusterError, because drivers survive a ClusterError, such as that of
-    an API that restarts."""
+    """Turns a StorageError of the cluster into a ClusterError, because drivers and watchers survive a ClusterError,
+    such as that of an API that restarts."""
     try:
         yield
     except StorageError as error:

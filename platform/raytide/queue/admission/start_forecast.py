@@ -12,7 +12,7 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.node import plus
 from raytide.core.objects.plan import Admit
 from raytide.core.objects.snapshot import NodeView, Snapshot
-from raytide.queue.admission.scheduler import schedule
+from raytide.queue.admission.scheduler import schedule, within_member_cap
 
 MOST_DECISIONS = 2000
 """The most decisions about single jobs; a long queue gets a shorter forecast."""
@@ -32,7 +32,7 @@ def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
     now = snapshot
     for in_s, job_id in [(0.0, ""), *ends][: max(2, MOST_DECISIONS // (1 + len(jobs)))]:
         now = _ended(replace(now, at_s=snapshot.at_s + in_s), job_id)
-        new = [action for action in schedule(now) if isinstance(action, Admit)]
+        new = [action for action in schedule(within_member_cap(now)[0]) if isinstance(action, Admit)]
         found.update({action.job_id: in_s for action in new})
         now = _started(now, new)
     return found

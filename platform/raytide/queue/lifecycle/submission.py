@@ -19,7 +19,7 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import TYPE_LABEL, CapacityType, NodeType, labels_match
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
-from raytide.scheduling.diagnosis import copies_that_fit, open_zones
+from raytide.scheduling.diagnosis import why_impossible
 from raytide.sizing.calibration import Corrections, MeasuredRun, learn
 from raytide.sizing.devices import device_of, gpu_memory_gb
 from raytide.sizing.model_shape import ModelShape
@@ -159,8 +159,8 @@ def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) ->
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
     """Returns the job's spec with its deadline as an absolute time.
 
-    Raises UsageError if the time until the deadline is too short, and CapacityError if only spot nodes could hold the
-    gang.
+    Raises UsageError if the time until the deadline is too short, and CapacityError if on-demand nodes alone could not
+    hold the gang.
     """
     if spec.deadline is None:
         return spec
@@ -178,18 +178,18 @@ def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float
             f"estimate, even on demand, and there are {left_s / 3600:.1f} h.",
             hint="Name a later deadline, or a larger gang with a smaller estimate_h.",
         )
-    if not any(_holds(shape, node_type) for shape in spec.gang.shapes for node_type in node_types):
+    if not any(_fits_on_demand(shape, node_types) for shape in spec.gang.shapes):
         raise CapacityError(
-            f"no deadline can be promised for {spec.name}: only spot nodes could hold its gang.",
-            hint="Add an on-demand node type that holds it, allow it in the shape's labels, or leave the deadline out.",
+            f"no deadline can be promised for {spec.name}: on-demand nodes alone could not hold its gang.",
+            hint="Add on-demand nodes that hold it, allow them in the shape's labels, or leave the deadline out.",
         )
     return spec.model_copy(update={"deadline": deadline})
 
 
-def _holds(shape: Shape, node_type: NodeType) -> bool:
-    """Returns True if the type is on-demand, has nodes that match the shape, and one node can hold a member."""
-    is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
-    return bool(is_open and copies_that_fit(shape.resources, node_type.resources))
+def _fits_on_demand(shape: Shape, node_types: Sequence[NodeType]) -> bool:
+    """Returns True if an empty fleet of on-demand nodes could hold the shape's minimum of members."""
+    on_demand = [each for each in node_types if each.market is CapacityType.ON_DEMAND]
+    return why_impossible(shape, shape.at_least, on_demand, "it") is None
 
 
 def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:

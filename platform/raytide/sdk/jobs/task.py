@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,7 @@ from functools import update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
 from raytide.actors.gang import Gang
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, DataError, UsageError
 from raytide.core.objects.gang import Member
 from raytide.core.ray_internals import is_without_ray, use_ray_at
 
@@ -35,7 +36,13 @@ class Task(Generic[P, T]):
         retries: int,
     ) -> None:
         """`hold` queues a gang of the given name and returns it; `ray_environment` returns the environment variables
-        with which this process connects to Ray."""
+        with which this process connects to Ray. Raises UsageError if `work` is a generator or a coroutine."""
+        is_generator = inspect.isgeneratorfunction(work) or inspect.isasyncgenfunction(work)
+        if is_generator or inspect.iscoroutinefunction(work):
+            raise UsageError(
+                f"{getattr(work, '__name__', work)} is a generator or a coroutine, which would go on after its lease.",
+                hint="Return a list, or call `asyncio.run` in a plain function.",
+            )
         update_wrapper(self, work)
         self._work, self._hold, self._ray_environment, self._retries = work, hold, ray_environment, retries
         self._threads = self._new_threads()
@@ -75,10 +82,10 @@ def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs
     """Runs `work` on the only member of the gang. Returns its result or raises its exception.
 
     If the member's process or node is lost, `work` runs again on the replacement. Raises ClusterError if the member
-    is lost more than `retries` times.
+    is lost more than `retries` times, and DataError if this process cannot unpickle the result.
     """
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import RayError, RaySystemError, RayTaskError, UnserializableException
 
     why = ""
     for _ in range(retries + 1):
@@ -93,9 +100,14 @@ def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs
                 continue
             try:
                 result: T = ray.get(running)
-            except RayTaskError:
+            except (RayTaskError, UnserializableException):  # the latter: its exception cannot be unpickled here
                 raise
             except RayError as error:
+                if isinstance(error, RaySystemError) and isinstance(error.client_exc, Exception):
+                    raise DataError(
+                        f"the result of {gang.job_id} cannot be unpickled here: {error.client_exc!r}.",
+                        hint="Return what this process can load, such as tensors on the CPU.",
+                    ) from error
                 why = str(error).partition("\n")[0]
                 _wait_for_replacement(gang, member)
                 break
