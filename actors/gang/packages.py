@@ -127,7 +127,11 @@ def remove_old(folder: Path, now_s: float) -> None:
     """Removes environments that no process uses and that were last used more than 30 days ago."""
     for ready in folder.glob(f"*/{_READY}"):
         path = ready.parent
-        if now_s - ready.stat().st_mtime < _KEPT_S:
+        try:
+            used_s = ready.stat().st_mtime
+        except FileNotFoundError:  # another process has just removed it
+            continue
+        if now_s - used_s < _KEPT_S:
             continue
         handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:

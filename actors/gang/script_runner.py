@@ -65,8 +65,7 @@ class ScriptRunner:
         self._say, self._clock = say, clock or SystemClock()
         self._watch, self._reporter = LeaseWatch(client, job_id), ProgressReporter(client, job_id)
         self._attempt: Attempt | None = None
-        self._number = int(done.get("attempts", 0))
-        self._failures = int(done.get("failures", 0))
+        self._number, self._failures = _count(done.get("attempts", 0)), _count(done.get("failures", 0))
         self._taken_ports = 0
         self._progress: dict[str, float | int | str] = {}
 
@@ -189,3 +188,8 @@ class ScriptRunner:
         """Returns the script's variables, with those of torchrun by which libraries recognize a launched process."""
         torchrun = {"TORCHELASTIC_RUN_ID": self._job_id, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
         return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **torchrun, **self._spec.env}
+
+
+def _count(reported: float | int | str) -> int:
+    """Returns a count of an earlier driver. Returns 0 if the script itself has reported a text under the same name."""
+    return 0 if isinstance(reported, str) else max(0, int(reported))

@@ -333,7 +333,6 @@ class Trainer:
         if self.checkpoints.has_saved:
             self._unsaved.end()
         step_s = self._step_s = time.perf_counter() - began
-        span = pairs / (spec.global_batch * spec.seq_len)
         eval_loss = self._retry_out_of_memory(self._evaluate) if verdict.kind != "stopped" else None
         return StepResult(
             step=step + 1,
@@ -344,7 +343,7 @@ class Trainer:
             step_s=step_s,
             data_s=data_s,
             world=self.group.world,
-            mfu=self.meter.mfu(int(tokens), step_s, span),
+            mfu=self.meter.mfu(int(tokens), step_s, pairs / (spec.global_batch * spec.seq_len)),
             memory_bytes=self.meter.memory_bytes(),
             gpu_bytes=self.meter.gpu_bytes(),
             times=self.timer.drain_times(),
@@ -361,6 +360,7 @@ class Trainer:
         """Returns the held-out loss if an evaluation is due, else None. The step's duration does not include it."""
         if self._evaluator is None or not self._evaluator.is_due(self.steps_done):
             return None
+        fake_quantize.activate(self.model_parts, self.spec.qat, self.steps_done - 1)  # they may be new
         loss = self._evaluator.loss(self.compute, self.micro_batch)
         self.early_stop.record(loss)
         self.timer.lap("eval")

@@ -94,6 +94,18 @@ def test_on_aws_nothing_is_open_to_all() -> None:
     )
 
 
+def test_on_aws_the_cluster_s_password_is_not_one_that_aws_changes() -> None:
+    """Secrets Manager changes the master's password every seven days; the one in `state_url` would be refused then."""
+    database = declared("resource")["aws_db_instance.state"]
+    assert database["manage_master_user_password"] is True
+    found = re.search(r"postgresql://(\w+):PASSWORD@", str(declared("output")["state_url"]["value"]))
+    assert found is not None
+    user, master = found[1], str(database["username"]).strip('"')
+    assert user != master
+    made = (ROOT / "docs" / "providers.md").read_text()
+    assert f"CREATE ROLE {user} LOGIN" in made and f"ALTER DATABASE {master} OWNER TO {user};" in made
+
+
 @pytest.fixture
 def config(aws_for_ray: Path) -> dict[str, Any]:
     """The shipped file with what the module gives out, as `ray up` completes it."""

@@ -104,6 +104,30 @@ async def test_requests_wait_for_a_replacement_when_the_last_replica_dies() -> N
 
 
 @pytest.mark.asyncio
+async def test_streams_that_have_begun_wait_for_a_replacement_however_many_they_are() -> None:
+    """A replica may hold more requests than may wait: its engine's own limits count there."""
+    async with running_gateway() as gateway:
+        engine = FakeEngine(tokens_per_s=50)
+        await gateway.deploy("m", engine, max_ongoing=1)
+        streams = [asyncio.create_task(ask(gateway)) for _ in range(4)]
+
+        async def have_begun() -> bool:
+            return (await engine.stats()).generated_tokens >= 40
+
+        await until(have_begun)
+        await gateway.kill("m-0")
+        replicas = gateway.models.endpoint("m")[1]
+
+        async def is_full() -> bool:
+            return replicas.waiting >= 1
+
+        await until(is_full)
+        assert (await ask(gateway))[0] == 429, "a new request does not wait"
+        await gateway.deploy("m", FakeEngine(tokens_per_s=100), max_ongoing=1)
+        assert [text for _, text, _ in await asyncio.gather(*streams)] == [TEXT] * 4
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("is_recreated", [False, True])
 async def test_streams_of_a_deleted_endpoint_finish_and_end_with_its_replicas(is_recreated: bool) -> None:
     async with running_gateway() as gateway:

@@ -37,6 +37,13 @@ def test_a_training_job_tells_dataset_code_config_and_metrics() -> None:
     assert with_lineage(model(metrics={"ppl": 9.0, "train_loss": 1.0}), job(), "").metrics["train_loss"] == 1.0
 
 
+def test_the_datasets_of_a_large_mixture_are_cut_to_what_the_registry_can_read() -> None:
+    sources = [{"name": f"s{n}", "dataset": f"s3://tokens/web-{n}/{'x' * 80}"} for n in range(64)]
+    made = with_lineage(model(), job(dataset={"sources": sources}), "")
+    assert made.lineage.dataset.startswith("s3://tokens/web-0/")
+    assert ModelVersionSpec.model_validate(made.model_dump(mode="json")) == made
+
+
 def test_only_the_model_that_the_job_exported_is_its_own() -> None:
     assert exported_model(job()) == "/runs/7/model"
     with pytest.raises(ConfigError, match="exported its model to /runs/7/model, not /other"):

@@ -14,8 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from uuid import uuid4
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[^\s"])')
-"""The beginning of a call as an object, up to arguments that are no string."""
+_HEAD = re.compile(
+    r'_\{_"name"_:_("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]){0,999}")_,_"(?:arguments|parameters)"_:_(?=[^\s"])'.replace(
+        "_", r"\s{0,99}"
+    )
+)
+"""The beginning of a call as an object, up to arguments that are no string. Every name that matches is valid JSON. The
+length is limited, because the beginning is searched again with each piece of the output."""
 _ARGUMENTS = ("arguments", "parameters")
 _THINK, _END_THINK = "<think>", "</think>"
 
@@ -261,7 +266,7 @@ class OutputParser:
             return
         self._scanner = None
         if self.tools.body in ("object", "array"):
-            self._rest = JsonScanner.inside()
+            self._rest = JsonScanner.inside(until=self.tools.end[:1])
             self._state = "rest"
         else:
             self._after_call()
@@ -307,24 +312,23 @@ class OutputParser:
         text, self._buffer = self._buffer[:taken], self._buffer[taken:]
         try:
             found = json.loads(text)
-            name = str(found["name"])
+            name = str(found["name"]).encode().decode()  # it may have half a surrogate pair
             arguments = next(found[key] for key in _ARGUMENTS if key in found)
-        except (ValueError, KeyError, TypeError, StopIteration):
-            self._raw += text
-            yield from self._give_up()
-            return
-        first = self._open(name)
-        self._scanner = None
-        if first.call is not None:
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            yield Piece(call=replace(first.call, arguments=written))
+        except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
+            yield from self._give_up(text)
+            return
+        first, self._scanner = self._open(name), None
+        if first.call is not None:
+            yield Piece(call=replace(first.call, arguments=written.encode(errors="backslashreplace").decode()))
         self._after_call()
 
-    def _give_up(self) -> Iterator[Piece]:
-        """Yields the incomplete call as text and continues after it."""
+    def _give_up(self, taken: str | None = None) -> Iterator[Piece]:
+        """Yields a call that cannot be read as text: up to `taken`, or the whole rest of the output if it is None."""
         assert self.tools is not None
         begin = self.tools.begin if (self.calls or not self.tools.starts) and not self._in_array else ""
-        text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""
+        text = begin + self._raw + (self._buffer if taken is None else taken)
+        self._buffer, self._raw = "" if taken is None else self._buffer, ""
         self._state, self._in_array, self._scanner = "text", False, None
         if text and not self._drops_tail and self._may_say_more():
             yield Piece(text=text)
@@ -351,18 +355,15 @@ class JsonScanner:
     that cannot belong to it.
     """
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._kind = ""
+    def __init__(self, until: str = "") -> None:
+        self._depth, self._kind, self._until = 0, "", until
         self._in_string = self._is_escaped = False
         self.is_complete = False
 
     @classmethod
-    def inside(cls) -> JsonScanner:
-        """Returns a scanner for an object whose beginning has already been read. The scanner starts inside the
-        object.
-        """
-        scanner = cls()
+    def inside(cls, until: str) -> JsonScanner:
+        """Returns a scanner inside an object. `until` outside a string ends it too, as models forget the last brace."""
+        scanner = cls(until)
         scanner._depth, scanner._kind = 1, "nested"
         return scanner
 
@@ -379,7 +380,7 @@ class JsonScanner:
                 self._string(char)
             elif char == '"' and self._kind != "plain":
                 self._in_string = True
-            elif self._kind == "plain" and (char in ",]}" or char.isspace()):
+            elif char == self._until or (self._kind == "plain" and (char in ",]}" or char.isspace())):
                 self.is_complete = True
                 return at
             elif char in "{[":

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from raytide.actors.trainer.checkpoint.storage import named_failures
 from raytide.core.io.private_folder import lock, private_folder, require_free_space
 from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
 from raytide.core.io.token_dataset import CONFIG, END_BYTES, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
@@ -18,11 +19,13 @@ def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
     manifest.
 
     Only the files that the manifest names are copied. Without `with_shards`, only the manifest and the tokenizer are
-    copied. Raises StorageError if the files do not fit on the disk. A partial copy is removed.
+    copied. Raises StorageError if the store cannot be reached, or if the files do not fit on the disk. A partial copy
+    is removed.
     """
     if "://" not in dataset:
         return Path(dataset)
-    body = read_bytes(join(dataset, MANIFEST))
+    with named_failures(dataset):
+        body = read_bytes(join(dataset, MANIFEST))
     manifest = parse_manifest(body, join(dataset, MANIFEST))
     home = private_folder("datasets") / (hashlib.sha256(body).hexdigest()[:32] + ("" if with_shards else "-described"))
     if home.exists():

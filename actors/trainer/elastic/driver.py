@@ -23,12 +23,15 @@ from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandl
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, RunResult, StepResult, WorkerStatus
 from raytide.core.clock import SystemClock
-from raytide.core.errors import LeaseLostError, RaytideError
+from raytide.core.errors import LeaseLostError, RaytideError, StorageError, WaitTimeoutError
 from raytide.core.io.claim import Claim
+from raytide.core.io.storage import FullDiskError
 from raytide.core.objects.gang import LeaseClient
 from raytide.core.specs.train import TrainSpec
 
 TICK_S = 0.05
+STORE_WAIT_S = 5.0
+"""The seconds after which a gang forms again that did not reach its store."""
 
 
 def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start: StartWorker = RayWorker) -> RunResult:
@@ -133,7 +136,7 @@ class _Driver:
                 for worker, why, error in self.worker_group.check():
                     if error is not None and (self.generation == 0 or self.worker_group.ready == 0):
                         raise error
-                    self.restart_policy.record_failure(f"{worker.host}: {why}", [worker.incarnation])
+                    self.restart_policy.record_failed_start(worker.key, f"{worker.host}: {why}")
                 self.restart_policy.raise_if_exhausted()
                 workers = self.worker_group.assign(lease.shape, self.workers)
                 is_full = self.worker_group.starting == 0 or len(workers) == most_ranks(self.spec, lease.shape)
@@ -179,7 +182,7 @@ class _Driver:
         self.reporter.send({**self._progress(new[-1].world, tokens_per_s), **self._step_values(new, worked_s)})
 
     def _handle_exit(self, result: GenerationResult) -> None:
-        if result.error is not None:
+        if result.error is not None and not self._waits_for_store(result.error):
             raise result.error
         now_s, step = time.monotonic(), self.record.steps
         if self.recovery is None:
@@ -191,10 +194,23 @@ class _Driver:
             self.record.event("resize", generation=self.generation, step=step, why=result.why)
         elif result.kind == "oom":
             self._shrink_micro_batch(result.why)
+        elif result.error is not None:
+            self.record.restarts += 1
+            self.record.event("broke", generation=self.generation, step=step, why=result.why)
+            time.sleep(STORE_WAIT_S)
         else:
             self.record.restarts += 1
             self.record.event("broke", generation=self.generation, step=step, why=result.why)
             self.restart_policy.record_break(result.why, [worker.incarnation for worker in result.dead])
+
+    def _waits_for_store(self, error: RaytideError) -> bool:
+        """Returns whether the gang forms again although it failed with `error`: its store was away while it recovered.
+        The ranks may hold newer state than the store, and keep it. They wait as long as a rank may take to load.
+        """
+        is_away = isinstance(error, StorageError | WaitTimeoutError) and not isinstance(error, FullDiskError)
+        if self.recovery is None or not is_away:
+            return False
+        return time.monotonic() - self.recovery.began_s < self.spec.stall_timeout_s
 
     def _first_micro_batch(self) -> int:
         return self.spec.first_micro_batch(self.spec.layout.sizes(len(self.workers)))

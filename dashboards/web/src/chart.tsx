@@ -115,7 +115,7 @@ function options(latest: { current: Props }, element: HTMLElement): uPlot.Option
   const drawn = props.stacked ? [...props.series].reverse() : props.series;
   const font = "11px ui-sans-serif, system-ui, sans-serif";
   const axis = { stroke: () => css("--faint"), font, ticks: { show: false }, grid: { stroke: () => css("--line"), width: 1 } };
-  const paths = props.stepped ? uPlot.paths.stepped!({ align: 1 }) : uPlot.paths.linear!();
+  const paths = props.stepped ? uPlot.paths.stepped!({ align: 1, extend: true }) : uPlot.paths.linear!();
   return {
     width: Math.max(element.clientWidth, 40),
     height: props.height ?? 200,

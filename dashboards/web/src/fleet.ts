@@ -1,6 +1,6 @@
 // Sums over the fleet that several pages show.
 import type { Live } from "./live";
-import { USES, type Endpoint, type Job, type NodeRow, type NodeType, type Use } from "./types";
+import { USES, type Endpoint, type Job, type NodeRow, type NodeType, type Team, type Use } from "./types";
 
 export const USE_NAMES: Record<Use, string> = {
   training: "Training",
@@ -58,6 +58,21 @@ export function burnOf(endpoint: Endpoint, before?: Record<string, number>): num
   const late = (endpoint.counted.late ?? 0) - (before?.late ?? 0);
   if (finished + late <= 0) return null;
   return Math.max(0, late) / Math.max(finished, late, 1) / (1 - (endpoint.slo_target ?? 0.99));
+}
+
+const budgetOf = (team: Team): number | null => team.hard_usd ?? team.soft_usd;
+
+/** This month's budgets, and what was spent of them. A team's budget also pays for the teams below it, whose own are parts of it; what teams without one spend is no part. */
+export function budgetsOf(teams: Map<string, Team>): { usd: number; spent_micro_usd: number } {
+  const sums = { usd: 0, spent_micro_usd: 0 };
+  for (const team of teams.values()) {
+    let payer: Team | null = null; // the highest one with a budget
+    for (let at: Team | undefined = team; at; at = teams.get(at.parent)) if (budgetOf(at) != null) payer = at;
+    if (!payer) continue;
+    sums.spent_micro_usd += team.spent_micro_usd;
+    if (payer === team) sums.usd += budgetOf(team)!;
+  }
+  return sums;
 }
 
 export const number = (value: unknown): number | null => (typeof value === "number" && Number.isFinite(value) ? value : null);

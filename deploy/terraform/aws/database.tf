@@ -1,4 +1,5 @@
-# The queue, the ledger and the registry. The password is made and kept by Secrets Manager, and never part of Terraform's state.
+# The queue, the ledger and the registry. The master's password is made and kept by Secrets Manager, and never part of Terraform's state.
+# Secrets Manager changes it every seven days, so the cluster is the user `head`, which the operator makes (docs/providers.md).
 
 resource "aws_subnet" "database" {
   for_each          = var.database ? { for index, zone in var.zones : zone => index } : {}

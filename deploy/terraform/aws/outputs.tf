@@ -26,11 +26,11 @@ output "bucket" {
 }
 
 output "state_url" {
-  description = "metadata.raytide.state_url, once PASSWORD is replaced by what the secret holds."
-  value       = var.database ? "postgresql://raytide:PASSWORD@${aws_db_instance.state[0].endpoint}/raytide?sslmode=require" : ""
+  description = "metadata.raytide.state_url, once the user `head` is made (docs/providers.md) and PASSWORD replaced by its password."
+  value       = var.database ? "postgresql://head:PASSWORD@${aws_db_instance.state[0].endpoint}/raytide?sslmode=require" : ""
 }
 
 output "state_secret" {
-  description = "The secret of the database's password."
+  description = "The secret of the master's password, which changes every week: it is for making the user `head` alone."
   value       = var.database ? aws_db_instance.state[0].master_user_secret[0].secret_arn : ""
 }

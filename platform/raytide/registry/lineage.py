@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.io.storage import join
 from raytide.core.objects.job import Job, JobKind, JobState
@@ -15,6 +16,8 @@ from raytide.core.specs.model_version import Lineage, ModelVersion, ModelVersion
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 
+_MOST_LOCATION_CHARS = 4096
+"""The length of a lineage's dataset; a mixture's 64 locations may be longer together."""
 _REPORTED = {"loss": "train_loss", "step": "steps"}
 """The names of a version's metrics, by their names in the job's progress."""
 Version = ModelVersion | DatasetVersion
@@ -54,7 +57,8 @@ def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpe
         train = TrainSpec.parse(config, where=job.id)
         lineage = Lineage(
             job=job.id,
-            dataset=", ".join(train.datasets) or (train.chat.file if train.chat else ""),
+            dataset=shortened(", ".join(train.datasets), _MOST_LOCATION_CHARS)
+            or (train.chat.file if train.chat else ""),
             dataset_sha256=given.dataset_sha256,
             base=train.init_from or "",
             code=code,

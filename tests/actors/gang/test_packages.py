@@ -8,6 +8,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,11 @@ def test_an_environment_is_kept_while_it_is_used_and_removed_long_after(
     assert path.exists(), "it was used a moment ago"
     remove_old(tmp_path, later_s)
     assert not path.exists()
+
+
+def test_an_old_environment_that_another_rank_removes_first_is_no_failure(tmp_path: Path) -> None:
+    seen: Any = SimpleNamespace(glob=lambda pattern: [tmp_path / "old" / "ready"])
+    remove_old(seen, 0.0)
 
 
 @pytest.mark.parametrize(

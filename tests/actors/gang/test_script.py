@@ -194,6 +194,12 @@ def test_a_driver_that_runs_again_goes_on_counting(start: Start) -> None:
     assert again.platform.progress["attempts"] == 2
 
 
+def test_a_script_that_reports_texts_under_the_names_of_the_counts_ends_no_later_driver(start: Start) -> None:
+    run = start("print(1)", ONE, done={"attempts": "3 of 10", "failures": "nan"})
+    run.result.result(60)
+    assert run.platform.progress.items() >= {"attempts": 1, "failures": 0}.items()
+
+
 def test_a_final_exit_code_ends_the_job_whatever_retries_are_left(start: Start) -> None:
     run = start("raise SystemExit(79)", ONE, retries=5, final_exit_codes=(79,))
     assert "ended with exit code 79" in str(run.result.exception(60))

@@ -74,6 +74,16 @@ def test_a_stream_is_the_same_answer_in_typed_events(client: Anthropic) -> None:
     assert final.usage.output_tokens == 6
 
 
+def test_numbers_of_a_call_that_json_does_not_have_are_null(serve: Serve) -> None:
+    call = CALL.replace('"city": "Oslo"', '"t": [NaN, 1e999, 2.5]')
+    client, ends = client_of(serve(FakeEngine(reply=call))), ["</tool_call>"]
+    answer = client.messages.create(
+        model="fake", max_tokens=len(call), messages=HELLO, tools=[TOOL], stop_sequences=ends
+    )
+    block: Any = answer.content[-1]
+    assert (block.type, block.input) == ("tool_use", {"t": [None, None, 2.5]})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_is_a_block_of_its_own(caller: Anthropic, stream: bool) -> None:
     ask: Any = {"model": "fake", "max_tokens": len(CALL) + 1, "messages": HELLO, "tools": [TOOL]}

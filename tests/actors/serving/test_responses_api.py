@@ -62,6 +62,18 @@ def test_a_stream_is_the_same_answer_in_typed_events(client: OpenAI) -> None:
     assert final.output_text == "tide ti"
 
 
+def test_a_stream_has_the_log_probabilities_of_all_tokens(client: OpenAI) -> None:
+    ask: Any = {"model": "fake", "input": "hello", "tools": [TOOL], "max_output_tokens": 7, "top_logprobs": 1}
+    events: list[Any] = list(client.responses.create(stream=True, **ask))
+    sent = [each.token for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    answer: Any = client.responses.create(**ask)
+    whole = answer.output[0].content[0].logprobs
+    assert whole is not None and "".join(each.token for each in whole) == "tide ti"
+    assert sent == [each.token for each in done.logprobs] == [each.token for each in whole]
+    assert events[-1].response.output[0].content[0].logprobs == whole
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_is_an_item_of_its_own(caller: OpenAI, stream: bool) -> None:
     ask: Any = {"model": "fake", "input": "?", "tools": [TOOL], "max_output_tokens": len(CALL)}

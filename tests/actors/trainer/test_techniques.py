@@ -225,10 +225,12 @@ def test_a_halved_microbatch_grows_back_and_changes_nothing_else(
     assert far([result.loss for result in results if result is not None], wanted) <= 5e-6
 
 
+@pytest.mark.parametrize("qat", [None, {"scheme": "w4a16", "group": 16}])
 def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_no_step_is_lost(
-    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch, qat: object
 ) -> None:
-    spec = with_(spec, "auto", steps=3, micro_batch="auto", eval={"dataset": spec.dataset, "every": 2, "batches": 2})
+    held_out = {"dataset": spec.dataset, "every": 2, "batches": 2}
+    spec = with_(spec, "auto", steps=3, micro_batch="auto", eval=held_out, qat=qat)
     with process_group.single_process() as mine:
         whole = Trainer(spec, mine)
         wanted = [whole.step() for _ in range(3)]

@@ -19,6 +19,9 @@ from raytide.control.bootstrap.loopback import ANY, claim, is_free
 from raytide.control.supervision.daemon import hold_lock, spawn
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, NotFoundError, UsageError
 from raytide.core.io.process import Process, marked
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec
+from raytide.core.state import Store
 
 K = 249 - 4 * (os.getpid() % 9)
 """Clusters count up from 2, and machines of sshd and Slurm from 200, so nobody is here, and hardly the suite of another
@@ -196,6 +199,47 @@ def test_after_a_crash_the_next_up_ends_the_rest_and_keeps_the_old_folder(idle_h
         assert started.cluster_id != crashed.cluster_id
         (kept,) = (home / "clusters").glob("local@*")
         assert (kept / "logs" / "supervisor.log").exists()
+    finally:
+        local.down()
+
+
+def test_a_cluster_starts_again_with_the_file_in_its_own_folder(idle_head: None, home: Path) -> None:
+    try:
+        first = local.up(k=K, children=STANDINS)
+        local.down()
+        file = first.config_path.read_text()
+        again = local.up(first.config_path, k=K - 1, children=STANDINS)
+        assert again.config_path == first.config_path
+        assert again.config_path.read_text() == file
+        (kept,) = (home / "clusters").glob("local@*")
+        assert (kept / "cluster.yaml").read_text() == file
+    finally:
+        local.down()
+
+
+def test_a_restored_cluster_whose_start_fails_is_not_set_aside(
+    idle_head: None, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/runbooks/lost-head.md: its state is in the folder, and no record."""
+    run_dir = run_dir_of("local")
+    run_dir.mkdir(parents=True)
+    (run_dir / "cluster.yaml").write_text(local.DEFAULT_CONFIG.read_text())
+    spec = JobSpec(kind=JobKind.GANG, name="kept", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    with closing(Store.open(f"sqlite:///{run_dir / 'state.db'}")) as store:
+        job = store.submit_job(spec, "ana", 1.0)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ClusterError("the head was too slow")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "wait_for_head", fail)
+        with pytest.raises(ClusterError, match="too slow"):
+            local.up(run_dir / "cluster.yaml", k=K, children=STANDINS)
+    try:
+        started = local.up(run_dir / "cluster.yaml", k=K, children=STANDINS)
+        with closing(Store.open(started.state_url)) as store:
+            assert store.job(job.id) == job
+        assert list((home / "clusters").glob("local@*")) == []
     finally:
         local.down()
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from raytide.autoscaler.providers.hosts.agent import versions
 from raytide.cli.app import app
 from raytide.control.bootstrap.cluster_record import HeadCluster
+from raytide.control.doctor import host
 from raytide.control.doctor.host import findings_of
 from raytide.control.doctor.machine import Finding
 from raytide.core.objects.hardware.host import Host
@@ -166,7 +167,7 @@ def test_six_faults_of_a_real_machine_are_found_over_ssh(
     with socket.create_server((hosts.address(1), 0)) as gcs, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         closed_port = bound.getsockname()[1]
-        HeadCluster(
+        lab = HeadCluster(
             name="lab",
             cluster_id="lab-1",
             run_dir=run_dir,
@@ -178,7 +179,9 @@ def test_six_faults_of_a_real_machine_are_found_over_ssh(
             config_path=file_of(hosts, tmp_path),
             created_at_s=0.0,
             version="",
-        ).save()
+        )
+        lab.save()
+        lab.client_file.touch()
         code, found = doctor("h1", "--cluster", "lab")
     assert code == 1
     faults = {name for name, all_of in found.items() if any(each["status"] == "fail" for each in all_of)}
@@ -195,6 +198,45 @@ def test_six_faults_of_a_real_machine_are_found_over_ssh(
 
 def gcs_port(found: dict[str, Any], hosts: SshdHosts) -> str:
     return next(name for name in found if name.startswith(f"head {hosts.address(1)}:")).rpartition(":")[2]
+
+
+def test_ports_of_a_cluster_that_is_down_or_another_one_are_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path / "home"))
+    asked = list[list[str]]()
+
+    def probed(*args: Any) -> tuple[dict[str, Any], float, float]:
+        asked.append(args[-1])
+        return {**WELL, "ports": {}}, 0.0, 0.1
+
+    monkeypatch.setattr(host, "_probe", probed)
+    file = yaml.safe_load((Path(__file__).parents[3] / "examples" / "hosts.yaml").read_text())
+    path = tmp_path / "hosts.yaml"
+    path.write_text(yaml.safe_dump(file))
+    name = file["metadata"]["raytide"]["hosts"]["machines"][0]["name"]
+    fields = {"gcs_address": "10.0.0.9:6379", "api_url": "http://10.0.0.9:7400"}
+    head = HeadCluster(
+        name=file["cluster_name"],
+        cluster_id="any-1",
+        run_dir=tmp_path / "home" / "clusters" / file["cluster_name"],
+        dashboard_url="",
+        serve_url="",
+        state_url="",
+        config_path=path,
+        created_at_s=0.0,
+        version="",
+        **fields,
+    )
+    head.run_dir.mkdir(parents=True)
+    head.save()
+    host.check_host(name, path, head.name)  # after `raytide down`, which keeps the record
+    head.client_file.touch()
+    host.check_host(name, path, head.name)
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**file, "cluster_name": "other"}))
+    host.check_host(name, other, head.name)
+    assert asked == [[], ["10.0.0.9:6379", "10.0.0.9:7400"], []]
 
 
 def test_a_machine_that_cannot_be_reached_or_has_no_interpreter_is_one_finding(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,16 +45,59 @@ SPANS = {
     40_000: "11 h",
     130_000: "2 d",
 }
-SCRIPT = "import * as f from './format.mjs'; const {n, s} = JSON.parse(process.argv[1]); "
-PRINT = "console.log(JSON.stringify([n.map(f.num), s.map(f.span)]))"
+
+
+def in_node(folder: Path, source: str, expression: str, given: object, **environment: str) -> Any:
+    """Returns the value of an expression over the module `m`, a file of the page, and over `given`."""
+    if shutil.which("node") is None or not ESBUILD.exists():
+        pytest.skip("node or the page's packages are missing: `./dev page` installs them")
+    options = ["--bundle", "--format=esm", f"--outfile={folder}/module.mjs", "--log-level=warning"]
+    subprocess.run([ESBUILD, f"src/{source}.ts", *options], cwd=WEB, check=True, timeout=120)
+    script = "import * as m from './module.mjs'; const given = JSON.parse(process.argv[1]); "
+    command = ["node", "--input-type=module", "--eval", f"{script}console.log(JSON.stringify({expression}))"]
+    done = subprocess.run(
+        [*command, json.dumps(given)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout)
 
 
 def test_every_size_of_number_and_duration_is_short_and_has_its_unit(tmp_path: Path) -> None:
-    if shutil.which("node") is None or not ESBUILD.exists():
-        pytest.skip("node or the page's packages are missing: `./dev page` installs them")
-    options = ["--bundle", "--format=esm", f"--outfile={tmp_path}/format.mjs", "--log-level=warning"]
-    subprocess.run([ESBUILD, "src/format.ts", *options], cwd=WEB, check=True, timeout=120)
-    given = json.dumps({"n": list(NUMBERS), "s": list(SPANS)})
-    command = ["node", "--input-type=module", "--eval", SCRIPT + PRINT, given]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout) == [list(NUMBERS.values()), list(SPANS.values())]
+    given = {"n": list(NUMBERS), "s": list(SPANS)}
+    found = in_node(tmp_path, "format", "[given.n.map(m.num), given.s.map(m.span)]", given)
+    assert found == [list(NUMBERS.values()), list(SPANS.values())]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/Los_Angeles", "Pacific/Auckland"])
+def test_a_day_of_costs_has_its_own_date_everywhere_and_a_free_day_costs_nothing(tmp_path: Path, zone: str) -> None:
+    """The clocks change on 1 November in Los Angeles."""
+    rows = [
+        {"key": f"2026-{day}", "amount_micro_usd": amount} for day, amount in (("10-31", 5), ("11-01", 7), ("11-04", 9))
+    ]
+    dates = (
+        "[...days.x, days.until].map((at) => { const on = new Date(at * 1000); return [on.getDate(), on.getHours()]; })"
+    )
+    expression = f"(() => {{ const days = m.byDay(given); return [{dates}, days.values]; }})()"
+    found = in_node(tmp_path, "days", expression, rows, TZ=zone)
+    assert found == [[[day, 0] for day in (31, 1, 2, 3, 4, 5)], [5, 7, 0, 0, 9]]
+
+
+def test_what_was_spent_of_budgets_leaves_out_teams_without_one_and_counts_a_parent_s_once(tmp_path: Path) -> None:
+    def team(name: str, spent_usd: int, parent: str = "", **budget: float) -> tuple[str, dict[str, Any]]:
+        limits = {"soft_usd": None, "hard_usd": None, **budget}
+        return name, {"team": name, "parent": parent, "spent_micro_usd": spent_usd * 10**6, **limits}
+
+    teams = [
+        team("infra", 5000),
+        team("research", 10, hard_usd=1000),
+        team("vision", 200, "research", soft_usd=400, hard_usd=700),
+        team("interns", 40, "research"),
+        team("chat", 0, soft_usd=500),
+    ]
+    found = in_node(tmp_path, "fleet", "m.budgetsOf(new Map(given))", teams)
+    assert found == {"usd": 1500, "spent_micro_usd": 250 * 10**6}

@@ -28,6 +28,12 @@ def test_unreadable_keys_hide_no_others() -> None:
     assert {name: entry.replicas for name, entry in found.items()} == {"e": {"r1": ADDRESS}}
 
 
+def test_a_spec_as_large_as_the_api_accepts_is_listed() -> None:
+    texts = {f"t{n}": "x" * 60_000 for n in range(4)} | {"rest": "x" * 21_940}
+    spec = ServeSpec.parse({"name": "e", "model": "/m", "engine": texts}, where="serve")
+    assert list(listing({spec_key("e"): f"1.0 {spec.model_dump_json()}".encode()})) == ["e"]
+
+
 def test_what_could_not_be_taken_over_is_passed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "PERIOD_S", 0.01)
     monkeypatch.setattr(directory, "_RETRY_S", 0.01)

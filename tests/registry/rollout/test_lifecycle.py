@@ -187,6 +187,10 @@ def test_a_shadow_gets_copies_alone_until_a_user_ends_it() -> None:
     assert (shared["web"].spec.replicas.min, shared["web~2"].spec.replicas.min) == (4, 2)
     promoted = advance(replace(found, asked="promote"), view(), 1e6)
     assert promoted.state is RolloutState.PROMOTED
+    waits = advance(replace(found, asked="promote"), view(challenger=both["web~2"]), 1e6)
+    assert (waits.state, waits.percent) == (RolloutState.RUNNING, 100.0)
+    shared = with_shares({**both, "web": replace(both["web"], target_replicas=1)}, [waits], {})
+    assert shared["web~2"].spec.replicas.min == 4, "it gets the replicas for which its promotion waits"
 
 
 def test_other_endpoints_and_rollouts_that_are_over_leave_the_bounds_alone() -> None:

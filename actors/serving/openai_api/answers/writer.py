@@ -257,7 +257,8 @@ class ChatWriter(_Writer):
             before = calls.get(part.index)
             name, id = (before.function.name, before.id) if before is not None else (part.name, part.id)
             arguments = (before.function.arguments if before is not None else "") + part.arguments
-            calls[part.index] = ToolCall(id=id, function=FunctionCall(name=name, arguments=arguments))
+            function = FunctionCall.model_construct(name=name, arguments=arguments)  # the limits are for requests
+            calls[part.index] = ToolCall.model_construct(id=id, type="function", function=function)
         content = "".join(piece.text for piece in pieces)
         return Reply(
             content=content or (None if calls else ""),

@@ -132,9 +132,12 @@ class MessagesWriter:
 
 
 def _parsed(text: str) -> Item:
-    """Returns the input of a call; of a call that was cut off, the part that can be parsed."""
+    """Returns the input of a call; of a call that was cut off, the part that can be parsed. NaN and infinity, which are
+    not JSON, become None.
+    """
     try:
-        return _INPUT.validate_json(text, experimental_allow_partial="trailing-strings")
+        found = _INPUT.validate_json(text, experimental_allow_partial="trailing-strings")
+        return _INPUT.validate_json(_INPUT.dump_json(found))
     except ValueError:
         return {}
 

@@ -32,6 +32,8 @@ class ResponsesWriter:
         self._items: list[Item] = []
         self._sequence = 0
         self._is_cut = False
+        self._scored: list[Item] = []
+        """The log probabilities of tokens whose text is still held back."""
         self.response: Item | None = None
         """The whole response, once it is complete."""
 
@@ -58,12 +60,13 @@ class ResponsesWriter:
         return created + self._event("response.in_progress", response=response)
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        scored = chat_logprobs(delta.logprobs, bytes_of).model_dump()["content"] if delta.logprobs else []
+        if delta.logprobs:
+            self._scored += chat_logprobs(delta.logprobs, bytes_of).model_dump()["content"]
         self._is_cut = delta.finish_reason == "length"
         out: list[bytes] = []
         for piece in self._pieces(delta.text, delta.finish_reason):
-            self._events_of(piece, out, scored)
-            scored = []
+            self._events_of(piece, out, self._scored)
+            self._scored = []
         return b"".join(out)
 
     def closing(self, usage: Usage) -> bytes:
@@ -99,7 +102,10 @@ class ResponsesWriter:
             out.append(self._event("response.content_part.added", part=part, content_index=0, **self._place()))
             self._items[-1]["content"] = [part]
         self._items[-1]["content"][0]["text"] += text
-        more = {"logprobs": list(scored)} if kind == "message" else {}
+        more: Item = {}
+        if kind == "message":
+            more["logprobs"] = list(scored)
+            self._items[-1]["content"][0]["logprobs"] += scored
         name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
         out.append(self._event(name, delta=text, content_index=0, **more, **self._place()))
 
@@ -128,7 +134,7 @@ class ResponsesWriter:
         else:
             (part,) = item["content"]
             is_text = item["type"] == "message"
-            more: Item = {"logprobs": []} if is_text else {}
+            more: Item = {"logprobs": part["logprobs"]} if is_text else {}
             name = "response.output_text.done" if is_text else "response.reasoning_text.done"
             out.append(self._event(name, text=part["text"], content_index=0, **more, **self._place()))
             out.append(self._event("response.content_part.done", part=part, content_index=0, **self._place()))
@@ -192,6 +198,6 @@ def _usage(usage: Usage) -> Item:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -3,6 +3,8 @@ import { useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
 import { Chart } from "../chart";
+import { byDay } from "../days";
+import { budgetsOf } from "../fleet";
 import { num, percent, usd } from "../format";
 import { now as clock, useLive } from "../live";
 import type { Place } from "../routes";
@@ -65,11 +67,10 @@ function AllCosts() {
   const table = useLoad((signal) => get<CostTable>(`/v1/cost/${by}`, DAYS[since] ? { since_s: since_s() } : {}, signal), [by, since], 15_000);
   const report = useLoad((signal) => get<Report>("/v1/cost", {}, signal), [], 15_000);
   const days = useLoad((signal) => get<CostTable>("/v1/cost/day", { since_s: clock() - 30 * 86_400 }, signal), [], 60_000);
-  const teams = [...now.teams.values()];
-  const budget = teams.reduce((sum, team) => sum + (team.hard_usd ?? team.soft_usd ?? 0), 0);
-  const spent = teams.reduce((sum, team) => sum + team.spent_micro_usd, 0);
+  const { usd: budget, spent_micro_usd: spent } = budgetsOf(now.teams);
   const energy_mj = (table.data?.rows ?? []).reduce((sum, row) => sum + row.energy_mj, 0);
   const columns = useMemo(() => columnsOf(by, table.data?.total_micro_usd ?? 0, energy_mj > 0 ? (table.data?.grams_co2_per_kwh ?? 0) : null), [by, table.data?.total_micro_usd, energy_mj > 0]);
+  const drawn = useMemo(() => (days.data && days.data.rows.length > 2 ? byDay(days.data.rows) : null), [days.data]);
   const whole = report.data ? report.data.booked_micro_usd + report.data.accrued_micro_usd : null;
   const isBalanced = report.data && report.data.billed_micro_usd === report.data.booked_ended_micro_usd;
   return (
@@ -104,9 +105,9 @@ function AllCosts() {
           )}
         </Card>
         <TideCard />
-        {days.data && days.data.rows.length > 2 && (
+        {drawn && (
           <Card title="By day" cmd="raytide cost --by day">
-            <Chart label="Dollars by day" x={days.data.rows.map((row) => Date.parse(row.key) / 1000)} series={[{ label: "cost", color: "training", values: days.data.rows.map((row) => row.amount_micro_usd) }]} height={180} stacked stepped format={(value) => usd(value)} />
+            <Chart label="Dollars by day" x={drawn.x} series={[{ label: "cost", color: "training", values: drawn.values }]} height={180} stacked stepped until={drawn.until} format={(value) => usd(value)} />
           </Card>
         )}
       </div>

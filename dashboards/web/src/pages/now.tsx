@@ -1,7 +1,7 @@
 // The home page: is the fleet busy, what does it cost, does anything need me?
 import { useEffect, useRef } from "preact/hooks";
 
-import { burnOf, fleetOf, isLive, number, progressOf } from "../fleet";
+import { budgetsOf, burnOf, fleetOf, isLive, number, progressOf } from "../fleet";
 import { num, percent, plural, span, usd } from "../format";
 import { seenOf } from "../history";
 import { useLive, type Live } from "../live";
@@ -42,9 +42,7 @@ function Headline({ now }: { now: Live }) {
   const fleet = fleetOf(now);
   const unit = fleet.unit === "gpus" ? "GPU" : "CPU";
   const busy = fleet.byUse.training + fleet.byUse.serving + fleet.byUse.batch + fleet.byUse.unmanaged;
-  const teams = [...now.teams.values()];
-  const budget = teams.reduce((sum, team) => sum + (team.hard_usd ?? team.soft_usd ?? 0), 0);
-  const spent = teams.reduce((sum, team) => sum + team.spent_micro_usd, 0);
+  const { usd: budget, spent_micro_usd: spent } = budgetsOf(now.teams);
   const jobs = [...now.jobs.values()];
   const serving = [...now.endpoints.values()].reduce((sum, endpoint) => sum + endpoint.tps, 0);
   const training = jobs.filter((job) => job.state === "running").reduce((sum, job) => sum + (number(job.progress.tokens_per_s) ?? 0), 0);

@@ -69,15 +69,17 @@ def up(
     """Starts and returns a cluster. If a cluster of this name runs without its supervisor, restarts the supervisor and
     returns that cluster.
 
-    If the start of a new cluster fails, the parts that have started are ended. A new cluster with an `owner` ends
-    when the owner process ends. With `monitoring`, Prometheus and Alertmanager run beside the cluster. Both must be
-    installed. They keep the measurements of an earlier cluster of this name.
+    If the start of a new cluster fails, the parts that have started are ended. A restored cluster can then be started
+    again. A new cluster with an `owner` ends when the owner process ends. With `monitoring`, Prometheus and
+    Alertmanager run beside the cluster. Both must be installed. They keep the measurements of an earlier cluster of
+    this name.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     for user in config.settings.users():
         account_of(user)  # fail here rather than in the first script
     adjusted_groups(config.settings.monitoring.alerts)  # fail here rather than in the monitor
+    source = Path(config_path or DEFAULT_CONFIG).resolve()
     with _exclusive(name):
         cluster = _load(name)
         if cluster is not None and cluster.is_alive("head"):
@@ -89,15 +91,17 @@ def up(
             start_supervisor(cluster, children)
             wait_for_api(cluster, timeout_s=timeout_s)
             return cluster
-        earlier = None
+        earlier, is_restored = None, cluster is None and source == run_dir_of(name) / "cluster.yaml"
         if cluster is not None:
             _end_everything(cluster)
             _close_books(cluster)
             earlier = _set_aside(cluster)
+            if source.is_relative_to(cluster.run_dir):  # the file has moved with its folder
+                source = earlier / source.relative_to(cluster.run_dir)
         with full_disk_is_an_error(str(run_dir_of(name))):
             cluster, claimed = _create(
                 name,
-                Path(config_path or DEFAULT_CONFIG),
+                source,
                 k,
                 state_url=config.settings.state_url,
                 owner=owner,
@@ -115,6 +119,8 @@ def up(
         except BaseException:
             with _uninterrupted():
                 _end_everything(cluster)
+                if is_restored:  # else the next `up` would close its books and set it aside
+                    (cluster.run_dir / "cluster.json").unlink(missing_ok=True)
             raise
         finally:
             claimed.close()

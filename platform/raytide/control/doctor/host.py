@@ -37,11 +37,11 @@ def check_host(name: str, config_path: Path | None = None, cluster: str = "local
     """Returns the findings about one of the operator's own machines. `name` is the machine's name in the cluster.yaml
     at `config_path`.
 
-    The default of `config_path` is the file of the running cluster. If the cluster runs, the machine must be able to
-    reach the cluster's ports.
+    The default of `config_path` is the file of the cluster with the name `cluster`. If the cluster of the file is up,
+    the machine must be able to reach the cluster's ports.
     """
-    running = load(run_dir_of(cluster))
-    path = config_path or (running.config_path if running is not None else None)
+    recorded = load(run_dir_of(cluster))
+    path = config_path or (recorded.config_path if recorded is not None else None)
     if path is None:
         raise NotFoundError(
             f"there is no cluster {cluster} on this machine.",
@@ -49,6 +49,8 @@ def check_host(name: str, config_path: Path | None = None, cluster: str = "local
         )
     config = load_cluster(path)
     hosts, host = _find(config, name)
+    is_another = config_path is not None and recorded is not None and recorded.name != config.name
+    running = None if recorded is None or is_another or not recorded.client_file.exists() else recorded
     expected = next(each for each in config.node_types if each.name == host.node_type)
     connection = SshConnection(hosts, f"doctor {config.name}")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -125,7 +124,8 @@ def listing(found: Mapping[bytes, bytes]) -> Listing:
                 replicas.setdefault(name, {})[rest] = ReplicaAddress.parse(value)
             else:
                 created_at_s, _, spec = value.decode().partition(" ")
-                applications[name] = EndpointEntry(ServeSpec.parse(json.loads(spec), where=name), float(created_at_s))
+                # The API has checked the spec's size, which is larger with its defaults.
+                applications[name] = EndpointEntry(ServeSpec.model_validate_json(spec), float(created_at_s))
         except (ValueError, TypeError, RaytideError) as error:
             log.warning("a key of Serve's cannot be read", extra={"key": repr(key), "error": str(error)})
     applications = {name: replace(each, replicas=replicas.get(name, {})) for name, each in applications.items()}

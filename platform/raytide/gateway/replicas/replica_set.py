@@ -203,17 +203,18 @@ class ReplicaSet:
     def address(self, replica: str) -> ReplicaAddress | None:
         return self._addresses.get(replica)
 
-    async def wait_ready(self, timeout_s: float, lora: str | None = None) -> list[Replica]:
+    async def wait_ready(self, timeout_s: float, lora: str | None = None, *, has_begun: bool = False) -> list[Replica]:
         """Returns the replicas that take requests and have loaded the adapter. Waits until there is at least one.
 
         Raises WaitTimeoutError after the timeout. The timeout is shorter if replicas are ready but lack the adapter.
-        Raises OverloadedError if too many requests wait, and NotFoundError if the endpoint was deleted.
+        Raises OverloadedError if too many requests wait, unless the answer `has_begun`: a client has a part of it.
+        Raises NotFoundError if the endpoint was deleted.
         """
         if ready := [replica for replica in self.ready if replica.has_adapter(lora)]:
             return ready
         if self.ready:
             timeout_s = min(timeout_s, _ADAPTER_S)
-        if self.waiting >= self.most_waiting:
+        if self.waiting >= self.most_waiting and not has_begun:
             text = f"{self.waiting} requests wait for a replica of {self.endpoint}."
             raise OverloadedError(text, hint="Retry later.")
         deadline_s = time.monotonic() + timeout_s

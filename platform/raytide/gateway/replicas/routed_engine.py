@@ -243,7 +243,10 @@ class RoutedEngine(Engine):
         deadline_s = time.monotonic() + patience_s
         first_output = request.resume[0].token_ids if request.resume else ()
         while True:
-            ready = [holder] if holder else await self._replicas.wait_ready(patience_s, request.lora)
+            if holder is not None:
+                ready = [holder]
+            else:
+                ready = await self._replicas.wait_ready(patience_s, request.lora, has_begun=may_wait)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(

@@ -322,9 +322,9 @@ def with_shares(
 
 
 def _share(rollout: Rollout) -> float:
-    """Returns the challenger's share of requests, including shadow copies."""
+    """Returns the challenger's share of requests, including shadow copies. It is 1 during a promotion, shadows too."""
     shadow = RolloutSpec.model_validate(rollout.plan).shadow
-    return min(1.0, (rollout.percent if shadow is None else shadow.percent) / 100.0)
+    return min(1.0, max(rollout.percent, 0.0 if shadow is None else shadow.percent) / 100.0)
 
 
 def _bounded(endpoint: Endpoint, least: int, most: int, never_below: int) -> Endpoint:

@@ -49,6 +49,36 @@ CASES: list[tuple[str, Reasoning, str, tuple[str, str, list[tuple[str, str]]]]] 
     ("hermes", "", "a < b and <tool but no", ("", "a < b and <tool but no", [])),
     ("hermes", "", '<tool_call>{"name": "f", "argum', ("", '<tool_call>{"name": "f", "argum', [])),
     ("hermes", "", "<tool_call>{not json}</tool_call>", ("", "<tool_call>{not json}</tool_call>", [])),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"name": "get\\_f", "arguments": {}}</tool_call>',
+        ("", '<tool_call>{"name": "get\\_f", "arguments": {}}</tool_call>', []),
+    ),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+        ("", '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', []),
+    ),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "\\u0066"}</tool_call>',
+        ("", "", [("f", '{"a": "\\ud83d"}')]),
+    ),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        ("", '<tool_call>{"name": "f"}</tool_call>', [("g", "{}")]),
+    ),
+    (
+        "hermes",
+        "",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
     ("llama3", "", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
     (
         "llama3",
@@ -114,6 +144,11 @@ def test_an_output_is_read_alike_however_it_is_cut(
 def test_without_tools_nothing_is_a_call() -> None:
     output = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert parsed(OutputParser(None), list(output)) == ("", output, [])
+
+
+def test_a_call_that_is_nested_too_deeply_to_be_read_is_text() -> None:
+    output = f'<tool_call>{{"arguments": {"[" * 2000}{"]" * 2000}, "name": "f"}}</tool_call>'
+    assert parsed(OutputParser(syntax_of("hermes")), [output]) == ("", output, [])
 
 
 def test_calls_beyond_the_allowed_number_are_dropped() -> None:
@@ -182,6 +217,13 @@ def test_each_character_is_scanned_once(chat_format: str, output: str, monkeypat
     read_lengths.clear()
     assert parsed(OutputParser(syntax_of(chat_format)), list(output)) == at_once
     assert sum(read_lengths) <= len(output)
+
+
+def test_a_long_name_is_not_searched_again_with_each_piece() -> None:
+    output = f'<tool_call>{{"name": "{"a" * 5000}", "arguments": {{}}}}'
+    parser = OutputParser(syntax_of("hermes"))
+    assert parser.feed(output[:-1]) == [], "it is read once its object is complete"
+    assert read(parser.feed(output[-1:]) + parser.finish()) == ("", "", [("a" * 5000, "{}")])
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -15,9 +16,13 @@ from openai import OpenAI
 from tests.actors.serving.test_native_engine import model_dir, structuring
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.limits import MAX_ARGUMENT_CHARS
+from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.openai_api import server
+from raytide.actors.serving.openai_api.answers.bodies import Usage
+from raytide.actors.serving.openai_api.answers.writer import ChatWriter, ChoiceState
 from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
@@ -48,6 +53,29 @@ def test_a_call_in_the_output_is_a_call_in_the_answer(client: OpenAI) -> None:
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
     assert call.id.startswith("call_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_name_that_is_not_valid_json_is_text(serve: Serve, client_of: ClientOf, stream: bool) -> None:
+    output = CALL.replace("weather", "get\\_weather")
+    chat = client_of(serve(FakeEngine(reply=output + END))).chat.completions
+    if stream:
+        with chat.stream(**ASK, tools=[tool()]) as events:
+            choice: Any = events.get_final_completion().choices[0]
+    else:
+        choice = chat.create(**ASK, tools=[tool()]).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (output, None, "stop")
+
+
+def test_an_answer_may_have_longer_arguments_than_a_request() -> None:
+    body = ChatRequest.model_validate({**ASK, "tools": [tool()]})
+    generation: Any = SimpleNamespace(tool_use=tool_use_of(body, ChatFormat()), sampling=SamplingParams())
+    choice, usage = ChoiceState(), Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+    choice.text = CALL.replace("Oslo", "a" * MAX_ARGUMENT_CHARS)
+    answer = ChatWriter(body, generation).full_response([choice], usage, lambda token: b"").model_dump()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    assert json.loads(call["function"]["arguments"]) == {"city": "a" * MAX_ARGUMENT_CHARS}
 
 
 def test_a_stream_says_the_same_piece_by_piece(client: OpenAI) -> None:

@@ -248,6 +248,20 @@ def test_a_copy_that_a_killed_process_left_is_no_dataset(mine: Path) -> None:
     assert not half.exists()
 
 
+def test_a_store_that_is_away_is_a_storage_error_although_the_machine_has_a_copy(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = remote(mine, "staged-5")
+    local_copy.local_copy(url)
+
+    def away(url: str) -> bytes:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(local_copy, "read_bytes", away)
+    with pytest.raises(StorageError, match="cannot reach memory://staged-5: ConnectionError: no route to host"):
+        local_copy.local_copy(url)
+
+
 @pytest.mark.parametrize("taken", ["link", "file", "open"])
 def test_a_folder_that_somebody_else_prepared_is_refused(scratch: Path, tmp_path: Path, taken: str) -> None:
     top = scratch / f"raytide-{os.getuid()}"

@@ -227,6 +227,14 @@ def test_packages_that_do_not_exist_end_the_run_at_their_first_failure_and_an_un
         run_train(spec, leases, "job-1", start=unreachable)
 
 
+def test_the_workers_of_a_node_that_die_together_as_they_start_are_one_failure(spec: TrainSpec) -> None:
+    leases = FakeLeases(Shape(members=1, resources={"CPU": 8.0, "GPU": 8.0}))
+    leases.give(0)
+    once = FailsToStart([ClusterError("the index: 503")] * 8 + [ConfigError("no such package")] * 8)
+    with pytest.raises(ConfigError, match="no such package"):
+        run_train(spec, leases, "job-1", start=once)
+
+
 class Lacks(Run):
     """A run in which no member that comes anew can have its packages."""
 

@@ -131,6 +131,22 @@ def test_lost_members_never_count_whether_the_lease_says_so_before_their_ranks_d
     policy.raise_if_exhausted()
 
 
+def test_a_worker_that_never_starts_ends_the_run_unless_its_member_is_lost() -> None:
+    policy = RestartPolicy("run")
+    for _ in range(MAX_FAILURES):
+        for slot in range(8):
+            policy.record_failed_start((0, 0, slot, "group"), "the index: 503")
+        policy.raise_if_exhausted()
+    policy.record_failed_start((0, 0, 3, "group"), "the index: 504")
+    with pytest.raises(TrainError, match=r"failed 6 times .* last: the index: 504"):
+        policy.raise_if_exhausted()
+    policy.record_members([Member(0, incarnation=1)])
+    policy.raise_if_exhausted()
+    policy.record_members([])
+    policy.record_step(1)
+    policy.raise_if_exhausted()
+
+
 def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
     recovery = Recovery(began_s=10.0, leave_s=0.25, ended_s=11.0, step=9, assigned_s=11.5)
     first = StepResult(step=8, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, step_s=1.0, data_s=0.0, world=3)

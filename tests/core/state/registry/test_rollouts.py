@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytide.core.errors import ConflictError, NotFoundError
+from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.specs.rollout import Rollout, RolloutReport, RolloutState, Serving
 from raytide.core.state import Changes, Store
@@ -44,6 +45,17 @@ def test_a_challenger_is_an_application_of_its_own_with_one_replica(store: Store
     assert [x.number for x in store.revisions.page("chat", team="blue")] == [2, 1]
     (entry,) = store.tenancy.audit.entries(action="rollout.start")
     assert (entry.actor, entry.object, entry.detail["why"]) == ("bob", "chat", "faster")
+
+
+def test_a_hosted_api_takes_no_part_in_a_rollout(store: Store) -> None:
+    """Gateways send it every request while it is the champion, and it never has a replica as a challenger."""
+    backend = HostedBackend(base_url="https://api.example/v1", model="big")
+    hosted = ServeSpec.model_validate({"name": "chat", "team": "blue", "backend": backend})
+    for champion, challenger in ((hosted, spec()), (spec(), hosted)):
+        store.save_endpoint(champion, "ana", 1.0)
+        with pytest.raises(ConflictError, match="hosted API"):
+            store.rollouts.start(challenger, "canary", {"canary": {}}, "bob", 5.0, "")
+    assert store.load().rollouts == ()
 
 
 def test_a_promoted_application_serves_the_endpoint_and_gets_its_next_specs(store: Store) -> None:

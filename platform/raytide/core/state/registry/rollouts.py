@@ -47,7 +47,7 @@ class RolloutRecords(DatabaseAccess):
         started, while it is live.
 
         Raises NotFoundError if the endpoint does not exist. Raises ConflictError if the endpoint belongs to another
-        team, has a rollout already or is being deleted.
+        team, has a rollout already or is being deleted, or if a hosted API answers for one of the revisions.
         """
         e = core.endpoints.c
         with self._db.write() as c:
@@ -60,6 +60,9 @@ class RolloutRecords(DatabaseAccess):
                 raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
             if row.delete_requested or row.state == EndpointState.DELETING:
                 raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
+            if spec.backend is not None or codec.endpoint(row).spec.backend is not None:
+                hint = "Serve the new spec without a rollout. A model can have the API as its fallback."
+                raise ConflictError(f"{spec.name}: a hosted API has no replicas, so no rollout.", hint=hint)
             if (found := live(c, spec.name)) is not None and _is_repeated(c, found, spec, kind, plan, user):
                 return found
             refuse_during_rollout(c, spec.name)
