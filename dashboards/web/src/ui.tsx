@@ -197,15 +197,15 @@ interface Loaded<T> {
   error: (Error & { status?: number; hint?: string }) | null;
 }
 
-/** Loads when `keys` change and every `every_ms`; keeps what it has while it loads again. */
-export function useLoad<T>(load: (signal: AbortSignal) => Promise<T>, keys: unknown[], every_ms = 0): Loaded<T> {
+/** Loads when `keys` or `version` change and every `every_ms`. It keeps what it has while it loads again, unless `keys` have changed. */
+export function useLoad<T>(load: (signal: AbortSignal) => Promise<T>, keys: unknown[], every_ms = 0, version: unknown = 0): Loaded<T> {
   const [state, setState] = useState<Loaded<T>>({ data: null, error: null });
-  const first = useRef(true);
+  const shown = useRef(keys);
   useEffect(() => {
     const stop = new AbortController();
     let timer = 0;
-    if (!first.current) setState({ data: null, error: null });
-    first.current = false;
+    if (keys.some((key, index) => key !== shown.current[index])) setState({ data: null, error: null });
+    shown.current = keys;
     const run = async () => {
       try {
         const data = await load(stop.signal);
@@ -220,6 +220,6 @@ export function useLoad<T>(load: (signal: AbortSignal) => Promise<T>, keys: unkn
       stop.abort();
       clearTimeout(timer);
     };
-  }, keys);
+  }, [...keys, version]);
   return state;
 }

@@ -303,7 +303,7 @@ fetch = async (path, options) => {
       window.tell = (message) => page.enqueue(encoder.encode(message));
       for (let seen = ""; !/event: status\\n.*\\n\\n/.test(seen); ) {
         const { value } = await reader.read();
-        seen += value;
+        window.told = seen += value;
         tell(value);
       }
     },
@@ -324,6 +324,20 @@ def test_a_run_that_leaves_the_stream_is_asked_for(busy: str, tab: Tab) -> None:
             page.evaluate("message => tell(message)", f"event: jobs\ndata: {change}\n\n")
         expect(page.locator("main .skeleton")).to_have_count(0)
         expect(page.locator("h1")).to_have_text(job["spec"]["name"])
+
+
+def test_the_decisions_stay_in_place_when_a_new_plan_adds_one(busy: str, tab: Tab) -> None:
+    with tab(busy, TOKEN) as watched:
+        watched.page.add_init_script(HELD_STREAM)
+        page = watched.open("capacity")
+        page.wait_for_selector("[aria-label=Decisions]")
+        status = json.loads(re.findall(r"event: status\ndata: (.*)\n", page.evaluate("told"))[-1])
+        page.evaluate("document.querySelector('[aria-label=Decisions]').isFirst = true")
+        with page.expect_response("**/v1/plans*", timeout=10_000):
+            changed = json.dumps({**status, "plan": status["plan"] + 1})
+            page.evaluate("message => tell(message)", f"event: status\ndata: {changed}\n\n")
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.querySelector('[aria-label=Decisions]')?.isFirst")
 
 
 def test_the_page_comes_back_after_the_api_was_away(tab: Tab) -> None:

@@ -221,7 +221,7 @@ const MOST_DECISIONS = 60;
 function Decisions({ at_s, plan, isAll }: { at_s: number; plan: number | undefined; isAll: boolean }) {
   const [kind, setKind] = useState("");
   const query: Record<string, number> = at_s ? { limit: 20, until_s: at_s } : { limit: 40 };
-  const { data, error } = useLoad((signal) => (isAll ? get<PlanRow[]>("/v1/plans", query, signal) : Promise.resolve([])), [at_s, plan, isAll]);
+  const { data, error } = useLoad((signal) => (isAll ? get<PlanRow[]>("/v1/plans", query, signal) : Promise.resolve([])), [at_s, isAll], 0, plan);
   const kinds = KINDS.find(([id]) => id === kind)?.[2];
   const rows = (data ?? [])
     .flatMap((each) => each.actions.map((action) => ({ at_s: each.at_s, action })))
