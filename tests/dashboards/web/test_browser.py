@@ -330,14 +330,14 @@ def test_the_decisions_stay_in_place_when_a_new_plan_adds_one(busy: str, tab: Ta
     with tab(busy, TOKEN) as watched:
         watched.page.add_init_script(HELD_STREAM)
         page = watched.open("capacity")
-        page.wait_for_selector("[aria-label=Decisions]")
+        page.wait_for_selector("ol[aria-label=Decisions]")
         status = json.loads(re.findall(r"event: status\ndata: (.*)\n", page.evaluate("told"))[-1])
-        page.evaluate("document.querySelector('[aria-label=Decisions]').isFirst = true")
+        page.evaluate("document.querySelector('ol[aria-label=Decisions]').isFirst = true")
         with page.expect_response("**/v1/plans*", timeout=10_000):
             changed = json.dumps({**status, "plan": status["plan"] + 1})
             page.evaluate("message => tell(message)", f"event: status\ndata: {changed}\n\n")
         page.wait_for_timeout(200)
-        assert page.evaluate("document.querySelector('[aria-label=Decisions]')?.isFirst")
+        assert page.evaluate("document.querySelector('ol[aria-label=Decisions]')?.isFirst")
 
 
 def test_the_page_comes_back_after_the_api_was_away(tab: Tab) -> None:
