@@ -6,6 +6,7 @@ reads physical use from each node's agent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -61,9 +62,9 @@ _NAMESPACE = b"raytide"
 NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
 _ENDLESS = 1e18
-_GROUP_MARK = "_group_"
-"""A part of the names of resources inside a placement group, `CPU_group_0_<id>`: work that needs these waits for its
-group, not for a node.
+_OF_GROUP = re.compile(r".+_group_(\d+_)?[0-9a-f]{36}")
+"""The names of resources inside a placement group, `CPU_group_0_<id>`: work that needs these waits for its group, not
+for a node. Other names with `_group_`, such as `node_group_west`, are operators' own.
 """
 
 
@@ -231,7 +232,7 @@ def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
     """Returns the resources without the markers that Ray adds to every node and placement group."""
-    return {k: v for k, v in sorted(amounts.items()) if _GROUP_MARK not in k and not k.startswith("node:")}
+    return {k: v for k, v in sorted(amounts.items()) if not _OF_GROUP.fullmatch(k) and not k.startswith("node:")}
 
 
 def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
@@ -257,7 +258,7 @@ def _together(gang: Any) -> str:
 
 def _count(found: dict[_Key, int], request: Any, count: int, together: str = "", group: str = "") -> None:
     labels = _labels(request.label_selectors)
-    if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
+    if any(key in labels for key in _PINNED) or any(map(_OF_GROUP.fullmatch, request.resources_bundle)):
         return
     resources = tuple(sorted(_asked(request.resources_bundle).items()))
     marks = [each.anti_affinity.label_name for each in request.placement_constraints if each.HasField("anti_affinity")]

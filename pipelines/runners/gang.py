@@ -294,14 +294,16 @@ class _unwrapped_errors:  # noqa: N801  # a context
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        from ray.exceptions import RayActorError, RayError, RayTaskError
+        from ray import exceptions as known
 
         if error is None:
             return
         if (cause := _raytide_cause(error)) is not None:
             raise cause from None
-        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-            raise _LostError(isinstance(error, RayActorError)) from error
+        if isinstance(error, known.RayError) and not isinstance(error, known.RayTaskError):
+            # Some reasons of an actor's end have errors of their own, which are no RayActorErrors.
+            others = known.OutOfMemoryError, known.RuntimeEnvSetupError, known.ActorUnschedulableError
+            raise _LostError(isinstance(error, (known.RayActorError, *others))) from error
 
 
 def _raytide_cause(error: BaseException | None) -> RaytideError | None:

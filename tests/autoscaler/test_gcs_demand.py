@@ -24,3 +24,19 @@ def test_an_amount_that_is_none_keeps_nobody_from_a_node(odd: float, monkeypatch
     assert work == Demand({"CPU": 4.0})
     cpu4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=1, max_nodes=2)
     assert [type(a) for a in plan(Snapshot(0.0, (cpu4,), demand=demand))][:1] == [Launch]
+
+
+def test_only_the_resources_of_placement_groups_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resource that an operator calls `node_group_west` is one like any other."""
+    of_group = {"CPU_group_" + 36 * "a": 1.0, "bundle_group_0_" + 36 * "0": 1000.0}
+    own = {"CPU": 4.0, "node_group_west": 1.0}
+    state = autoscaler_messages().ClusterResourceState()
+    node = state.node_states.add(instance_id="node-1")
+    node.total_resources.update({**own, **of_group, "node:10.0.0.1": 1.0})
+    node.available_resources.update({**own, **of_group})
+    state.pending_resource_requests.add(count=1).request.resources_bundle.update({"node_group_west": 1.0})
+    state.pending_resource_requests.add(count=1).request.resources_bundle.update(of_group)
+    monkeypatch.setattr(GcsReader, "_state", lambda self: state)
+    (seen,) = GcsReader("").nodes()
+    assert (seen.total, seen.available) == (own, own)
+    assert GcsReader("").demand() == (Demand({"node_group_west": 1.0}),)

@@ -194,3 +194,27 @@ def test_a_driver_whose_gang_had_no_member_left_died_of_that() -> None:
     for code, expected in codes.items():
         status = _status(KEY, {"status": "FAILED", "driver_exit_code": code, "message": "no member is usable"}, "0")
         assert (status.state, status.without_members) == expected
+
+
+def test_an_attempt_that_ray_was_made_to_forget_keeps_its_output(tmp_path: Path) -> None:
+    listed = [
+        {"submission_id": "raytide-job-9-0", "status": "SUCCEEDED", "driver_agent_http_address": "http://former:1"},
+        {"submission_id": "raytide-job-10-0", "status": "RUNNING", "driver_agent_http_address": "http://agent:1"},
+        {"submission_id": "raytide-job-11-0", "status": "PENDING"},
+        {"submission_id": "mine", "status": "RUNNING", "driver_agent_http_address": "http://elsewhere:1"},
+    ]
+    asked: list[tuple[str, str]] = []
+
+    def ray(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path))
+        if request.url.host == "agent":
+            return httpx.Response(206, headers={"Content-Range": "bytes 0-1/2"}, content=b"hi")
+        is_known = request.url.path == "/api/jobs/"
+        return httpx.Response(200, json=listed) if is_known else httpx.Response(404, text="does not exist")
+
+    drivers = RayJobs("http://ray", tmp_path, {})
+    drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(ray))
+    drivers.forget(KEY)
+    assert asked == [("DELETE", "/api/jobs/raytide-job-1-0")]
+    assert drivers.log(KEY, 0, 4) == (b"hi", 2)
+    assert asked[-1] == ("GET", "/logs/job-driver-raytide-job-1-0.log")

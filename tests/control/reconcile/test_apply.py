@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import pytest
+
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.reconcile.apply import ApplyResult, apply
 from raytide.control.reconcile.observation import ClusterObservation, Sources, observe
 from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
 from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
@@ -130,6 +134,23 @@ def test_groups_and_drivers_that_nobody_wants_are_ended() -> None:
     world = replace(SILENT, groups={group.key: group}, drivers={driver: DriverStatus(driver, "running")})
     assert done(outside, world).errors == []
     assert outside.calls == [("remove", (group,)), ("stop", driver)]
+
+
+def test_ray_is_made_to_forget_the_oldest_drivers_of_jobs_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tick lists all that Ray remembers: with every job the look would take longer, and at last too long."""
+    monkeypatch.setattr("raytide.control.reconcile.apply.MOST_ENDED", 2)
+    monkeypatch.setattr("raytide.control.reconcile.apply.MOST_FORGOTTEN", 3)
+    keys = [DriverKey(f"job-{number}", attempt) for number in (2, 11, 10, 9, 8) for attempt in (0, 1)]
+    drivers = {key: DriverStatus(key, "died" if key.attempt else "succeeded") for key in keys}
+    drivers[DriverKey("job-1", 0)] = DriverStatus(DriverKey("job-1", 0), "running")
+    spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    live = {key: Job(key, spec, "me", JobState.RUNNING, 0.0, restarts=1) for key in ("job-1", "job-2")}
+    outside = Outside()
+    sources = Sources(*cast(Any, [outside] * 7))
+    world = replace(SILENT, drivers=drivers)
+    assert apply(ClusterRecords(jobs=live), Plan(1000.0, ()), world, sources, {"cpu": CPU}, 1000.0).errors == []
+    forgotten = [call[1] for call in outside.calls if call[0] == "forget"]
+    assert forgotten == [DriverKey("job-8", 0), DriverKey("job-8", 1), DriverKey("job-9", 0)]
 
 
 def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:

@@ -175,6 +175,15 @@ def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:
     assert (again.state, again.reason) == (EndpointState.DEPLOYING, "")
 
 
+def test_an_update_that_failed_is_told_while_replicas_of_the_earlier_spec_serve_on() -> None:
+    """Serve has given the update up: it starts no replica any more, also none of the earlier spec."""
+    running, load = replace(ENDPOINT, state=EndpointState.RUNNING), EndpointLoad(9.0, 0.0, 1)
+    failed = follow_serve(running, world(load), ServeObservation(failures={("m", 0.0): "no such option"}), 9.0)
+    assert failed.state is EndpointState.RUNNING
+    assert failed.reason.endswith("serve on: no such option")
+    assert follow_serve(failed, world(load), ServeObservation(), 9.0) == running, "a corrected spec was served"
+
+
 def test_an_endpoint_that_was_created_anew_is_not_blamed_for_the_failure_of_the_one_before() -> None:
     seen = ServeObservation(failures={("m", 0.0): "no such option"})
     assert follow_serve(ENDPOINT, world(None), seen, 9.0).state is EndpointState.FAILED

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
-from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint import UPDATE_FAILED, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
@@ -448,6 +448,15 @@ def test_an_endpoint_that_failed_is_created_anew_when_it_is_asked_for_again(stor
     again = store.save_endpoint(SERVE, "ada", 4.0)
     assert (again.created_at_s, again.state, again.reason) == (4.0, EndpointState.DEPLOYING, "")
     assert store.events("tiny")[-1] == Event(4.0, "tiny", "failed", "deploying", "requested by ada")
+
+
+def test_a_spec_whose_update_failed_is_tried_anew_when_it_is_asked_for_again(store: Store) -> None:
+    """The same spec would otherwise be no change, and Serve would never try it again."""
+    first = store.save_endpoint(SERVE, "ada", 1.0)
+    running = replace(first, state=EndpointState.RUNNING, reason=f"{UPDATE_FAILED}the store was away")
+    store.commit(Changes(3.0, endpoints=(running,)))
+    again = store.save_endpoint(SERVE, "ada", 4.0)
+    assert (again.created_at_s, again.state, again.reason) == (4.0, EndpointState.RUNNING, "")
 
 
 def test_another_team_cannot_take_over_an_endpoint_by_its_name(store: Store) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RuntimeEnvSetupError
 from tests.ray_fixture import own_ray
 
 from raytide.core.errors import DataError
@@ -228,6 +229,49 @@ def test_a_task_is_not_blamed_for_workers_whose_node_is_lost(monkeypatch: pytest
             runner._lose(worker, "ref", _LostError(is_actor=True), waiting)
     assert len(item.crashes) == MOST_CRASHES
     assert list(waiting) == [item] * (3 if is_lost else 2)
+
+
+class Calls:
+    """A worker's actor; a reference to a result is the actor's number and the task."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.sent = number, 0
+        self.prepare, self.call = (SimpleNamespace(remote=remote) for remote in (self._prepare, self._call))
+
+    def _prepare(self, number: int, stage: object) -> None: ...
+
+    def _call(self, number: int, task: int) -> tuple[int, int, int]:
+        self.sent += 1
+        assert self.sent < 20, "an actor that is dead gets all tasks again and again"
+        return self.number, self.sent, task
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError, RuntimeEnvSetupError, ActorUnschedulableError])
+@pytest.mark.parametrize("dead", [1, 99])
+def test_a_worker_is_replaced_whatever_ray_calls_its_end(
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[str], Exception], dead: int
+) -> None:
+    """Ray's memory monitor, for one, ends actors with an OutOfMemoryError, which is no RayActorError."""
+    actors: list[Calls] = []
+
+    def start(group: object) -> Calls:
+        actors.append(Calls(len(actors)))
+        return actors[-1]
+
+    def get(ref: tuple[int, int, int], timeout: float) -> int:
+        if ref[0] < dead:
+            raise error("the node was low on memory")
+        return ref[2]
+
+    fakes: dict[str, Callable[..., Any]] = {"put": lambda value: value, "get": get, "kill": lambda actor: None}
+    fakes["wait"] = lambda refs, **_: (refs[:1], refs[1:])
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"ray.{name}", fake)
+    runner = GangRunner(lambda: {"a": None}, 1.0, 1, 1)
+    monkeypatch.setattr(runner, "_start", start)
+    with nullcontext() if dead == 1 else pytest.raises(DataError, match=r"(?s)ended 3 workers: .*low on memory"):
+        assert sorted(result for _, result in runner.map(int, [5, 6, 7])) == [5, 6, 7]
+        assert len(actors) == 2
 
 
 def test_cleaning_on_a_gang_gives_the_bytes_that_one_process_gives(

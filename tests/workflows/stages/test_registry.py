@@ -11,7 +11,7 @@ from tests.workflows.stages.test_runner import task_of
 
 from raytide.control.views import EndpointStatus
 from raytide.core.errors import ConfigError, NotFoundError
-from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import UPDATE_FAILED, Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.endpoint_load import ReplicaStartup
 from raytide.core.specs.model_version import ModelReference, ModelVersion, ModelVersionSpec
 from raytide.workflows.stages import registry
@@ -122,6 +122,17 @@ def test_a_stage_is_done_once_a_replica_answers_and_failed_with_the_endpoint() -
     broken = replace(api.status.endpoint, state=EndpointState.FAILED, reason="no such file")
     api.status = replace(api.status, endpoint=broken)
     assert registry.served(api, task(1), handle).reason == "endpoint chat failed: no such file"
+
+
+def test_a_stage_whose_update_serve_gave_up_has_failed_although_earlier_replicas_answer() -> None:
+    api = Serving(2.0, 1.0)
+    registry.serve(api, task(1))
+    handle = registry.serve(api, task(2))
+    why = f"{UPDATE_FAILED}no such file"
+    api.status = replace(in_state(api.status, EndpointState.RUNNING, why), ready_replicas=1)
+    assert registry.served(api, task(2), handle) == StageReport("failed", f"endpoint chat failed: {why}")
+    registry.serve(api, task(2))
+    assert len(api.requests) == 3, "the next attempt deploys it again"
 
 
 @pytest.mark.parametrize("state", [EndpointState.DELETING, EndpointState.DELETED])

@@ -81,11 +81,17 @@ class RayJobs:
         """Ends the attempt's driver: Ray sends SIGTERM, and SIGKILL three seconds later."""
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
+    def forget(self, key: DriverKey) -> None:
+        """Removes an attempt that has ended from Ray's list of jobs. Its output stays."""
+        response = self._call("DELETE", f"/api/jobs/{_submission_id(key)}")
+        if response.status_code != httpx.codes.NOT_FOUND:
+            _ok(response)
+
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
         """Returns up to `most` bytes of the attempt's output, from byte `start` on, and the output's total size.
 
-        The output is empty and the size 0 if Ray does not know the attempt. The output comes from the node's agent,
-        because Ray's job service would read all of it into memory.
+        The output is empty and the size 0 if the attempt has none. The output comes from the node's agent, because
+        Ray's job service would read all of it into memory.
         """
         address = self._agents.get(key) or self._agent(key)
         if not address:
@@ -112,8 +118,23 @@ class RayJobs:
         """Returns the address of the agent on the attempt's node, which never changes; empty if it has none yet."""
         response = self._call("GET", f"/api/jobs/{_submission_id(key)}")
         if response.status_code == httpx.codes.NOT_FOUND:
-            return ""
+            return self._newest_agent()
         return str(_ok(response).json().get("driver_agent_http_address") or "")
+
+    def _newest_agent(self) -> str:
+        """Returns the address of the agent of the newest attempt, for attempts that were forgotten: Ray runs all
+        drivers on the head. Returns an empty text if there is no such agent.
+        """
+        response = self._call("GET", "/api/jobs/")
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return ""
+        found = {
+            key: address
+            for entry in _ok(response).json()
+            if (key := _key(str(entry.get("submission_id") or ""))) is not None
+            and (address := str(entry.get("driver_agent_http_address") or ""))
+        }
+        return found[max(found, key=lambda key: (key.number, key.attempt))] if found else ""
 
     def close(self) -> None:
         self._http.close()

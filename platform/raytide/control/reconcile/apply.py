@@ -20,13 +20,18 @@ from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.plan import Assign, Drain, Plan, Wait, describe
 from raytide.core.specs.order import Order
-from raytide.queue.lifecycle.jobs import wanted_drivers
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus, wanted_drivers
 from raytide.queue.lifecycle.leases import wanted_groups
 
 log = logger(__name__)
 
 MOST_GROUPS, MOST_DRIVERS = 512, 32
 """The most placement groups and drivers that one tick starts, because each is a call to Ray that the tick waits for."""
+
+MOST_ENDED, MOST_FORGOTTEN = 1000, 8
+"""The most drivers of ended jobs that Ray remembers, and the most of them that one tick makes it forget. Each tick
+lists all that Ray remembers, and Ray reads each of them one by one.
+"""
 
 _RESTART_S = 120.0
 """The seconds for which the restart of a replica is retried."""
@@ -94,12 +99,20 @@ def apply(
         for key, status in observed.drivers.items():
             if status.state == "running" and key not in wanted:
                 attempt(f"stop the driver of {key.job_id}", partial(sources.drivers.stop, key))
+        for key in _forgettable(records, observed.drivers)[:MOST_FORGOTTEN]:
+            attempt(f"forget the driver of {key.job_id}", partial(sources.drivers.forget, key))
     for order in records.orders:
         if order.kind == "restart_replica":
             attempt(f"restart replica {order.replica}", partial(_restart, order, sources, result, now_s))
     if observed.ray_nodes is not None:
         attempt("report to Ray", partial(sources.gcs.report, tuple(records.nodes.values())))
     return result
+
+
+def _forgettable(records: ClusterRecords, drivers: Mapping[DriverKey, DriverStatus]) -> list[DriverKey]:
+    """Returns the ended drivers of jobs whose end is stored, oldest first, without the newest MOST_ENDED."""
+    ended = [key for key, status in drivers.items() if status.state != "running" and key.job_id not in records.jobs]
+    return sorted(ended, key=lambda key: (key.number, key.attempt))[: max(0, len(ended) - MOST_ENDED)]
 
 
 def _launch(

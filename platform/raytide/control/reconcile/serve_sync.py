@@ -10,7 +10,7 @@ from types import MappingProxyType
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.logs import logger
-from raytide.core.objects.endpoint import Endpoint, EndpointState
+from raytide.core.objects.endpoint import UPDATE_FAILED, Endpoint, EndpointState
 from raytide.registry.rollout.routes import EndpointRoute
 
 log = logger(__name__)
@@ -132,12 +132,14 @@ def follow_serve(
             return endpoint
         return replace(endpoint, state=EndpointState.DELETED, ended_at_s=now_s, target_replicas=0, reason="deleted")
     load = observed.loads.get(endpoint.name)
-    reason = "" if endpoint.state is EndpointState.FAILED else endpoint.reason
+    reason = "" if endpoint.is_given_up else endpoint.reason
+    why = served.failures.get((endpoint.name, endpoint.created_at_s))
     if load is not None and load.ready > 0:
+        reason = reason if why is None else UPDATE_FAILED + why  # Serve replaces none of these replicas any more
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)
     if load is not None and endpoint.target_replicas == 0:
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)  # the next request starts a replica
-    if why := served.failures.get((endpoint.name, endpoint.created_at_s)):
+    if why is not None:
         if load is not None and load.install is not None and load.install.why in why:
             why = load.install.why  # Serve's message is a stack trace
         return replace(endpoint, state=EndpointState.FAILED, reason=why)

@@ -302,6 +302,10 @@ def adapted_models(name: str, spec: ServeSpec) -> tuple[str, ...]:
     return tuple(f"{name}{ADAPTER_SEPARATOR}{adapter}" for adapter in sorted(spec.adapters))
 
 
+UPDATE_FAILED = "its update failed, and replicas of the spec before serve on: "
+"""The beginning of the reason of an endpoint whose new spec Serve gave up while replicas of an earlier spec answer."""
+
+
 class EndpointState(StrEnum):
     DEPLOYING = "deploying"
     RUNNING = "running"  # at least one replica answers
@@ -331,6 +335,11 @@ class Endpoint:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if Serve does not try to start replicas of the spec any more."""
+        return self.state is EndpointState.FAILED or self.reason.startswith(UPDATE_FAILED)
 
     def at(self, at_s: float) -> Endpoint:
         """Returns the endpoint with its minimum number of replicas replaced by the minimum that is scheduled for this

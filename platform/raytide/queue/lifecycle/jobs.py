@@ -42,6 +42,11 @@ class DriverKey:
     job_id: str
     attempt: int
 
+    @property
+    def number(self) -> int:
+        """The number of the job. Later jobs have larger numbers."""
+        return int(self.job_id.rpartition("-")[2])
+
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:

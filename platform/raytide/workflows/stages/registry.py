@@ -47,7 +47,7 @@ def serve(client: ApiClient, task: StageTask) -> str:
         now = None
     if now is not None and now.endpoint.state not in (EndpointState.DELETED, EndpointState.DELETING):
         if _is_served(spec, now):
-            if now.endpoint.state is EndpointState.FAILED:
+            if now.endpoint.is_given_up:
                 client.serve(spec)  # without the rule, which would compare the version with itself
             return spec.name
     else:
@@ -67,7 +67,7 @@ def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
     if handle.startswith(_REFUSED):
         return StageReport("refused", handle.removeprefix(_REFUSED))
     status = client.endpoint(handle)
-    if status.endpoint.state is EndpointState.FAILED:
+    if status.endpoint.is_given_up:
         return StageReport("failed", f"endpoint {handle} failed: {status.endpoint.reason}")
     if status.endpoint.state in (EndpointState.DELETING, EndpointState.DELETED):
         return StageReport("failed", f"endpoint {handle} was deleted")
@@ -95,7 +95,8 @@ def _is_new(client: ApiClient, status: EndpointStatus) -> bool:
     if len(revisions) < 2:
         return True
     now, before = revisions[0], revisions[1]
-    if now.spec is None or before.spec is None or now.spec.served == before.spec.served:
+    is_anew = status.endpoint.created_at_s >= now.at_s  # the same spec again, after Serve had given it up
+    if now.spec is None or before.spec is None or (now.spec.served == before.spec.served and not is_anew):
         return True  # the replicas stay
     return any(start.is_ready and start.ordered_at_s >= now.at_s for start in status.startups)
 

@@ -65,6 +65,20 @@ def test_the_second_takes_over_once_the_lease_ran_out_and_not_before(machines: t
     assert a.lease.take() == "b", "what a former head gives up is nothing"
 
 
+def test_a_takeover_goes_on_with_rays_tables_and_a_cluster_after_down_begins_with_others(
+    machines: tuple[Machine, Machine],
+) -> None:
+    """Drivers of an earlier cluster would be taken for those of new jobs, and its endpoints would start again."""
+    a, b = machines
+    a.lease.take()
+    a.lease.resign()
+    b.lease.take()
+    assert a.lease.life == b.lease.life > 0
+    b.lease.resign(ends=True)
+    a.lease.take()
+    assert a.lease.life not in (0, b.lease.life)
+
+
 def test_a_former_head_writes_nothing_whichever_process_it_is(machines: tuple[Machine, Machine]) -> None:
     a, b = machines
     a.lease.take()

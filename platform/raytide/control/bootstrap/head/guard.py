@@ -141,7 +141,7 @@ class HeadGuard:
         user = replace_user(self._section, self._cluster.name, lease.epoch)
         cluster = self._cluster.model_copy(update={"head_epoch": lease.epoch})
         check()
-        ray = start_ray(cluster, self._settings, user)
+        ray = start_ray(cluster, self._settings, user, lease.life)
         url = wait_for_ray(cluster, ray, timeout_s=_RAY_S, check=check)
         cluster = cluster.model_copy(update={"dashboard_url": url})
         cluster.client_file.unlink(missing_ok=True)

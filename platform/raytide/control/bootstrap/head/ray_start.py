@@ -34,8 +34,10 @@ raylet."""
 _TEMPORARY = "rt-head-"
 
 
-def start_ray(cluster: HeadCluster, settings: RaytideSection, user: RedisUser) -> Process:
-    """Starts Ray's head without Ray's own autoscaler, in a new session folder."""
+def start_ray(cluster: HeadCluster, settings: RaytideSection, user: RedisUser, life: int) -> Process:
+    """Starts Ray's head without Ray's own autoscaler, in a new session folder. It uses the tables of the cluster's
+    present life.
+    """
     assert settings.standby is not None
     section = settings.standby
     temp_dir = Path(tempfile.mkdtemp(prefix=_TEMPORARY))  # short: it holds unix sockets
@@ -58,7 +60,7 @@ def start_ray(cluster: HeadCluster, settings: RaytideSection, user: RedisUser) -
         **RAY_ENVIRONMENT,
         "RAY_AUTH_TOKEN_PATH": str(cluster.ray_token_file),
         "RAY_REDIS_ADDRESS": f"{'rediss://' if section.has_tls else ''}{host}:{port}",
-        "RAY_external_storage_namespace": cluster.name,
+        "RAY_external_storage_namespace": f"{cluster.name}-{life:x}" if life else cluster.name,
         # A driver that was being started when the former head was lost never comes; Ray's default is 900 s.
         "RAY_JOB_START_TIMEOUT_SECONDS": "60",
     }

@@ -56,8 +56,10 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
     else:
         refuse_during_rollout(c, spec.name)
         values: dict[str, Any] = {"spec": stored.model_dump(mode="json")}
-        if row.state == EndpointState.FAILED:  # Serve never retries a failed one: create it anew
-            values |= {"created_at_s": now_s, "state": EndpointState.DEPLOYING, "reason": ""}
+        if codec.endpoint(row).is_given_up:  # Serve never retries a failed one: create it anew
+            values |= {"created_at_s": now_s, "reason": ""}
+        if row.state == EndpointState.FAILED:
+            values["state"] = EndpointState.DEPLOYING
         update(c, t.endpoints, {"name": stored.name}, values)
     if row is None or row.state in (EndpointState.DELETED, EndpointState.FAILED):
         before = row.state if row is not None and row.state == EndpointState.FAILED else ""

@@ -12,6 +12,7 @@ moment on.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from raytide.core.state.tables import leaders
 CONTROLLER = "controller"
 _HEAD, _RENEWAL, _STANDBY = "head", "head-renewal", "standby:"
 """The rows of `leaders`. Renewals have a row of their own, because each write of a process locks the head's row."""
+_LIFE = "head-life"
+"""The row of `leaders` with the number of the cluster's present life, from its start to `raytide down`."""
 _ENDED = "-"
 """The holder of the lease after `raytide down`, on which the waiting machines also end."""
 _SEEN_S = 15.0
@@ -50,6 +53,10 @@ class HeadLease:
         self._db, self._holder, self._lease_s, self._monotonic_s = database, holder, lease_s, monotonic_s
         self.epoch = 0
         """The epoch of the head's lease while this machine leads; 0 while it waits."""
+        self.life = 0
+        """A random number that is new after `raytide down` and in a new database; 0 in a cluster of an earlier release.
+        Tables of Ray from another life must not be used: they have drivers, actors and endpoints of that life.
+        """
         self._renewed_s = 0.0
         self._watched: tuple[int, int] | None = None
         self._watched_s = 0.0
@@ -73,10 +80,16 @@ class HeadLease:
                 _set(c, _HEAD, epoch=epoch, holder=self._holder)
                 _set(c, _RENEWAL, epoch=epoch, holder=self._holder)
                 _set(c, CONTROLLER, epoch=leaders.c.epoch + 1, holder="")
+                if head is None or head.holder == _ENDED:
+                    c.execute(leaders.delete().where(leaders.c.name == _LIFE))
+                    number = secrets.randbits(48)
+                    c.execute(leaders.insert(), {"name": _LIFE, "epoch": 0, "holder": "", "renewals": number})
+                life = c.execute(_row(_LIFE)).first()
                 c.execute(leaders.delete().where(leaders.c.name == _STANDBY + self._holder))
         except ConflictError:  # another machine inserted the first rows
             return "another machine"
         self.epoch, self._renewed_s = epoch, began_s
+        self.life = 0 if life is None else int(life.renewals)
         return ""
 
     def renew(self) -> None:
