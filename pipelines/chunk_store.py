@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from raytide.core.errors import ClusterError, DataError
-from raytide.core.io.storage import exists, join, open_url, read_bytes, write_bytes
+from raytide.core.errors import ClusterError, DataError, StorageError
+from raytide.core.io.storage import exists, join, open_url, read_bytes, remove_tree, write_bytes
 from raytide.pipelines.readers.base import InputPart
 
 PARTIAL = ".partial"
@@ -103,15 +103,14 @@ class ChunkStore:
 def _is_visible(store: ChunkStore) -> bool:
     try:
         return read_bytes(join(store.folder, MARK)) == store.token.encode()
-    except (DataError, OSError):
+    except (DataError, StorageError, OSError):
         return False
 
 
 def remove_partial(out: str) -> None:
     """Removes all finished chunks of the build that writes to `out`."""
     if exists(join(out, PARTIAL)):
-        fs, path = open_url(join(out, PARTIAL))
-        fs.rm(path, recursive=True)
+        remove_tree(join(out, PARTIAL))
 
 
 def chunk_key(identity: object, parts: Iterable[InputPart], extra: bytes = b"") -> str:

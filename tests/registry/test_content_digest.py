@@ -63,6 +63,30 @@ def test_a_model_in_an_object_store_has_the_digest_of_its_copy(model: Path) -> N
         memory.rm("/digest-test", recursive=True)
 
 
+def test_the_mark_of_a_folder_in_a_bucket_does_not_count(model: Path, aws: None) -> None:
+    import boto3
+
+    store = boto3.client("s3")
+    store.create_bucket(Bucket="marked")
+    for file in ("config.json", "model.safetensors", "extra/tokens.txt"):
+        store.put_object(Bucket="marked", Key=f"model/{file}", Body=(model / file).read_bytes())
+    for mark in ("model/", "model/extra/", "model/empty/"):
+        store.put_object(Bucket="marked", Key=mark, Body=b"")
+    assert digest_of_directory("s3://marked/model") == digest_of_directory(str(model))
+
+
+def test_a_model_in_a_bucket_that_has_changed_is_read_again(aws: None) -> None:
+    import boto3
+
+    store = boto3.client("s3")
+    store.create_bucket(Bucket="changing")
+    digests = set()
+    for body in (b"{}", b"{ }"):
+        store.put_object(Bucket="changing", Key="model/config.json", Body=body)
+        digests.add(digest_of_directory("s3://changing/model").sha256)
+    assert len(digests) == 2
+
+
 def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DataError, match="not a model directory"):

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from tests.workflows.fake_api import FakeApi
 from tests.workflows.test_planner import flow_of
 
@@ -173,8 +174,15 @@ def test_new_data_begins_a_cycle(tmp_path: Path, api: FakeApi) -> None:
     assert len(api.jobs_by_id) == 3
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.EIO, "Reduce your request rate"), "[Errno 5] Reduce your request rate"),
+        (EndpointConnectionError(endpoint_url="https://s3"), "Could not connect to the endpoint URL"),
+    ],
+)
 def test_inputs_that_cannot_be_read_for_a_while_do_not_end_the_driver(
-    tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
 ) -> None:
     flow, said, clock = chain(tmp_path, schedule={"new_data_every_s": 60}), list[str](), VirtualClock(NOON_S)
 
@@ -188,10 +196,10 @@ def test_inputs_that_cannot_be_read_for_a_while_do_not_end_the_driver(
     driver.tick()
     api.end("job-3")
     clock.advance(61.0)
-    read = Mock(side_effect=OSError(errno.EIO, "Reduce your request rate"))
+    read = Mock(side_effect=error)
     monkeypatch.setattr("raytide.workflows.driver.fingerprint_of_inputs", read)
     assert driver.run() == STOPPED
-    assert said == ["[Errno 5] Reduce your request rate; the flow goes on when that is back"]
+    assert len(said) == 1 and text in said[0] and said[0].endswith("; the flow goes on when that is back")
 
 
 def test_the_next_time_is_that_of_the_cron_expression_in_utc() -> None:

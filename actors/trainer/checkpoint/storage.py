@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from raytide.core.errors import CheckpointError, RaytideError, StorageError
+from raytide.core.errors import CheckpointError
 from raytide.core.io import storage
 from raytide.core.io.atomic_file import sync
 from raytide.core.io.private_paths import check_opened, safe_opener
+from raytide.core.io.storage import named_failures as named_failures
 
 
 class CheckpointStorage(Protocol):
@@ -55,25 +56,6 @@ class CheckpointStorage(Protocol):
 
 def open_store(url: str) -> CheckpointStorage:
     return LocalStore(Path(url.removeprefix("file://"))) if storage.is_local(url) else UrlStore(url)
-
-
-@contextmanager
-def named_failures(what: str) -> Iterator[None]:
-    """Converts a filesystem's errors to StorageErrors that name `what` and can be sent to other processes.
-    FileNotFoundError is not converted.
-    """
-    try:
-        yield
-    except (RaytideError, FileNotFoundError):
-        raise
-    except Exception as error:  # cloud clients have their own exceptions
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            with storage.full_disk_is_an_error(what):
-                raise
-        raise StorageError(
-            f"cannot reach {what}: {type(error).__name__}: {error}.",
-            hint="Check the path, its permissions and the disk.",
-        ) from error
 
 
 class LocalStore:
@@ -144,12 +126,13 @@ class UrlStore:
         stream = self._fs.open(self._at(path), "wb")
         try:
             yield stream
+            stream.close()
         except BaseException:
-            stream.discard()
+            with suppress(Exception):  # the store may be away; it keeps, and bills, the parts that arrived
+                stream.discard()
             with suppress(AttributeError):  # an fsspec file would upload the rest when it is collected
                 stream.closed = True
             raise
-        stream.close()
 
     def publish(self, path: str, body: bytes) -> None:
         self._fs.pipe_file(self._at(path), body)
@@ -159,11 +142,9 @@ class UrlStore:
             self._fs.rm_file(self._at(path))
 
     def remove(self, folder: str, first: str) -> None:
-        for path, whole in ((f"{folder}/{first}", False), (folder, True)):
-            try:
-                self._fs.rm(self._at(path), recursive=whole)
-            except FileNotFoundError:
-                continue
+        self.remove_file(f"{folder}/{first}")
+        with suppress(FileNotFoundError):
+            storage.remove_tree(f"{self.url}/{folder}")
 
     def _entries(self, path: str) -> list[dict[str, object]]:
         self._fs.invalidate_cache()

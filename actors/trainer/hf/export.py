@@ -294,12 +294,12 @@ class AtomicDirectory:
 
     def _upload(self, folder: Path) -> None:
         """Uploads the files, the config last: object stores cannot rename, and without a config nothing is a model."""
-        from raytide.core.io.storage import open_url
+        from raytide.core.io.storage import open_url, remove_tree
 
         with full_disk_is_an_error(self._target), named_failures(self._target):
             fs, path = open_url(self._target)
             if fs.exists(path):
-                fs.rm(path, recursive=True)
+                remove_tree(self._target)
             for file in sorted(folder.iterdir(), key=lambda each: (each.name in _CONFIGS, each.name)):
                 fs.put_file(str(file), f"{path}/{file.name}")
         self.discard()

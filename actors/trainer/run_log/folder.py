@@ -122,7 +122,7 @@ class RunFolder:
             self._warning = warning
 
     def close(self) -> None:
-        """Uploads all changed files and removes the local copy. If the upload is not complete in time, the local copy
+        """Uploads all changed files and removes the local copy. If the upload fails or takes too long, the local copy
         stays.
         """
         if self.store is None or self._is_over:
@@ -133,7 +133,7 @@ class RunFolder:
             self._lock.notify_all()
         assert self._thread is not None
         self._thread.join(STORE_TIMEOUT_S)
-        if self._thread.is_alive():
+        if self._thread.is_alive() or self._changed:
             self.warn(f"{self.out} did not take the last changes; they are in {self.path}")
         elif "path" in self.__dict__:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -18,7 +18,7 @@ from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.clock import Clock
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
-from raytide.core.io.storage import exists, join, open_url, read_bytes, write_bytes
+from raytide.core.io.storage import cloud_failures, exists, join, open_url, read_bytes, write_bytes
 from raytide.core.specs.train import MlflowSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -115,13 +115,14 @@ class MlflowRun:
 
     def _send(self) -> bool:
         """Sends some of the pending lines. Returns False if there were none."""
-        fs, path = open_url(self.metrics)
-        fs.invalidate_cache()
-        if not fs.exists(path) or fs.size(path) <= self._sent:
-            return False
-        with fs.open(path, "rb") as file:
-            file.seek(self._sent)
-            lines = [line for _, line in zip(range(LINES), file, strict=False) if line.endswith(b"\n")]
+        with cloud_failures(self.metrics):
+            fs, path = open_url(self.metrics)
+            fs.invalidate_cache()
+            if not fs.exists(path) or fs.size(path) <= self._sent:
+                return False
+            with fs.open(path, "rb") as file:
+                file.seek(self._sent)
+                lines = [line for _, line in zip(range(LINES), file, strict=False) if line.endswith(b"\n")]
         if not lines:
             return False
         found = [

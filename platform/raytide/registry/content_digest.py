@@ -34,8 +34,11 @@ def digest_of_directory(url: str) -> ContentDigest:
     """
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"
+    fs.invalidate_cache()  # this process may have listed the folder before
     try:
-        found = {path: info for path, info in fs.find(root, detail=True).items() if info["type"] == "file"}
+        listed = fs.find(root, detail=True).items()
+        # A path that ends with a slash is the empty object that consoles of object stores make for a folder.
+        found = {path: info for path, info in listed if info["type"] == "file" and not path.endswith("/")}
     except FileNotFoundError:
         found = {}
     names = {path.removeprefix(prefix): path for path in found}
@@ -56,9 +59,9 @@ def digest_of_directory(url: str) -> ContentDigest:
     ordered = sorted(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(digest, (names[name] for name in ordered)))
-    listed = [[name, size, sha256] for name, (size, sha256) in zip(ordered, digests, strict=True)]
+    rows = [[name, size, sha256] for name, (size, sha256) in zip(ordered, digests, strict=True)]
     total_bytes = sum(size for size, _ in digests)
-    return ContentDigest(hashlib.sha256(json.dumps(listed).encode()).hexdigest(), len(listed), total_bytes)
+    return ContentDigest(hashlib.sha256(json.dumps(rows).encode()).hexdigest(), len(rows), total_bytes)
 
 
 def _chunks(file: object) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from raytide.control.client import ApiClient
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.config import environment
 from raytide.core.errors import AuthError, ClusterError, DataError, RaytideError, StorageError
-from raytide.core.io.storage import join, read_bytes, write_bytes
+from raytide.core.io.storage import cloud_failures, join, read_bytes, write_bytes
 from raytide.workflows import state as changes
 from raytide.workflows.cache import digest_of_code, fingerprint_of_inputs
 from raytide.workflows.executor import Executor
@@ -93,7 +93,8 @@ class FlowDriver:
         """Calls `tick` until the flow is over. Returns the process's exit code."""
         while not self._stopped.is_set():
             try:
-                code = self.tick()
+                with cloud_failures(self._flow.out):
+                    code = self.tick()
             except (ClusterError, StorageError, OSError) as error:
                 if isinstance(error, _STAYS):
                     raise

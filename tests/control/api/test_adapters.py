@@ -11,6 +11,8 @@ import pytest
 from fastapi.testclient import TestClient
 from tests.control.api.test_tenancy import ANA, BOB, ROOT, client, clock  # noqa: F401
 
+from raytide.control.api.services.endpoints import EndpointService
+
 SHA = "a" * 64
 
 
@@ -50,6 +52,30 @@ def test_changes_at_the_same_time_are_all_kept(client: TestClient, web: Path) ->
     with ThreadPoolExecutor(8) as pool:
         done = list(pool.map(lambda name: change(client, load={name: str(web / "terse")}).status_code, names))
     assert (set(done), set(adapters(client))) == ({200}, {"polite", *names})
+
+
+def test_a_change_does_not_undo_a_spec_that_was_saved_meanwhile(
+    client: TestClient,  # noqa: F811
+    web: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its checks read files, and may take long."""
+    (web / "newer").mkdir()
+    (web / "newer" / "config.json").write_text("{}")
+    check, bodies = EndpointService._checked, [{"name": "web", "model": str(web / "newer")}]
+
+    def check_slowly(*args: Any) -> Any:
+        if bodies:
+            assert client.post("/v1/endpoints", json=bodies.pop()).status_code == 200
+        return check(*args)
+
+    monkeypatch.setattr(EndpointService, "_checked", check_slowly)
+    response = change(client, load={"terse": str(web / "terse")})
+    assert (response.status_code, client.get("/v1/endpoints/web").json()["endpoint"]["spec"]["model"]) == (
+        409,
+        str(web / "newer"),
+    )
+    assert change(client, load={"terse": str(web / "terse")}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_other_teams_names_with_a_tilde_and_second_rollouts_are_refused(
     assert start(api, directory, name="other").status_code == 404
     assert serve(api, str(directory / "m1"), name="web~7").status_code == 400
     assert start(api, directory).status_code == 200
-    assert start(api, directory).status_code == 409
+    assert start(api, directory, canary={"steps": [{"percent": 50}]}).status_code == 409
     assert serve(api, str(directory / "m2")).status_code == 409
     for path in ("rollouts", "feedback"):
         assert api.get(f"/v1/endpoints/web/{path}", headers=BOB).status_code == 403

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 import uuid
 from contextlib import closing
 from pathlib import Path
@@ -110,3 +111,21 @@ def test_a_state_goes_to_postgresql_and_back_and_both_number_on(
         assert returned.tenancy.audit.verify().is_whole
     finally:
         returned.close()
+
+
+def test_a_copy_of_postgresql_may_take_long(
+    tmp_path: Path, postgres_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its read transaction idles while the copy is written, which takes minutes for many gigabytes."""
+    import psycopg
+
+    def wait(*_: object) -> None:
+        time.sleep(1.5)
+
+    name = f"t{uuid.uuid4().hex}"
+    with psycopg.connect(postgres_server.format("postgres"), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+    Store.open(postgres_server.format(name)).close()
+    monkeypatch.setattr("raytide.core.state.database.PAUSED_TRANSACTION_S", 1)
+    monkeypatch.setattr("raytide.control.backup.state_copy._require_empty", wait)
+    copy_state(postgres_server.format(name), tmp_path / "copy.db")

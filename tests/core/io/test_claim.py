@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
-from raytide.core.errors import ConflictError
+from raytide.core.errors import ConflictError, StorageError
 from raytide.core.io import claim as claims
 from raytide.core.io.claim import Claim, ClaimRecord, committing, read_claim
+from raytide.core.io.storage import open_url
 
 Make = Callable[..., Claim]
 FAST: dict[str, float] = {"beat_s": 0.05, "watch_s": 0.4}
@@ -260,3 +263,19 @@ def wait_until(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen within two minutes"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [EndpointConnectionError(endpoint_url="https://s3"), PermissionError("ExpiredToken")])
+def test_a_store_that_is_away_is_a_storage_error_and_no_end_of_a_run(
+    claim: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    monkeypatch.setattr(claims, "SETTLE_S", 0.0)
+    place = f"memory://claims/{tmp_path.name}"
+    held = claim(place, beat_s=1000.0)
+    with monkeypatch.context() as away:
+        away.setattr(type(open_url(place)[0]), "cat_file", Mock(side_effect=error))
+        with pytest.raises(StorageError, match=f"cannot reach {place}"), committing([place], held.token):
+            pass
+        held.release()  # the result of the run counts
+    with committing([place], held.token):
+        pass

@@ -4,8 +4,10 @@ import errno
 import hashlib
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from botocore.exceptions import NoCredentialsError
 
 from raytide.core.errors import DataError, StorageError
 from raytide.core.io import storage
@@ -52,3 +54,25 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_part(
 
 def test_hashes_are_sha256() -> None:
     assert storage.sha256(b"x") == hashlib.sha256(b"x").hexdigest()
+
+
+@pytest.mark.parametrize("protocol", ["local", "memory"])
+def test_a_name_that_looks_like_a_pattern_is_a_name(protocol: str, tmp_path: Path) -> None:
+    base = str(tmp_path) if protocol == "local" else f"memory://{tmp_path.name}"
+    for name in ("data[12]", "data1"):
+        storage.write_bytes(storage.join(base, name, "deep", "file"), name.encode())
+    storage.remove_tree(storage.join(base, "data[12]"))
+    assert not storage.exists(storage.join(base, "data[12]"))
+    assert storage.read_bytes(storage.join(base, "data1", "deep", "file")) == b"data1"
+    with pytest.raises(FileNotFoundError):
+        storage.remove_tree(storage.join(base, "data[12]"))
+
+
+def test_a_client_whose_errors_are_no_oserrors_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    url, error = f"memory://{tmp_path.name}/file", NoCredentialsError()
+    memory = type(storage.open_url(url)[0])
+    for method in ("cat_file", "pipe_file", "exists"):
+        monkeypatch.setattr(memory, method, Mock(side_effect=error))
+    for call in (storage.read_bytes, storage.exists, lambda url: storage.write_bytes(url, b"x")):
+        with pytest.raises(StorageError, match="file: NoCredentialsError: Unable to locate credentials"):
+            call(url)

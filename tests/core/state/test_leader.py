@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
@@ -118,6 +120,27 @@ def test_of_two_that_begin_at_once_one_leads(stores: tuple[Store, Store]) -> Non
         thread.join()
     assert sorted(found)[0] == ""
     assert sorted(found)[1] in ("a", "b", "another controller")
+
+
+def test_threads_whose_renewal_is_due_at_once_do_not_wait_for_each_other(
+    stores: tuple[Store, Store], hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's tick commits while its thread for Ray Serve asks whether it still leads."""
+    first, _ = stores
+    first.lead("a")
+    hand.now_s += LEASE_S - 1.0
+    both, renew = threading.Barrier(2), Leader._update
+
+    def renew_together(*args: Any, **values: object) -> None:
+        with suppress(threading.BrokenBarrierError):  # the other one waits for this one's commit
+            both.wait(0.5)
+        renew(*args, **values)
+
+    monkeypatch.setattr(Leader, "_update", renew_together)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(first.commit, changes(1)), threads.submit(first.check_lead)]:
+            done.result(30)
+    assert len(first.nodes()) == 1
 
 
 def test_the_replaced_one_is_caught_in_the_middle_of_its_pass(stores: tuple[Store, Store], hand: Hand) -> None:

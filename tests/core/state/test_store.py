@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
+from raytide.control.accounting.lost_work import book_losses, on_disruption
+from raytide.core.errors import ConfigError, ConflictError, NotFoundError, QuotaError, StorageError
 from raytide.core.objects.endpoint import UPDATE_FAILED, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
@@ -20,6 +22,7 @@ from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Launch, Plan, Wait
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
+from raytide.core.state.caps import check_live_jobs
 from raytide.core.state.database import Database
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.write import KEPT_PLANS, transitions
@@ -175,6 +178,42 @@ def test_two_requests_with_one_key_at_once_are_one_job(store: Store, monkeypatch
         jobs = list(threads.map(lambda user: store.submit_job(SPEC, user, 1.0, key="k"), ("ada", "bob")))
     assert jobs[0] == jobs[1]
     assert len(store.load().jobs) == 1
+
+
+def test_requests_at_once_do_not_pass_the_limit_of_live_jobs_together(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def check_together(*args: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        check_live_jobs(*args)
+
+    def submitted(user: str) -> bool:
+        try:
+            store.submit_job(SPEC, user, 1.0, most_live=1)
+        except QuotaError:
+            return False
+        return True
+
+    monkeypatch.setattr("raytide.core.state.store.check_live_jobs", check_together)
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(submitted, ("ada", "bob"))) == [False, True]
+
+
+def test_the_loss_of_a_thousand_nodes_at_once_is_booked(store: Store) -> None:
+    """As in an outage of a zone. A commit that the database refuses would stop the controller for good."""
+    names = [f"node-{7 * number}" for number in range(1000, 2000)]
+    one = replace(store.submit_job(SPEC, "ada", 1.0), progress={"lost_s": 20.0, "lost_at_s": 100.0}, held_s=100.0)
+    of_earlier_release = replace(one, struck_at_s=95.0, struck_by=", ".join(names))
+    for node_id, struck in (("node-1", on_disruption(one, names, 95.0)), ("node-2", of_earlier_release)):
+        booked = Entry(node_id, 0, 100_000_000, EntryKind.JOB, "job-1", "blue", 1, 1000)
+        losses = book_losses([struck], [booked], lambda *_: (), 110.0)
+        store.commit(Changes(110.0, jobs=losses.jobs, entries=(booked, *losses.entries)))
+    wasted = [entry for entry in store.books.entries() if entry.kind is EntryKind.WASTE]
+    assert [entry.amount_micro_usd for entry in wasted] == [200, 200]
+    assert all(entry.cause.startswith("node-7000, node-7007") for entry in wasted)
 
 
 def test_a_key_names_what_was_asked_for_with_it(store: Store) -> None:

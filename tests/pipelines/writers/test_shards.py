@@ -3,15 +3,18 @@ import pickle
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import NoCredentialsError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytide.core.io.storage import open_url
 from raytide.core.io.token_dataset import ITEM_BYTES, Shard, ShardFormat, TokenDtype
-from raytide.pipelines.chunk_store import CHECKSUM_BYTES, AlteredError, ChunkStore, pack_blob, unpack_blob
+from raytide.pipelines.chunk_store import CHECKSUM_BYTES, AlteredError, ChunkStore, Delivery, pack_blob, unpack_blob
 from raytide.pipelines.writers.shards import ChunkTokens, ShardStage, clear, plan_shards
 
 documents_of_ids = st.lists(st.lists(st.integers(0, 65_535), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -161,3 +164,9 @@ def test_clear_leaves_a_foreign_file_among_the_shards(tmp_path: Path) -> None:
     (tmp_path / "shards" / "notes.bin").write_text("mine")
     clear(str(tmp_path))
     assert [path.name for path in (tmp_path / "shards").rglob("*") if path.is_file()] == ["notes.bin"]
+
+
+def test_a_worker_without_credentials_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ChunkStore.create(f"memory://{tmp_path.name}", "token")
+    monkeypatch.setattr(type(open_url(store.folder)[0]), "cat_file", Mock(side_effect=NoCredentialsError()))
+    assert store.hand_over({"lengths-1": b"x"}, frozenset()) == Delivery({"lengths-1": b"x"}, is_stored=False)

@@ -21,6 +21,11 @@ CAUSE_WINDOW_S = 60.0
 SAME_DISRUPTION_S = 10.0
 """Disruptions within this time count as one, because the gang does not work in between."""
 
+_MOST_CAUSE_BYTES = 1000
+"""The longest text that names the causes of a loss. Each entry of the loss has it, and PostgreSQL refuses entries with
+more than 2.7 kB of compressed text in the columns that must be unique together.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Losses:
@@ -46,7 +51,7 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
         return job
     is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= SAME_DISRUPTION_S
     names = [*job.struck_by.split(", "), *by] if is_one else by
-    return replace(job, struck_at_s=now_s, struck_by=", ".join(dict.fromkeys(names)))
+    return replace(job, struck_at_s=now_s, struck_by=_joined(names))
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
@@ -96,7 +101,18 @@ def book_losses(
 def _cause(job: Job) -> str:
     """Returns the cause of the job's last interruption: what disrupted it at about that time; empty if nothing did."""
     is_near = job.struck_at_s is not None and abs(job.struck_at_s - _interrupted_at_s(job)) <= CAUSE_WINDOW_S
-    return job.struck_by if is_near else ""
+    return _joined(job.struck_by.split(", ")) if is_near else ""  # an earlier release may have stored more names
+
+
+def _joined(names: Iterable[str]) -> str:
+    """Returns the distinct names in one text. It names only the first ones if all would be too long."""
+    text = ""
+    for name in dict.fromkeys(names):
+        longer = f"{text}, {name}" if text else name
+        if len(longer.encode()) > _MOST_CAUSE_BYTES:
+            break
+        text = longer
+    return text
 
 
 def _is_reported(job: Job) -> bool:

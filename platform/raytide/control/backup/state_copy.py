@@ -84,6 +84,8 @@ def _copy_rows(source: Database, url: str) -> None:
     with closing(Database(url)) as target:
         target.upgrade()
         with source.read() as old, target.write() as new:
+            if not source.is_sqlite:  # it locks no rows, and may wait long until the target is on the disk
+                old.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
             have, need = (c.exec_driver_sql(_REVISION).scalar() for c in (old, new))
             if have != need:
                 raise ConflictError(

@@ -29,7 +29,7 @@ from pathlib import Path
 from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.process import Process
-from raytide.core.io.storage import full_disk_is_an_error, is_local, join, open_url
+from raytide.core.io.storage import full_disk_is_an_error, is_local, join, named_failures, open_url
 
 _log = logging.getLogger(__name__)
 
@@ -216,21 +216,29 @@ def committing(places: Sequence[str], token: str) -> Iterator[None]:
 
 
 def read_claim(place: str) -> ClaimRecord | None:
-    """Returns the claim on a folder, or None if the folder has no valid claim file."""
-    place = _plain(place)
+    """Returns the claim on a folder, or None if the folder has no valid claim file. Raises StorageError if the folder
+    cannot be read.
+    """
     try:
-        if is_local(place):
-            body = json.loads((Path(place) / NAME).read_bytes())
-        else:
-            fs, path = open_url(join(place, NAME))
-            fs.invalidate_cache()
-            body = json.loads(fs.cat_file(path))
+        body = json.loads(_content(_plain(place)))
         types = {"epoch": int, "pid": int, "since_s": (int, float), "beats": int}
         values = {field.name: body[field.name] for field in fields(ClaimRecord)}
         is_valid = all(isinstance(value, types.get(name, str)) for name, value in values.items())  # type: ignore[arg-type]
         return ClaimRecord(**values) if is_valid else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def _content(place: str) -> bytes:
+    with named_failures(join(place, NAME)):
+        if not is_local(place):
+            fs, path = open_url(join(place, NAME))
+            fs.invalidate_cache()
+            return bytes(fs.cat_file(path))
+        try:
+            return (Path(place) / NAME).read_bytes()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(str(error)) from None
 
 
 _HINT = "Give this run another `out`, or stop the other run first."
@@ -299,7 +307,7 @@ def _write(place: str, held: ClaimRecord) -> None:
             write_json(Path(place) / NAME, asdict(held), mode=0o644)
         return
     fs, path = open_url(join(place, NAME))
-    with full_disk_is_an_error(place):
+    with named_failures(place):
         fs.makedirs(fs._parent(path), exist_ok=True)
         fs.pipe_file(path, json.dumps(asdict(held), indent=1).encode())
 
@@ -309,7 +317,8 @@ def _remove(place: str) -> None:
         (Path(place) / NAME).unlink(missing_ok=True)
         return
     fs, path = open_url(join(place, NAME))
-    fs.rm_file(path)
+    with named_failures(place):
+        fs.rm_file(path)
 
 
 @contextmanager

@@ -7,11 +7,11 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.core.errors import DataError, StorageError
+from raytide.core.errors import DataError, RaytideError, StorageError
 from raytide.core.io.atomic_file import sync
 from raytide.core.io.private_paths import check_path
 
@@ -58,14 +58,15 @@ def open_url(url: str) -> tuple[AbstractFileSystem, str]:
 def read_bytes(url: str) -> bytes:
     fs, path = open_url(url)
     try:
-        return bytes(fs.cat_file(path))
+        with cloud_failures(url):
+            return bytes(fs.cat_file(path))
     except FileNotFoundError:
         raise DataError(f"{url} does not exist.", hint="Check the path.") from None
 
 
 def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
-    """Writes the data to a temporary file and renames it to the file at `url`. The write is therefore atomic. If
-    `is_durable` is false, the file may be empty or incomplete after a power failure.
+    """Writes the file at `url` atomically: a local file is first written beside it, an object store shows whole objects
+    only. If `is_durable` is false, the file may be empty or incomplete after a power failure.
     """
     write_parts(url, [data], is_durable=is_durable)
 
@@ -77,8 +78,11 @@ def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bo
     fs, path = open_url(url)
     parent = fs._parent(path)
     part = f"{path}.{uuid.uuid4().hex}.part"
-    with full_disk_is_an_error(url):
+    with full_disk_is_an_error(url), cloud_failures(url):
         fs.makedirs(parent, exist_ok=True)
+        if url.partition("://")[0] in _ATOMIC:  # `mv` would copy it, and takes brackets for a pattern
+            fs.pipe_file(path, b"".join(parts))
+            return
         try:
             if is_local(url):
                 with fs.open(part, "wb") as file:
@@ -102,12 +106,37 @@ def join(url: str, *parts: str) -> str:
 
 def exists(url: str) -> bool:
     fs, path = open_url(url)
-    return bool(fs.exists(path))
+    with cloud_failures(url):
+        return bool(fs.exists(path))
+
+
+def remove_tree(url: str) -> None:
+    """Removes a folder and all files below it. Raises FileNotFoundError if there is no such folder.
+
+    fsspec's `rm` takes brackets, `*` and `?` in a path for a pattern, and would remove what matches instead.
+    """
+    fs, path = open_url(url)
+    if is_local(url) or not any(char in path for char in "*?["):
+        fs.rm(path, recursive=True)
+        return
+    fs.invalidate_cache()
+    found = fs.find(path, withdirs=True, detail=True)
+    if not found:
+        raise FileNotFoundError(url)
+    folders = {name for name, info in found.items() if info["type"] == "directory"}
+    for name in found.keys() - folders:
+        fs.rm_file(name)
+    for name in sorted({*folders, path}, reverse=True):
+        with suppress(OSError):  # most object stores have no folders
+            fs.rmdir(name)
 
 
 LOCAL = frozenset({"file", "local"})
 REMOTE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"})
 """The protocols that specs may use: object stores whose address and credentials come from the operator, not the URL."""
+_ATOMIC = REMOTE | {"memory"}
+_CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub"})
+"""The packages of clients of object stores, some of whose errors are no OSErrors."""
 _AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net", ".fabric.microsoft.com")
 
 
@@ -176,6 +205,42 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
                 hint="Free space there, then resume: earlier files are complete.",
             ) from error
         raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
+
+
+@contextmanager
+def cloud_failures(what: str) -> Iterator[None]:
+    """Converts those errors of a cloud's client that are no OSErrors to StorageErrors that name `what`. Examples are a
+    missing connection and missing credentials.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_client = any(each.__module__.partition(".")[0] in _CLIENTS for each in type(error).__mro__)
+        if isinstance(error, OSError | ValueError) or not is_client:
+            raise
+        raise _unreachable(what, error) from error
+
+
+@contextmanager
+def named_failures(what: str) -> Iterator[None]:
+    """Converts a filesystem's errors to StorageErrors that name `what` and can be sent to other processes.
+    FileNotFoundError is not converted.
+    """
+    try:
+        yield
+    except (RaytideError, FileNotFoundError):
+        raise
+    except Exception as error:  # cloud clients have their own exceptions
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with full_disk_is_an_error(what):
+                raise
+        raise _unreachable(what, error) from error
+
+
+def _unreachable(what: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"cannot reach {what}: {type(error).__name__}: {error}.", hint="Check the path, its permissions and the disk."
+    )
 
 
 def is_full_disk(error: BaseException) -> bool:

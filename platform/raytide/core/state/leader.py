@@ -72,16 +72,18 @@ class Leader:
     def fence(self, c: sa.Connection) -> None:
         """Raises ConflictError if another controller has taken over. Otherwise renews the lease if the renewal is due.
 
-        The check holds until the end of this transaction.
+        The check holds until the end of this transaction. If the renewal is due, the lock is exclusive from the start:
+        two threads that share the row and then both write it would wait for each other.
         """
-        row = c.execute(sa.select(leaders).where(leaders.c.name == _NAME).with_for_update(read=True)).first()
+        is_due = self._is_due()
+        row = c.execute(sa.select(leaders).where(leaders.c.name == _NAME).with_for_update(read=not is_due)).first()
         if row is None or row.epoch != self._epoch:
             holder = "no controller" if row is None or not row.holder else row.holder
             raise ConflictError(
                 f"this controller ({self._holder}) was replaced: {holder} leads now.",
                 hint="It restarts and waits. Give each cluster its own state URL.",
             )
-        if self._monotonic_s() - self._renewed_s >= _RENEW_S:
+        if is_due and self._is_due():  # another thread may have renewed it while this one waited
             self._update(c, renewals=row.renewals + 1)
             self._renewed_s = self._monotonic_s()
 
@@ -107,6 +109,9 @@ class Leader:
         if self._watched != (epoch, renewals):
             self._watched, self._watched_s = (epoch, renewals), self._monotonic_s()
         return self._monotonic_s() - self._watched_s >= LEASE_S
+
+    def _is_due(self) -> bool:
+        return self._monotonic_s() - self._renewed_s >= _RENEW_S
 
     def _update(self, c: sa.Connection, **values: object) -> None:
         c.execute(leaders.update().where(leaders.c.name == _NAME).values(**values))

@@ -120,10 +120,10 @@ class Store:
         with self._db.write() as c:
             if (job := job_of_key(c, spec.team, key, digest)) is not None:
                 return job
-            check_live_jobs(c, spec, most_live)
-            number = next_number(c, "job")
-            if (job := job_of_key(c, spec.team, key, digest)) is not None:  # of a request for which this one waited
+            number = next_number(c, "job")  # waits for other requests, which count below
+            if (job := job_of_key(c, spec.team, key, digest)) is not None:
                 return job
+            check_live_jobs(c, spec, most_live)
             c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
             record(c, "job.submit", f"job-{number}", codec.audited(spec))
@@ -164,13 +164,13 @@ class Store:
         it says why the work failed."""
         return self._write_job(job_id, released_by_driver=error)
 
-    def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "") -> Endpoint:
+    def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "", seen: int = 0) -> Endpoint:
         """Creates an endpoint, or gives an existing endpoint a new spec as a new revision.
 
-        Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
-        """
+        Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team, or
+        if another revision than `seen`, from which the spec was derived, serves it now."""
         with self._db.write() as c:
-            return save_endpoint(c, spec, user, now_s, why)
+            return save_endpoint(c, spec, user, now_s, why, seen)
 
     def request_delete(self, name: str) -> Endpoint:
         """Requests the deletion of an endpoint. Has no effect on a deleted endpoint. Raises ConflictError if `name` is

@@ -22,6 +22,12 @@ def damage(store: CheckpointStorage, path: str) -> None:
     store.publish(path, body[:-5] + b"other")
 
 
+def write(store: CheckpointStorage, path: str, *parts: bytes) -> None:
+    with store.write(path) as stream:
+        for part in parts:
+            stream.write(part)
+
+
 def test_a_run_saves_resumes_and_verifies_in_a_bucket(spec: TrainSpec, bucket: str) -> None:
     there = spec.model_copy(update={"checkpoint_dir": f"{bucket}/run", "steps": 4, "checkpoint_every": 1})
     losses: list[float] = []
@@ -73,3 +79,38 @@ def test_a_store_that_fails_at_reading_is_not_taken_for_a_bad_checkpoint(
     monkeypatch.setattr(store, "read", broken)
     with pytest.raises(StorageError, match="Permission denied"):
         latest(store)
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_removed_and_no_other(bucket: str) -> None:
+    one, other = open_store(f"{bucket}/run[12]"), open_store(f"{bucket}/run1")
+    for store in (one, other):
+        store.publish("step/manifest.json", b"{}")
+        store.publish("step/file", b"x")
+    one.remove("step", first="manifest.json")
+    assert (one.sizes("step"), other.sizes("step")) == ({}, {"manifest.json": 2, "file": 1})
+    one.remove("step", first="manifest.json")
+
+
+def test_a_file_whose_last_part_is_refused_leaves_no_parts_in_the_bucket(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+    import s3fs
+
+    call = s3fs.S3File._call_s3
+    parts: list[str] = []
+
+    def refuse(self: object, method: str, *args: object, **options: object) -> object:
+        if method == "upload_part":
+            parts.append(method)
+            if len(parts) == 2:
+                raise OSError(5, "SlowDown")
+        return call(self, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3File, "_call_s3", refuse)
+    store = open_store(f"{bucket}/run")
+    monkeypatch.setattr(store._fs, "default_block_size", 5 << 20)  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="SlowDown"):
+        write(store, "step/file", bytes(6 << 20), b"the rest, which `close` sends")
+    assert len(parts) == 2
+    assert boto3.client("s3").list_multipart_uploads(Bucket=bucket.removeprefix("s3://")).get("Uploads", []) == []

@@ -75,6 +75,20 @@ def test_at_a_url_the_config_comes_last(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list(private_folder("exports").iterdir()) == []
 
 
+def test_a_url_that_looks_like_a_pattern_replaces_its_own_model_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fs, home = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    for run in ("run[12]", "run1"):
+        fs.pipe_file(f"{home}/{run}/model/stale.safetensors", b"old")
+    draft = AtomicDirectory(f"memory:/{home}/run[12]/model")
+    write("config.json", "new", draft)
+    assert draft.publish() is None
+    assert fs.find(f"{home}/run[12]") == [f"{home}/run[12]/model/config.json"]
+    assert fs.find(f"{home}/run1") == [f"{home}/run1/model/stale.safetensors"]
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URL of a model, whose files are first written below `tmp_path`."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+from unittest.mock import Mock
 
 import pytest
 import torch
+from botocore.exceptions import EndpointConnectionError
 
 from raytide.actors.trainer.checkpoint.storage import UrlStore
 from raytide.actors.trainer.run_log import folder as run_folder
@@ -19,7 +22,9 @@ from raytide.actors.trainer.run_log.writer import StepLog
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import WaitTimeoutError
-from raytide.core.io.storage import exists, read_bytes, write_bytes
+from raytide.core.io import claim as claims
+from raytide.core.io.claim import Claim, committing
+from raytide.core.io.storage import exists, open_url, read_bytes, write_bytes
 from raytide.core.specs.train import TrainSpec
 
 
@@ -135,3 +140,32 @@ def test_a_request_that_the_store_does_not_delete_is_not_taken_again(there: Trai
     store.may_delete = True
     folder.close()
     assert not exists(f"{there.out}/{REQUEST}")
+
+
+def test_uploads_go_on_after_a_store_was_away(there: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "SETTLE_S", 0.0)
+    claim = Claim([there.out], beat_s=1000.0)
+    folder = RunFolder(there.out, partial(committing, [there.out], claim.token))
+    (folder.path / "metrics.jsonl").write_text("1")
+    with monkeypatch.context() as away:
+        error = EndpointConnectionError(endpoint_url="https://s3")
+        away.setattr(type(open_url(there.out)[0]), "cat_file", Mock(side_effect=error))
+        folder.changed("metrics.jsonl")
+        assert not folder.flush(5.0)
+        assert "EndpointConnectionError" in folder.problem
+    assert folder.flush(60.0)
+    assert read_bytes(f"{there.out}/metrics.jsonl") == b"1"
+    folder.close()
+    claim.release()
+
+
+def test_files_that_a_store_refuses_at_the_end_stay_here(
+    there: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder, store = open_run(there)
+    (folder.path / "metrics.jsonl").write_text("1")
+    monkeypatch.setattr(store, "publish", Mock(side_effect=OSError(5, "SlowDown")))
+    folder.changed("metrics.jsonl")
+    folder.close()
+    assert (folder.path / "metrics.jsonl").read_text() == "1"

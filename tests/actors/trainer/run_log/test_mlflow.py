@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from raytide.actors.trainer.run_log import mlflow
 from raytide.actors.trainer.run_log.writer import RunLog
@@ -239,3 +240,24 @@ def test_what_is_no_server_s_address_and_a_machine_without_httpx_are_refused(
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ConfigError, match="httpx is not installed"):
         mlflow.MlflowRun(tracked, MlflowSpec(tracking_uri="http://127.0.0.1:9"), VirtualClock(0.0))
+
+
+def test_a_store_that_is_away_for_a_while_ends_no_sending(
+    server: Server, tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, errors = mlflow.open_url, [EndpointConnectionError(endpoint_url="https://s3")]
+    has_failed = threading.Event()
+
+    def open_url(url: str) -> Any:
+        if errors:
+            has_failed.set()
+            raise errors.pop()
+        return opened(url)
+
+    monkeypatch.setattr(mlflow, "open_url", open_url)
+    record = record_of(tracked)
+    record.step(step(1))
+    assert has_failed.wait(60.0)
+    record.close("done")
+    assert losses(server) == {1: 3.0}
+    assert server.runs["run-1"]["status"] == "FINISHED"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.specs.rollout import Rollout, RolloutReport, RolloutState, Serving
 from raytide.core.state import Changes, Store
+from raytide.core.state.registry.rollouts import commit_rollouts
 from raytide.core.state.tenancy.audit import acting
 
 
@@ -72,6 +77,44 @@ def test_a_promoted_application_serves_the_endpoint_and_gets_its_next_specs(stor
     assert store.rollouts.serving("chat") == Serving("chat", "chat~2", 3, previous=2)
     second = store.rollouts.start(spec("/m/4"), "canary", {}, "bob", 12.0, "")
     assert (second.champion_application, second.challenger_application) == ("chat~2", "chat~4")
+
+
+def during_promotion(store: Store, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Runs `act` while the controller commits the promotion of the challenger, and a change of the champion."""
+    champion = replace(store.endpoint("chat"), target_replicas=2)
+    (rollout,) = store.load().rollouts
+    after = replace(rollout, state=RolloutState.PROMOTED, decided_at_s=9.0)
+    with ThreadPoolExecutor(1) as threads:
+
+        def commit(*args: Any) -> None:
+            commit_rollouts(*args)
+            acting = threads.submit(act)
+            with suppress(TimeoutError):  # it waits for this commit
+                acting.result(0.5)
+            results.append(acting)
+
+        results: list[Any] = []
+        monkeypatch.setattr("raytide.core.state.store.commit_rollouts", commit)
+        store.commit(Changes(at_s=9.0, endpoints=(champion,), rollouts=(after,)))
+        results[0].result(30)
+
+
+def test_a_spec_that_waits_for_a_promotion_goes_to_the_promoted_application(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the application that the rollout is about to delete would serve the endpoint again."""
+    begun(store)
+    during_promotion(store, monkeypatch, lambda: store.save_endpoint(spec("/m/3"), "ana", 9.0))
+    assert store.rollouts.serving("chat") == Serving("chat", "chat~2", 3, previous=2)
+    assert {e.name: e.spec.model for e in store.load().endpoints} == {"chat": "/m/1", "chat~2": "/m/3"}
+
+
+def test_a_deletion_that_waits_for_a_promotion_ends_the_promoted_application(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(store)
+    during_promotion(store, monkeypatch, lambda: store.request_delete("chat"))
+    assert {e.name: e.state for e in store.load().endpoints}["chat~2"] is EndpointState.DELETING
 
 
 def test_an_endpoint_with_a_promoted_application_is_deleted_and_begins_anew(store: Store) -> None:

@@ -67,9 +67,11 @@ class EndpointService:
         self._models, self._rate = models, rate
         self._changing = threading.Lock()
 
-    def serve(self, body: Mapping[str, object], caller: Caller, why: str = "") -> EndpointStatus:
+    def serve(self, body: Mapping[str, object], caller: Caller, why: str = "", *, seen: int = 0) -> EndpointStatus:
+        """Creates an endpoint, or gives it a new spec. Raises ConflictError if `seen`, the revision that the spec was
+        derived from, does not serve the endpoint any more."""
         spec = self._checked(ServeSpec.parse({"team": caller.home, **body}, where="serve"), caller)
-        self._store.save_endpoint(spec, caller.user, self._clock.now_s(), why)
+        self._store.save_endpoint(spec, caller.user, self._clock.now_s(), why, seen)
         return self.get(spec.name, caller)
 
     def start_rollout(self, body: Mapping[str, object], caller: Caller) -> RolloutStatus:
@@ -247,9 +249,9 @@ class EndpointService:
         """Changes the weights that the endpoint serves. Its replicas swap the weights in place, without a restart."""
         change = WeightsChange.parse(body, where="weights")
         with self._changing:
-            spec = self.get(name, caller).endpoint.spec
-            fields = {**spec.model_dump(mode="json"), "weights": change.location}
-            return self.serve(fields, caller, f"weights {change.location or 'of the model'}")
+            now = self.get(name, caller)
+            fields = {**now.endpoint.spec.model_dump(mode="json"), "weights": change.location}
+            return self.serve(fields, caller, f"weights {change.location or 'of the model'}", seen=now.revision)
 
     def _check_options(self, spec: ServeSpec) -> None:
         """Refuses options of vLLM that may run a team's code, if `run_as` names a user for this code."""
@@ -273,9 +275,10 @@ class EndpointService:
         """Loads and unloads adapters on the running replicas. Concurrent changes are applied one after another."""
         change = AdapterChange.parse(body, where="adapters")
         with self._changing:
-            spec = self.get(name, caller).endpoint.spec
+            now = self.get(name, caller)
+            spec = now.endpoint.spec
             fields = {**spec.model_dump(mode="json"), "adapters": change.applied_to(spec)}
-            return self.serve(fields, caller, str(change))
+            return self.serve(fields, caller, str(change), seen=now.revision)
 
     def delete(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)

@@ -22,7 +22,7 @@ from raytide.core.state.database import Database
 from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry.revisions import add_revision
-from raytide.core.state.registry.rollouts import live, refuse_during_rollout, serving, set_serving
+from raytide.core.state.registry.rollouts import locked_serving, refuse_during_rollout, serving, set_serving
 from raytide.core.state.registry.tables import serving as applications
 from raytide.core.state.registry.tables import signals
 from raytide.core.state.tenancy.audit import record
@@ -32,13 +32,16 @@ from raytide.core.state.write import note, update, upsert
 _KEPT_S = 86_400.0
 
 
-def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> Endpoint:
-    """Creates an endpoint, or gives an existing endpoint a new spec as a new revision. Returns the endpoint.
+def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, seen: int = 0) -> Endpoint:
+    """Creates an endpoint, or gives an existing endpoint a new spec as a new revision. Returns the endpoint. `seen` is
+    the revision that the spec was derived from; 0 if there is none.
 
-    Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
+    Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team, or if
+    another revision than `seen` serves it now.
     """
-    found = serving(c, spec.name)
-    row = c.execute(_endpoint(found.application).with_for_update()).first()
+    found, row, rollout = locked_serving(c, spec.name)
+    if seen not in (0, found.revision):
+        raise ConflictError(f"endpoint {spec.name} was changed meanwhile.", hint="Try again: nothing was written.")
     if found.application != spec.name and (row is None or row.state == EndpointState.DELETED):
         found = Serving(spec.name, spec.name, found.revision)  # it begins anew
         row = c.execute(_endpoint(spec.name).with_for_update()).first()
@@ -54,7 +57,7 @@ def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, wh
     elif row.team != spec.team:
         raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
     else:
-        refuse_during_rollout(c, spec.name)
+        refuse_during_rollout(rollout)
         values: dict[str, Any] = {"spec": stored.model_dump(mode="json")}
         if codec.endpoint(row).is_given_up:  # Serve never retries a failed one: create it anew
             values |= {"created_at_s": now_s, "reason": ""}
@@ -78,12 +81,11 @@ def request_delete(c: sa.Connection, name: str) -> Endpoint:
     """
     if name != (endpoint := endpoint_of(name)) and serving(c, endpoint).application == name:
         raise ConflictError(f"{name} serves endpoint {endpoint} now.", hint=f"Delete {endpoint}, if that is meant.")
-    application = serving(c, name).application
-    if (row := c.execute(_endpoint(application).with_for_update()).first()) is None:
+    found, row, rollout = locked_serving(c, name)
+    if row is None:
         raise no_endpoint(name)
     if not row.delete_requested:
-        rollout = live(c, name)
-        for each in (application, *([] if rollout is None else [rollout.challenger_application])):
+        for each in (found.application, *([] if rollout is None else [rollout.challenger_application])):
             update(c, t.endpoints, {"name": each}, {"delete_requested": True})
         touch_key_table(c)
         record(c, "endpoint.delete", name)

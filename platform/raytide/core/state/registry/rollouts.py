@@ -49,11 +49,9 @@ class RolloutRecords(DatabaseAccess):
         Raises NotFoundError if the endpoint does not exist. Raises ConflictError if the endpoint belongs to another
         team, has a rollout already or is being deleted, or if a hosted API answers for one of the revisions.
         """
-        e = core.endpoints.c
         with self._db.write() as c:
             number = next_number(c, "rollout")
-            champion = serving(c, spec.name)
-            row = c.execute(core.endpoints.select().where(e.name == champion.application).with_for_update()).first()
+            champion, row, found = locked_serving(c, spec.name)
             if row is None or row.state == EndpointState.DELETED:
                 raise no_endpoint(spec.name)
             if row.team != spec.team:
@@ -63,9 +61,9 @@ class RolloutRecords(DatabaseAccess):
             if spec.backend is not None or codec.endpoint(row).spec.backend is not None:
                 hint = "Serve the new spec without a rollout. A model can have the API as its fallback."
                 raise ConflictError(f"{spec.name}: a hosted API has no replicas, so no rollout.", hint=hint)
-            if (found := live(c, spec.name)) is not None and _is_repeated(c, found, spec, kind, plan, user):
+            if found is not None and _is_repeated(c, found, spec, kind, plan, user):
                 return found
-            refuse_during_rollout(c, spec.name)
+            refuse_during_rollout(found)
             revision = add_revision(c, spec, user, now_s, why, is_new=True)
             challenger = spec.model_copy(update={"name": application_of(spec.name, revision)})
             check_live_endpoints(c, challenger)
@@ -219,6 +217,23 @@ def serving(c: sa.Connection, name: str) -> Serving:
     return Serving(name, name, newest[0], newest[1])
 
 
+def locked_serving(c: sa.Connection, name: str) -> tuple[Serving, sa.Row[Any] | None, Rollout | None]:
+    """Returns what serves an endpoint, the row of that application, and the endpoint's live rollout. The row is locked,
+    so no rollout begins before the end of the transaction.
+
+    The controller may promote the challenger meanwhile, and does not wait for the lock. What serves is therefore read
+    again after the rollout: if no rollout is live, no promotion can follow.
+    """
+    now = serving(c, name)
+    while True:
+        found, which = now, core.endpoints.c.name == now.application
+        row = c.execute(core.endpoints.select().where(which).with_for_update()).first()
+        rollout = live(c, name)
+        now = serving(c, name)
+        if now.application == found.application:
+            return now, row, rollout
+
+
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
     """Returns the application and the revision that serve each endpoint. The keys are the endpoints' names. Endpoints
     without a stored application and revision are left out.
@@ -251,11 +266,11 @@ def _is_repeated(
     return any(revision.spec == spec for revision in revisions(c, spec.name, [found.challenger]))
 
 
-def refuse_during_rollout(c: sa.Connection, name: str) -> None:
-    if (found := live(c, name)) is not None:
+def refuse_during_rollout(found: Rollout | None) -> None:
+    if found is not None:
         raise ConflictError(
-            f"endpoint {name} has a rollout of revision {found.challenger}.",
-            hint=f"`raytide endpoint rollout {name}` shows it, and its --stop and --promote end it.",
+            f"endpoint {found.name} has a rollout of revision {found.challenger}.",
+            hint=f"`raytide endpoint rollout {found.name}` shows it, and its --stop and --promote end it.",
         )
 
 
