@@ -98,8 +98,8 @@ def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
             if len(texts) == 20:
                 first.kill()
         assert "".join(texts) == expected
-        (second,) = members(live)
-        assert second.pid != first.pid
+        # On a busy machine the whole answer may have been computed before the kill.
+        eventually(lambda: [each.pid for each in members(live)] not in ([], [first.pid]))
     finally:
         handle.delete()
         tide.client.change_team("default", quota=None)

@@ -6,7 +6,7 @@ import signal
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,24 @@ import pytest
 
 import raytide as rt
 from raytide.control.bootstrap.cluster_record import LocalCluster
-from raytide.core.errors import RaytideError
+from raytide.core.errors import NotFoundError, RaytideError
+from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.job import JobState
 from raytide.sdk.jobs.flow_run import FlowRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 TIMEOUT_S = 900.0
 STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+@pytest.fixture(autouse=True)
+def deleted(tide: rt.Client, eventually: Callable[..., None]) -> Iterator[None]:
+    """Deletes the flows' endpoint: tests of the same cluster need all of its nodes."""
+    yield
+    with suppress(NotFoundError):
+        handle = tide.endpoint("flow-model")
+        handle.delete()
+        eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED)
 
 
 def flow_file(out: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
