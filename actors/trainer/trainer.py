@@ -87,7 +87,7 @@ class Trainer:
         self.outer = self._build_outer()
         digests = {"model, seed or batch": self.model_source.digest, "dataset": self.data.digest}
         self._commit = partial(committing, spec.places, claim)
-        self.checkpoints = CheckpointManager(spec, digests, group, self._commit)
+        self.checkpoints = CheckpointManager(spec, digests, group, self._commit, self.model_source.earlier_digests)
         self.snapshots = snapshots if spec.takes_snapshots else None
         if self.snapshots is not None:
             self.snapshots.join(group, digests)
@@ -287,10 +287,10 @@ class Trainer:
             self._samples.add(step, batch.ids)
         data_s = time.perf_counter() - began
         self.timer.lap("data")
-        counts = [batch.counted, batch.pairs] if self.group.is_data_first else [0, 0]
+        counts = [batch.counted, batch.computed, batch.pairs] if self.group.is_data_first else [0, 0, 0]
         flags = [pause, self.profiler.requested_steps(), self.checkpoints.has_failed]
         figures = [] if self.snapshots is None else self.snapshots.figures(self._step_s)
-        tokens, pairs, stop, profiled, failed, *figures = self.group.sum([*counts, *flags, *figures])
+        tokens, computed, pairs, stop, profiled, failed, *figures = self.group.sum([*counts, *flags, *figures])
         if self.snapshots is not None:
             self.snapshots.record(figures)
         self.timer.lap("wait")
@@ -343,7 +343,7 @@ class Trainer:
             step_s=step_s,
             data_s=data_s,
             world=self.group.world,
-            mfu=self.meter.mfu(int(tokens), step_s, pairs / (spec.global_batch * spec.seq_len)),
+            mfu=self.meter.mfu(int(computed), step_s, pairs / computed),
             memory_bytes=self.meter.memory_bytes(),
             gpu_bytes=self.meter.gpu_bytes(),
             times=self.timer.drain_times(),

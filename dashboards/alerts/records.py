@@ -231,7 +231,9 @@ class AlertRecords:
             c.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def prune(self, now_s: float) -> None:
-        """Deletes records that are too old, and the oldest records if there are too many."""
+        """Deletes records that are too old, and the oldest records if there are too many. An action of an alert that
+        still fires stays, because it would be done once more.
+        """
         old_s = now_s - _KEPT_S
         with self._database.write() as c:
             c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))
@@ -239,7 +241,8 @@ class AlertRecords:
             c.execute("DELETE FROM sent WHERE at_s < ?", (now_s - 7200.0,))
             last = c.execute("SELECT max(seq) FROM episodes").fetchone()[0] or 0
             c.execute("DELETE FROM episodes WHERE at_s < ? OR seq <= ?", (old_s, last - _MOST_ROWS))
-            c.execute("DELETE FROM actions WHERE at_s < ?", (old_s,))
+            fires = "SELECT 1 FROM alerts WHERE state = 'firing' AND actions.key LIKE alerts.id || '-%'"
+            c.execute(f"DELETE FROM actions WHERE at_s < ? AND NOT EXISTS ({fires})", (old_s,))  # nosec B608
             newest = "DELETE FROM actions WHERE key NOT IN (SELECT key FROM actions ORDER BY at_s DESC LIMIT ?)"
             c.execute(newest, (_MOST_ROWS,))
 

@@ -81,7 +81,7 @@ TRAINING = Board(
                 bound=7200,
                 empty="no checkpoint yet",
             ),
-            panel("Restarts", "short", gauge(training.JOB_RESTARTS, *_JOB)),
+            panel("Restarts", "short", values(training.JOB_RESTARTS, *_JOB)),
             panel(
                 "Reported by the jobs themselves",
                 "short",
@@ -198,7 +198,8 @@ COST = Board(
             stacked(
                 "Booked by kind",
                 "currencyUSD",
-                Query(sum_by(OverTime("increase", select(cost.BOOKED), 300), "kind"), "{{kind}}"),
+                values(cost.BOOKED, "kind"),
+                description="In total so far. Lost work moves from its job to waste.",
             ),
             stacked("GPUs by use", "short", values(infrastructure.GPUS, "use")),
         ),

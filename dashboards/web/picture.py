@@ -233,6 +233,8 @@ class Pictures:
 
     def node_row(self, node: Node, held: Iterable[Share], kinds: Mapping[str, str], live: Live) -> Row:
         use = live.use.get(node.id, {})
+        shares = list(held)
+        whole = max(1.0, sum(share.weight for share in shares))  # more than one if they dominate different resources
         return {
             **_named(node, "id", "type", "zone", "price_micro_usd_h", "subject"),
             **_named(node, "requested_at_s", "ready_at_s", "drain_deadline_s", "lost_at_s"),
@@ -240,7 +242,7 @@ class Pictures:
             "state": str(node.state),
             "reason": node.reason[:_MOST_TEXT],
             "use": {meter: round(signal.value, 2) for meter, signal in use.items()},
-            "held": [_share(share.kind, share.subject, share.team, share.weight, kinds) for share in held],
+            "held": [_share(each.kind, each.subject, each.team, each.weight / whole, kinds) for each in shares],
         }
 
     def earlier(self, nodes: Iterable[Node], entries: Iterable[Entry], caller: Caller) -> list[Row]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from raytide.actors.models.model_config import read_json
 from raytide.actors.quality.corpus import corpus_digest
 from raytide.actors.quality.evaluate import QualityReport
 from raytide.actors.quality.suite import broken_limits
@@ -75,8 +76,12 @@ class CompressionCard:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Returns the size in bytes of the weights in a model directory."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    """Returns the size in bytes of the weights in a model directory. If the directory has an index, only the files that
+    it names count: Mistral's directories have the same weights a second time, in `consolidated.safetensors`.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = set(read_json(index)["weight_map"].values()) if index.exists() else None
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if names is None or file.name in names)
 
 
 def write_card(folder: Path, card: CompressionCard) -> None:

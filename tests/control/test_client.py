@@ -19,7 +19,7 @@ from raytide.control.client import ApiClient, HttpConnections
 from raytide.control.client import api_client as module
 from raytide.control.views import JobView, to_json
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
-from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.sdk.jobs import job_run
 from raytide.sdk.jobs.job_run import Run
@@ -299,3 +299,14 @@ def test_a_forked_process_opens_a_connection_of_its_own(
         assert echo.connections == 2
     asked(http, "/parent")
     assert echo.connections == 2, "the parent goes on with its own"
+
+
+def test_fields_that_a_later_release_has_added_end_no_gang_and_hide_no_job() -> None:
+    """Drivers, gateways and SDKs outlive an upgrade of the API: `inputs` of a Shape came while gangs ran."""
+    lease = to_json(Lease("lease-1", "job-1", SPEC.gang.shapes[0], LeaseState.ACTIVE, ()))
+    lease["shape"]["from_the_future"] = lease["from_the_future"] = 1
+    seen = connected(Api(0, lambda request: (200, lease))).lease("job-1")
+    assert (seen.id, seen.shape) == ("lease-1", SPEC.gang.shapes[0])
+    view = to_json(JobView(Job("job-1", SPEC, "me", JobState.QUEUED, 0.0), None, 0, 0))
+    view["job"]["spec"]["from_the_future"] = view["job"]["spec"]["gang"]["from_the_future"] = {"a": 1}
+    assert connected(Api(0, lambda request: (200, view))).job("job-1").job.spec == SPEC

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 
+from raytide.actors.engine.backends.remote import wire
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
@@ -28,12 +30,13 @@ from raytide.actors.serving.ray_serve.keys import (
     spec_key,
     startup_prefix,
     target_key,
+    wire_key,
 )
 from raytide.actors.serving.ray_serve.replica_log import MOST_LOGS, forgotten, logs_of
 from raytide.actors.serving.ray_serve.startup import startup_of
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
-from raytide.core.objects.endpoint import LIVE_FIELDS, Endpoint
+from raytide.core.objects.endpoint import LIVE_FIELDS, Endpoint, ServeSpec
 from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLive, ReplicaLoad
 from raytide.core.specs.rollout import endpoint_of
 
@@ -47,6 +50,8 @@ LIST_TIMEOUT_S = 60.0
 and if it fails, nothing is deployed or deleted.
 """
 CALL_TIMEOUT_S, START_TIMEOUT_S = 10.0, 90.0
+_UNRECORDED_WIRE = b"9"
+"""The version of `wire` that replicas speak if none was recorded at their deployment, by an earlier release."""
 
 
 class ServeControl:
@@ -77,13 +82,17 @@ class ServeControl:
         again.
 
         `is_there` is true if `applications` lists an application of the endpoint's name. Returns whether Serve was
-        called. If only live fields have changed, running replicas apply them by themselves, and Serve is not called.
+        called. If only live fields have changed, running replicas apply them by themselves, and Serve is not called. A
+        new release deploys an endpoint again only if the gateways cannot talk to its replicas any more.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
-        deployed = self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name), b"") if is_there else b""
-        if deployed == spec:
+        keys = spec_key(endpoint.name), wire_key(endpoint.name)
+        found = self._get(keys) if is_there else {}
+        deployed, own_wire = found.get(keys[0], b""), str(wire.VERSION).encode()
+        is_understood = found.get(keys[1], _UNRECORDED_WIRE) == own_wire  # else no gateway can reach the replicas
+        if is_understood and deployed == spec:
             return False
-        if _work(deployed) == _work(spec):
+        if is_understood and _work(deployed) == _work(spec):
             what = f"the GCS to store the spec of {endpoint.name}"
             call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(spec_key(endpoint.name), spec))
             return False
@@ -99,7 +108,8 @@ class ServeControl:
             self._put(load_key(endpoint.name), nothing, overwrite=False)  # its policy reports seconds later
             target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
-            self._put(spec_key(endpoint.name), spec)
+            self._put(keys[1], own_wire)
+            self._put(keys[0], spec)
 
         call_with_timeout(START_TIMEOUT_S, f"Ray Serve to accept endpoint {endpoint.name}", call)
         return True
@@ -239,6 +249,8 @@ def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
     """
     created_at_s, _, spec = deployed.decode().partition(" ")
     fields = json.loads(spec) if spec else {}
+    with suppress(ValueError):  # fields that a later release has added are as if they had been left out
+        fields = ServeSpec.model_validate(fields).model_dump(mode="json", exclude={"price"})
     return created_at_s, {name: value for name, value in fields.items() if name not in LIVE_FIELDS}
 
 

@@ -44,6 +44,11 @@ def spec_key(endpoint: str) -> bytes:
     return f"{endpoint}/spec".encode()
 
 
+def wire_key(endpoint: str) -> bytes:
+    """Returns the key of the version of `wire` with which the endpoint was last deployed, which its replicas speak."""
+    return f"{endpoint}/wire".encode()
+
+
 def replica_key(endpoint: str, replica: str) -> bytes:
     """Returns the key of a replica's address. If the replica was killed, the controller deletes the key."""
     return replica_prefix(endpoint) + replica.encode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,9 +75,15 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, spec: TrainSpec, digests: Mapping[str, str], group: ProcessGroup, commit: Commit = nullcontext
+        self,
+        spec: TrainSpec,
+        digests: Mapping[str, str],
+        group: ProcessGroup,
+        commit: Commit = nullcontext,
+        earlier: Collection[str] = (),
     ) -> None:
-        self.spec, self.digests, self.group = spec, dict(digests), group
+        """`earlier` holds digests with which earlier releases wrote checkpoints that this run may resume from."""
+        self.spec, self.digests, self.group, self._earlier = spec, dict(digests), group, frozenset(earlier)
         self._require_same_on_all_ranks()
         self.store = open_store(spec.checkpoint_url)
         self._saver = AsyncSaver(group.new_channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
@@ -232,7 +238,7 @@ class CheckpointManager:
 
     def _require_same_run(self, checkpoint: Checkpoint) -> None:
         for what, digest in self.digests.items():
-            if checkpoint.manifest.digests.get(what) != digest:
+            if checkpoint.manifest.digests.get(what) not in (digest, *self._earlier):
                 raise CheckpointError(
                     f"{self.store.url}/{checkpoint.name} was written with a different {what}.",
                     hint="Resume with the spec that wrote it, or choose another out directory.",

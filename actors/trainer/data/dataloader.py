@@ -34,8 +34,10 @@ class RankBatch(NamedTuple):
     """The microbatches. All ranks have the same number of them, or their collectives would not match."""
     counted: int
     """The number of targets that count."""
+    computed: int
+    """The number of tokens that the targets need: those of prompts too, but not the padding at a sequence's end."""
     pairs: int
-    """The sum of the squared lengths of the documents or, without document masks, of the whole sequences."""
+    """The sum of the squared lengths of the documents or, without document masks, of the sequences without padding."""
 
 
 class _Read(NamedTuple):
@@ -79,9 +81,10 @@ class DataLoader:
             chunk_documents = None if documents is None else self._put(documents[rows])
             micros.append(Micro(self._put(chunk), self._put(chunk_targets), chunk_documents))
         if not len(ids):
-            return RankBatch(ids, micros, 0, 0)
-        pairs = len(ids) * inputs.shape[1] ** 2 if documents is None else int(pairs_of(documents).sum())
-        return RankBatch(ids, micros, int((targets != IGNORE).sum()), pairs)
+            return RankBatch(ids, micros, 0, 0, 0)
+        lengths = np.where(targets != IGNORE, np.arange(1, targets.shape[1] + 1), 0).max(axis=1)  # to the last target
+        pairs = int((lengths**2 if documents is None else pairs_of(documents)).sum())
+        return RankBatch(ids, micros, int((targets != IGNORE).sum()), int(lengths.sum()), pairs)
 
     def _read(self, step: int) -> _Read:
         ids = self._assigned(self._sampler.ids(step))

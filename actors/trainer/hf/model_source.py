@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from raytide.actors.models.architecture import Architecture
@@ -22,6 +22,11 @@ from raytide.core.errors import ConfigError, DataError
 from raytide.core.io.storage import join, local_path
 from raytide.core.specs.train import TrainSpec
 
+_ADDED = ("num_labels", "vision")
+"""The fields that releases have added to Architecture, in this order. Add each further field here: otherwise no
+checkpoint of an earlier release can be resumed.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -34,6 +39,8 @@ class ModelSource:
     """Digest of what a resume must match: the architecture, the choice of the trained weights, the initial weights'
     content, the data order, and the options of distillation and QAT.
     """
+    earlier_digests: frozenset[str] = frozenset()
+    """Digests of the same in checkpoints of earlier releases, whose architectures had fewer fields."""
 
 
 def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
@@ -47,7 +54,7 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
     _check(spec, data, arch, where)
     if folder is not None and not spec.other_tokenizer:
         _check_tokenizer(folder, data)
-    return ModelSource(config, arch, folder, _digest(spec, arch, folder))
+    return ModelSource(config, arch, folder, *_digests(spec, arch, folder))
 
 
 def refuse_quantized(config: Mapping[str, object], where: str) -> None:
@@ -135,9 +142,11 @@ def _check_tokenizer(folder: Path, data: TokenDataset) -> None:
         )
 
 
-def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
+def _digests(spec: TrainSpec, arch: Architecture, folder: Path | None) -> tuple[str, frozenset[str]]:
+    """Returns the digest that a resume must match, and the digests that earlier releases computed in its place."""
+    known = {key: value for key, value in asdict(arch).items() if key != "dtype"}
     body = {
-        "arch": {key: value for key, value in asdict(arch).items() if key != "dtype"},
+        "arch": known,
         "finetune": None if spec.finetune is None else spec.finetune.model_dump(),
         "order": spec.digest(),
         "first_weights": None if folder is None else content_digest(folder),
@@ -148,6 +157,16 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
         }
     if spec.qat is not None:
         body["qat"] = spec.qat.model_dump()
+    present, earlier = _hash(body), set[str]()
+    defaults = {each.name: each.default for each in fields(Architecture)}
+    for name in reversed(_ADDED):
+        if known.pop(name) != defaults[name]:
+            break
+        earlier.add(_hash(body))
+    return present, frozenset(earlier)
+
+
+def _hash(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -30,7 +30,8 @@ class MfuMeter:
 
     def mfu(self, tokens: int, seconds: float, span: float) -> float | None:
         """Returns the fraction of all devices' peak FLOPs that a step used. Returns None if the peak is unknown. The
-        step has `tokens` tokens and took `seconds`.
+        step computed `tokens` tokens and took `seconds`. Tokens of prompts count, although nothing is learnt from
+        them.
 
         `span` is the mean number of tokens over which attention runs. Without document masks, `span` is the sequence
         length. With document masks, a token counts with the length of its document, and `span` is the mean over all
@@ -59,9 +60,19 @@ def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False)
     is the number of layers, d the width of all heads, and T the sequence length. Recomputed activations do not count:
     they are work of the hardware, not of the model. If the weights are `frozen` and adapters are trained, no gradients
     of the model's weights are computed, and the first term is 4N'. The adapters' own work is negligible.
+
+    In a layer with a sliding window, T is that of `windowed_span`.
     """
     width = arch.num_heads * arch.head_dim
-    return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * arch.num_layers * width * seq_len
+    spans = sum(windowed_span(seq_len, layer.window) for layer in arch.layers)
+    return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * width * spans
+
+
+def windowed_span(length: float, window: int | None) -> float:
+    """Returns twice the mean number of tokens that a token of a sequence sees: the length without a window, else w (2 -
+    w / length) for a window w.
+    """
+    return length if window is None or window >= length else window * (2.0 - window / length)
 
 
 def matrix_parameters(arch: Architecture) -> int:

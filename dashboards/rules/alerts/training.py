@@ -12,6 +12,7 @@ from raytide.dashboards.rules.expressions import (
     max_by,
     ratio,
     select,
+    sum_by,
 )
 
 _JOB = ("job", "team")
@@ -74,7 +75,7 @@ ALERTS = (
     _rule(
         "RestartLoop",
         "warning",
-        Condition(max_by(OverTime("increase", select(training.JOB_RESTARTS), 3600), *_JOB), ">", 3),
+        Condition(sum_by(OverTime("increase", select(training.JOB_RESTARTS), 3600), *_JOB), ">", 3),
         0,
         "{job} restarted {value} times in an hour",
         "`raytide logs` shows the error it ends with; lost spot nodes do not count as restarts.",

@@ -43,7 +43,8 @@ def to_json(value: object) -> Any:
 
 
 def from_json(cls: type[T], data: object) -> T:
-    value: T = _adapter(cls).validate_python(data)
+    """Returns the value that `to_json` has written. Fields that only a later release knows are ignored."""
+    value: T = _adapter(cls).validate_python(data, extra="ignore")
     return value
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.ray_fixture import own_ray
 
 import raytide
+from raytide.actors.gang import placement_groups
 from raytide.actors.gang.placement_groups import (
     GroupKey,
     PlacementGroupInfo,
@@ -133,6 +134,21 @@ def test_a_name_that_was_removed_can_be_made_again(ray: Any, groups: PlacementGr
     groups.create(need.values())
     second = until(groups, "its successor", lambda there: key in there and there[key].state == "ready")[key]
     assert second.placement_group_id != first.placement_group_id
+
+
+def test_the_groups_of_a_long_list_are_read_one_by_one(
+    ray: Any, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_groups, "SHORT", -1)
+    monkeypatch.setattr(placement_groups, "READ_AS_ONE", 0)
+    need = wanted(ray, "lease-6", 1.0)
+    (key,) = need
+    groups.list()
+    groups.create(need.values())
+    made = until(groups, "the group", lambda there: key in there and there[key].state == "ready")
+    assert made.keys() == {key}
+    groups.remove(made.values())
+    until(groups, "its removal", lambda there: there[key].state == "removed")
 
 
 def test_foreign_groups_are_left_alone(ray: Any, groups: PlacementGroups) -> None:

@@ -95,6 +95,21 @@ def test_a_state_from_a_newer_release_is_refused_and_left_alone(url: str) -> Non
     database.engine.dispose()
 
 
+def test_a_head_that_waits_leaves_the_state_to_a_leader_of_an_older_release(url: str, tmp_path: Path) -> None:
+    """The leader's controller and API open the state again when they restart."""
+    now = Database(f"sqlite:///{tmp_path}/now.db")
+    now.upgrade()
+    _copy_as_of("0012", now, Database(url))
+    versions = []
+    for upgrades in (False, True):
+        Store.open(url, upgrades=upgrades).close()
+        with closing(Database(url)) as database, database.read() as c:
+            versions.append(c.execute(sa.text("SELECT version_num FROM alembic_version")).scalar())
+    assert (versions[0], versions[1] > "0012") == ("0012", True)
+    with closing(Store.open(f"sqlite:///{tmp_path}/new.db", upgrades=False)) as store:
+        assert store.jobs() == ()
+
+
 def test_two_that_open_at_once_both_find_the_finished_schema(url: str) -> None:
     failures: list[BaseException] = []
 

@@ -331,6 +331,28 @@ def test_what_jobs_and_teams_spent_is_found_by_a_key_and_not_by_a_scan(tmp_path:
     database.engine.dispose()
 
 
+def test_what_is_read_all_the_time_does_not_scan_what_has_ended(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    said: list[tuple[str, Any]] = []
+    sa.event.listen(store._db.engine, "before_cursor_execute", lambda *args: said.append((args[2], args[3])))
+    store.load()
+    store.nodes(live=True)
+    store.jobs(active=True)
+    store.census.live_jobs()
+    store.census.live_members()
+    store.overview.jobs(ended_after_s=1.0, limit=2000)
+    store.overview.entries(subject="job-1", limit=100)
+    store.books.entries(subject="job-1", ending_after_us=1)
+    store.books.entries(node_id="node-1", ending_after_us=1)
+    store.remove_old_jobs(1.0)
+    with store._db.read() as c:
+        asked = [each for each in said if each[0].startswith("SELECT")]
+        plans = {text: c.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all() for text, values in asked}
+    grown = tuple(f"SCAN {table}" for table in ("jobs", "leases", "members", "nodes", "entries"))
+    assert [text for text, steps in plans.items() if any(step[3].startswith(grown) for step in steps)] == []
+    store.close()
+
+
 def test_any_number_of_jobs_can_be_named(store: Store) -> None:
     made = store.submit_job(SPEC, "ada", 1.0)
     ids = [f"job-{number}" for number in range(2, 70_000)]

@@ -89,6 +89,20 @@ def states(path: Path) -> list[tuple[str, str, str]]:
     return [(each.kind, each.object, each.state) for each in AlertRecords(path / "a").actions()]
 
 
+def test_an_alert_that_fires_for_months_acts_once(tmp_path: Path) -> None:
+    world, records = World(), AlertRecords(tmp_path / "a")
+    runner = ActionRunner(records, [action("rollback")], lambda: world)
+    alert = firing(endpoint="chat")
+    records.save([alert], NOW_S)
+    for day in range(100):
+        records.prune(NOW_S + day * 86_400)
+        runner.run_due("raytide", NOW_S + day * 86_400)
+    assert [call for call in world.calls if "rollback chat" in call] == ["rollback chat to 2"]
+    records.save([resolved(alert, NOW_S + 100 * 86_400)], NOW_S + 100 * 86_400)
+    records.prune(NOW_S + 100 * 86_400)
+    assert records.actions() == []
+
+
 def test_an_alert_acts_once_in_each_episode(tmp_path: Path) -> None:
     world = World()
     running = runner(tmp_path, world, action(cooldown_s=0))

@@ -117,6 +117,13 @@ class TestPicture:
         }
         assert row["use"] == {"gpu": 0.5}
 
+    def test_shares_of_different_resources_are_one_node_together(self, service: ApiService, store: Store) -> None:
+        held = (Share(EntryKind.ENDPOINT, "chat", "research", 1.0), Share(EntryKind.JOB, "job-1", "default", 0.6))
+        opened = OpenInterval("node-1", PRICE, NOW_US - 21 * MINUTE_US, NOW_US - MINUTE_US, held)
+        store.commit(Changes(at_s=99_600.0, intervals=(opened,)))
+        row = service.pictures.take().nodes["node-1"]
+        assert {share["use"]: share["weight"] for share in row["held"]} == {"serving": 0.625, "training": 0.375}
+
     def test_specs_are_read_once_and_leases_when_they_change(self, service: ApiService, store: Store) -> None:
         service.pictures.take()
         lease = store.lease_of("job-1")

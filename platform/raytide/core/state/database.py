@@ -133,9 +133,9 @@ class Database:
     def is_sqlite(self) -> bool:
         return self.engine.dialect.name == "sqlite"
 
-    def upgrade(self) -> None:
+    def upgrade(self, *, only_new: bool = False) -> None:
         """Runs the missing migrations, under a lock that admits one process at a time. Raises ConflictError if a newer
-        raytide wrote the schema.
+        raytide wrote the schema. With `only_new`, the schema of a database that has one stays as it is.
         """
         from alembic import command
         from alembic.config import Config
@@ -156,6 +156,8 @@ class Database:
                     f"this one knows schemas up to {known.get_current_head()}.",
                     hint="Run the newer raytide, or name another state URL.",
                 )
+            if only_new and have is not None:
+                return
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
 

@@ -13,15 +13,16 @@ import sqlalchemy as sa
 
 from raytide.core import bounds
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
-from raytide.core.objects.gang import Lease, LeaseState
-from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
-from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import Job, JobSpec
+from raytide.core.objects.node import Node
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
+from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES, LIVE_NODES
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, job_of_key, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.overview import OverviewQueries
@@ -81,13 +82,13 @@ class Store:
         self._leader: Leader | None = None
 
     @classmethod
-    def open(cls, url: str, *, head_epoch: int = 0) -> Self:
+    def open(cls, url: str, *, head_epoch: int = 0, upgrades: bool = True) -> Self:
         """Opens the store and migrates its schema, under a lock that admits one process at a time. Raises ConflictError
         if a newer raytide wrote the schema. With `head_epoch`, all writes of this process fail once another head has
-        taken over."""
+        taken over. Without `upgrades`, the schema of a store that exists stays as it is."""
         database = Database(url)
         try:
-            database.upgrade()
+            database.upgrade(only_new=not upgrades)
         except BaseException:
             database.close()
             raise
@@ -220,9 +221,9 @@ class Store:
     def load(self) -> Records:
         """Returns all records that are not final, and the next numbers for ids."""
         with self._db.read() as c:
-            leases = leases_where(c, t.leases.c.state != LeaseState.RELEASED)
-            live_jobs = t.jobs.select().where(t.jobs.c.state.not_in(FINAL_STATES)).order_by(t.jobs.c.number)
-            live_nodes = t.nodes.select().where(t.nodes.c.state != NodeState.GONE).order_by(t.nodes.c.number)
+            leases = leases_where(c, LIVE_LEASES)
+            live_jobs = t.jobs.select().where(LIVE_JOBS).order_by(t.jobs.c.number)
+            live_nodes = t.nodes.select().where(LIVE_NODES).order_by(t.nodes.c.number)
             counters: dict[str, int] = {row.name: row.next for row in c.execute(t.counters.select())}
             return Records(
                 jobs=tuple(codec.job(row) for row in c.execute(live_jobs)),
@@ -310,7 +311,7 @@ class Store:
         at least one job."""
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
-            query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
+            query = query.where(LIVE_JOBS)
         if team is not None:
             query = query.where(t.jobs.c.team == team)
         with self._db.read() as c:
@@ -348,7 +349,7 @@ class Store:
         ids."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
-            query = query.where(t.nodes.c.state != NodeState.GONE)
+            query = query.where(LIVE_NODES)
         if ray_node_ids is not None:
             query = query.where(t.nodes.c.ray_node_id.in_(ray_node_ids))
         return tuple(codec.node(row) for row in self._db.rows(query))

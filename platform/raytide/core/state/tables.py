@@ -109,6 +109,7 @@ jobs = Table(
     Index(None, "state"),
     Index(None, "team", "number"),
     Index(None, "took_s"),
+    Index(None, "ended_at_s"),
     Index(None, "changed"),
 )
 

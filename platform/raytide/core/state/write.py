@@ -9,11 +9,12 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from raytide.core.objects.endpoint import Endpoint
-from raytide.core.objects.gang import Lease, LeaseState
-from raytide.core.objects.job import FINAL_STATES, Job
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import Job
 from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import EVENT, values_of
+from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES
 from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
@@ -113,9 +114,9 @@ def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT
     Also deletes the leases and events of these jobs. A job with an unreleased lease is kept. Returns the number of
     deleted jobs.
     """
-    is_old = sa.and_(jobs.c.state.in_(FINAL_STATES), jobs.c.ended_at_s < ended_before_s)
-    held = sa.select(leases.c.job_id).where(leases.c.state != LeaseState.RELEASED)
-    query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.number).limit(limit)
+    is_old = sa.and_(~LIVE_JOBS, jobs.c.ended_at_s < ended_before_s)
+    held = sa.select(leases.c.job_id).where(LIVE_LEASES)
+    query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.ended_at_s).limit(limit)
     if not (job_ids := list(c.execute(query).scalars())):
         return 0
     lease_ids = list(c.execute(sa.select(leases.c.id).where(leases.c.job_id.in_(job_ids))).scalars())

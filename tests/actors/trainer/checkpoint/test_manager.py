@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from raytide.actors.trainer.checkpoint.manager import CheckpointManager
 from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import CheckpointError, DataError, StorageError
 from raytide.core.specs.train import TrainSpec
@@ -154,3 +157,19 @@ def test_ranks_that_read_different_datasets_do_not_train_together(
         monkeypatch.setattr(ProcessGroup, "gather", lambda self, value: [value, {**value, "dataset": "older"}])
         with pytest.raises(DataError, match="rank 1 has a different dataset than rank 0"):
             CheckpointManager(spec, {"model, seed or batch": "a", "dataset": "newer"}, mine)
+
+
+def test_a_run_goes_on_from_the_checkpoints_of_an_earlier_release(trained: TrainSpec) -> None:
+    """Its architectures had no fields for a classification head and for images."""
+    arch = asdict(resolve_model(trained, open_data(trained)).arch)
+    known = {key: value for key, value in arch.items() if key not in ("dtype", "num_labels", "vision")}
+    body = {"arch": known, "finetune": None, "order": trained.digest(), "first_weights": None}
+    older = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    for name in root(trained).folders():
+        found = manifest.read(root(trained), name).manifest
+        assert "model, seed or batch" in found.digests
+        digests = {**found.digests, "model, seed or batch": older}
+        manifest.commit(root(trained), name, found.model_copy(update={"digests": digests}))
+    assert train_local(trained.model_copy(update={"steps": 8})).steps == 8
+    with pytest.raises(CheckpointError, match="different model, seed or batch"):
+        train_local(trained.model_copy(update={"steps": 10, "seed": 1}))

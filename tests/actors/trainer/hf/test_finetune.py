@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from tests.actors.engine.families import save_family
@@ -22,9 +23,12 @@ from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.hf.weight_mapping import HfWeights
+from raytide.actors.trainer.model.loss import IGNORE
 from raytide.actors.trainer.model.transformer import Transformer
+from raytide.actors.trainer.run_log.mfu import flops_per_token
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import CheckpointError, ConfigError, DataError
 from raytide.core.io import storage
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
@@ -215,6 +219,25 @@ def test_talk_teaches_the_assistant_s_words(start: Start, tmp_path: Path) -> Non
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     answer = LLM(model).chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=8))
     assert answer.outputs[0].text == "parser"
+
+
+def test_mfu_counts_the_prompts_which_are_computed_too(start: Start, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "parser"}]
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
+    chat = ChatSpec(file=str(tmp_path / "talk.jsonl"), template=str(template))
+    spec = start("llama3-mqa", dataset=None, chat=chat, steps=1, export=False, peak_tflops=1.0, seq_len=64)
+    _, targets = open_data(spec).examples(np.array([0]))
+    learnt = np.flatnonzero(targets[0] != IGNORE)
+    length = int(learnt[-1]) + 1
+    results: list[StepResult] = []
+    train_local(spec, on_step=results.append)
+    done = results[0]
+    assert done.mfu is not None
+    assert done.tokens == spec.global_batch * len(learnt) < spec.global_batch * length / 2
+    flops = spec.global_batch * length * flops_per_token(read_architecture(Path(spec.init_from or "")), length)
+    assert done.mfu * done.step_s * 1e12 == pytest.approx(flops)
 
 
 @pytest.mark.parametrize(

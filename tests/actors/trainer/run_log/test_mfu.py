@@ -44,6 +44,15 @@ def test_llama_8b_at_the_speed_torchtitan_published_has_the_mfu_it_published() -
     assert flops / 1e12 / DEVICES["H100"].bf16_tflops == pytest.approx(0.337, abs=0.001)
 
 
+def test_a_layer_with_a_window_computes_the_pairs_in_its_window() -> None:
+    small = {**SMALL, "num_key_value_heads": 2, "architectures": ["MistralForCausalLM"]}
+    whole, windowed = (arch_of(**small, sliding_window=window) for window in (None, 64))
+    seen = sum(min(at, 64) for at in range(1, 257)) / 256  # of 256 tokens, by the mean token
+    matrices = 6 * mfu.matrix_parameters(whole)
+    assert mfu.flops_per_token(windowed, 256) - matrices == pytest.approx(12 * 2 * 32 * 2 * seen, rel=0.01)
+    assert mfu.flops_per_token(windowed, 64) == mfu.flops_per_token(whole, 64)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding(tied: bool) -> None:
     arch = arch_of(**SMALL, num_key_value_heads=2, tie_word_embeddings=tied)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.control.api.test_routes import LOCAL
+from tests.dashboards.rules.test_evaluation import InMemory
 from tests.registry.rollout.test_lifecycle import PLAN
 from tests.stores import new_store
 
@@ -31,7 +32,16 @@ from raytide.core.state.codec import finite
 from raytide.core.state.queries.jobs import HeldJob, WaitingJob
 from raytide.core.state.tenancy.audit import acting
 from raytide.core.telemetry.catalogue import METRICS
-from raytide.core.telemetry.metrics import MetricSample
+from raytide.core.telemetry.catalogue.training import JOB_RESTARTS
+from raytide.core.telemetry.metrics import MetricSample, render
+from raytide.dashboards.history.points import Labels, label_set
+from raytide.dashboards.history.reader import HistoryReader
+from raytide.dashboards.history.writer import HistoryWriter
+from raytide.dashboards.monitor.scraper import PageReader
+from raytide.dashboards.rules.alerts import ALERTS
+from raytide.dashboards.rules.evaluation import evaluate
+from raytide.dashboards.rules.expressions import Condition
+from raytide.ledger.book import lost
 from raytide.registry.rollout.lifecycle import RolloutView, advance
 
 DAY_US = 86_400_000_000
@@ -76,14 +86,30 @@ def test_training_jobs_show_what_their_drivers_report_and_the_user_s_own_values(
     job = ("job-1", "red")
     for name, value in (
         ("step", 40), ("loss", 2.5), ("tokens_per_second", 1000), ("mfu_ratio", 0.4), ("step_seconds", 0.5),
-        ("data_wait_ratio", 0.1), ("last_step_age_seconds", 10), ("checkpoint_age_seconds", 300), ("restarts", 3),
+        ("data_wait_ratio", 0.1), ("last_step_age_seconds", 10), ("checkpoint_age_seconds", 300),
     ):  # fmt: skip
         assert page(f"raytide_job_{name}", *job) == value
+    assert [page("raytide_job_restarts", *job, of) for of in ("driver", "gang")] == [1, 2]
     assert page("raytide_job_checkpoint_failing", *job) == 1
     assert page("raytide_job_straggler_ratio", *job, "3") == 1.7
     assert page("raytide_job_report", *job, "accuracy") == 0.75
     assert {labels[2] for name, labels in page.values if name == "raytide_job_report"} == {"accuracy"}
     assert page("raytide_gang_pending_seconds", "job-2", "blue") == 600.0
+
+
+def test_a_new_driver_that_counts_from_zero_is_one_restart_for_the_alert() -> None:
+    """`RestartLoop` counts an hour's restarts: here one, of the driver."""
+    stored: dict[Labels, list[tuple[float, float]]] = {}
+    for at_s, restarts, of_gang in ((1000.0, 3, 1), (1600.0, 3, 1), (2200.0, 4, 1), (2800.0, 4, 0), (3400.0, 4, 0)):
+        job = HeldJob("job-1", "red", "train", restarts, {"restarts": of_gang})
+        for sample in job_samples([job], [], at_s):
+            if sample.metric is JOB_RESTARTS:
+                labels = label_set(dict(zip(sample.metric.labels, sample.labels, strict=True)))
+                stored.setdefault(labels, []).append((at_s, sample.value))
+    (rule,) = (each for each in ALERTS if each.name == "RestartLoop")
+    assert isinstance(rule.expr, Condition)
+    found = evaluate(rule.expr.left, InMemory({JOB_RESTARTS.exposed_name: stored}), 3400.0)
+    assert found == {(("job", "job-1"), ("team", "red")): pytest.approx(1.0, abs=0.2)}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +190,21 @@ def test_budgets_show_what_is_used_and_what_will_be_at_the_end_of_the_month(stor
     assert page("raytide_team_budget_forecast_ratio", "red") == pytest.approx((5 + 11 * 24) / 20)
     assert page("raytide_team_budget_used_ratio", "blue") is None
     assert page("raytide_booked_usd", "job") == 5.0
+
+
+def test_lost_work_moves_from_jobs_to_waste_in_the_history_too(store: Store, tmp_path: Path) -> None:
+    entry = Entry("node-1", 0, 60_000_000, EntryKind.JOB, "job-1", "red", 1, amount_micro_usd=5_000_000)
+    moved = lost([entry], until_us=60_000_000, lost_us=24_000_000, cause="node-2")
+    path = tmp_path / "history.sqlite"
+    writer = HistoryWriter(path, low_bytes=0)
+    reader = PageReader(writer, {})
+    for at_s, entries in ((1000.0, (entry,)), (1015.0, moved)):
+        store.commit(Changes(at_s=at_s, entries=entries))
+        text = render(cost_samples(store.books, {}, (), 0)).decode()
+        assert writer.write(at_s, reader.read(text)), writer.problem
+    writer.close()
+    curves = HistoryReader(path).query("raytide_booked_usd", {}, 1000.0, 1015.0, 15.0, by=("kind",))
+    assert {dict(curve.labels)["kind"]: curve.points[-1][1] for curve in curves} == {"job": 3.0, "waste": 2.0}
 
 
 def test_a_replica_whose_place_another_one_takes_is_counted_and_scaling_is_not() -> None:

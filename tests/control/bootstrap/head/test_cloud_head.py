@@ -22,6 +22,7 @@ from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.process import Process, kill_marked
+from raytide.core.state import Store
 
 
 @pytest.fixture
@@ -196,3 +197,18 @@ def test_a_ray_that_is_open_to_others_is_refused_unless_wanted(
 def test_heads_share_the_purchases_at_every_provider() -> None:
     folders = {wiring.HOSTS_FOLDER, wiring.SLURM_FOLDER, wiring.CLOUDS_FOLDER, wiring.PURCHASES}
     assert folders <= set(guard._SHARED)
+
+
+def test_a_machine_that_waits_upgrades_no_state(cluster: HeadCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, object]] = []
+
+    def open_store(url: str, **options: object) -> None:
+        opened.append(options)
+        raise ClusterError("that was it.")
+
+    monkeypatch.setattr(Store, "open", open_store)
+    waiting = object.__new__(guard.HeadGuard)
+    waiting._cluster = cluster
+    with pytest.raises(ClusterError, match="that was it"):
+        waiting.run()
+    assert opened == [{"upgrades": False}]

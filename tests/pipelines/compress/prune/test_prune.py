@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from raytide.actors.quality.evaluate import evaluate
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core.errors import ConfigError
-from raytide.pipelines.compress.card import read_card
+from raytide.pipelines.compress.card import read_card, weight_bytes
 from raytide.pipelines.compress.chain import compress
 from raytide.pipelines.compress.recipe import CompressRecipe, MaskStep
 
@@ -148,6 +149,16 @@ def test_a_chain_goes_on_after_its_finished_steps_and_its_card_tells_all(
     with monkeypatch.context() as patch:
         patch.setattr("raytide.pipelines.compress.chain.evaluate", None)
         assert compress(asked) == card
+
+
+def test_files_that_the_index_does_not_name_are_no_bytes_of_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_llama(folder)
+    (file,) = folder.glob("*.safetensors")
+    shutil.copyfile(file, folder / "consolidated.safetensors")  # as in Mistral's directories
+    index = {"weight_map": {"model.norm.weight": file.name, "lm_head.weight": file.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(folder) == file.stat().st_size
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda"])

@@ -65,7 +65,8 @@ class HeadGuard:
     def run(self) -> None:
         """Runs the loop. Returns after a call of `stop`, or when the cluster has ended."""
         end_processes(self._cluster.run_dir)  # those of an earlier guard, which has lost the lead by now
-        with closing(Store.open(self._cluster.state_url)) as store:
+        # While this machine waits, the head may be of an earlier release, which could not open an upgraded state again.
+        with closing(Store.open(self._cluster.state_url, upgrades=False)) as store:
             is_first = True
             while not self._stopping.is_set():
                 lease = store.head_lease(self._cluster.holder, self._section.lease_s)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError
-from raytide.core.objects.gang import Lease, LeaseState
-from raytide.core.objects.job import FINAL_STATES, Job, JobState
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
+from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES
 
 T = TypeVar("T")
 
@@ -86,13 +87,13 @@ class JobQueries(DatabaseAccess):
         j = t.jobs.c
         query = sa.select(j.kind, j.team, j.state, sa.func.count()).group_by(j.kind, j.team, j.state)
         with self._db.read() as c:
-            rows = c.execute(query.where(j.state.not_in(FINAL_STATES)))
+            rows = c.execute(query.where(LIVE_JOBS))
             return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
 
     def live_members(self) -> dict[str, int]:
         """Counts the members of unreleased leases. Returns the number of members in each member state."""
         m = t.members.c
-        held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
+        held = sa.select(t.leases.c.id).where(LIVE_LEASES)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
         return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 

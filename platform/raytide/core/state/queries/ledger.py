@@ -24,7 +24,7 @@ class LedgerQueries(DatabaseAccess):
         if node_id is not None:
             query = query.where(t.entries.c.node_id == node_id)
         if subject is not None:
-            query = query.where(t.entries.c.subject == subject)
+            query = query.where(t.entries.c.kind.in_(EntryKind), t.entries.c.subject == subject)  # an index has both
         return tuple(codec.entry(row) for row in self._db.rows(query))
 
     def intervals(self) -> tuple[OpenInterval, ...]:

@@ -14,6 +14,7 @@ from raytide.core.objects.node import Node
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
+from raytide.core.state.live import LIVE_JOBS
 
 _LONGEST_ENTRY_US = 600_000_000
 """The longest entry that queries expect, in microseconds. Intervals are booked every minute; only a controller that was
@@ -63,7 +64,7 @@ class OverviewQueries(DatabaseAccess):
         `ended_after_s`. If there are more, jobs that hold a gang are kept first, then queued ones.
         """
         j = t.jobs.c
-        shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
+        shown = sa.or_(LIVE_JOBS, j.ended_at_s > ended_after_s)
         rank = sa.case((j.state.in_(FINAL_STATES), 2), (j.state == JobState.QUEUED, 1), else_=0)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
         found = [JobRow(*row) for row in self._db.rows(query.order_by(rank, j.number.desc()).limit(limit))]
@@ -130,6 +131,8 @@ class OverviewQueries(DatabaseAccess):
         e = t.entries.c
         given = {e.subject: subject, e.node_id: node_id, e.team: team}
         query = t.entries.select().where(*(column == value for column, value in given.items() if value is not None))
+        if subject is not None:
+            query = query.where(e.kind.in_(EntryKind))  # an index has both
         if until_us is not None:
             query = query.where(e.from_us < until_us)
         return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.from_us.desc(), e.number).limit(limit)))

@@ -1,9 +1,13 @@
 """Metrics of money, budgets and unit costs."""
 
-from raytide.core.telemetry.metrics import counter, gauge
+from raytide.core.telemetry.metrics import gauge
 
 NODE_PRICE = gauge("raytide_price_usd_per_hour", "Hourly price of the billed nodes", "type", "market")
-BOOKED = counter("raytide_booked_usd", "Cost booked in the ledger, by kind of entry", "kind")
+BOOKED = gauge(
+    "raytide_booked_usd",
+    "Cost booked in the ledger, by kind of entry. That of jobs falls when lost work becomes waste",
+    "kind",
+)
 BUDGET_USED = gauge("raytide_team_budget_used_ratio", "Share of its budget that a team has used", "team")
 BUDGET_FORECAST = gauge(
     "raytide_team_budget_forecast_ratio",

@@ -26,6 +26,11 @@ JOB_STRAGGLER = gauge(
     *_JOB,
     "rank",
 )
-JOB_RESTARTS = counter("raytide_job_restarts", "Restarts of a running job", *_JOB)
+JOB_RESTARTS = counter(
+    "raytide_job_restarts",
+    "Restarts of a running job: of its driver, or of its gang since this driver began",
+    *_JOB,
+    "of",
+)
 JOB_LAST_STEP_AGE = gauge("raytide_job_last_step_age_seconds", "Time since the last reported step", *_JOB)
 JOB_REPORT = gauge("raytide_job_report", "Last value of what a job reports itself", *_JOB, "name")

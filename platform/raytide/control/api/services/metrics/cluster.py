@@ -202,7 +202,8 @@ def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: f
     """
     for job in held:
         labels = (job.id, job.team)
-        yield MetricSample(training.JOB_RESTARTS, job.restarts + (_number(job.progress, "restarts") or 0), labels)
+        yield MetricSample(training.JOB_RESTARTS, job.restarts, (*labels, "driver"))
+        yield MetricSample(training.JOB_RESTARTS, _number(job.progress, "restarts") or 0, (*labels, "gang"))
         for name, metric in _REPORTED.items():
             if (value := _number(job.progress, name)) is not None:
                 yield MetricSample(metric, value, labels)
