@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from raytide.core.errors import ConfigError, UsageError
@@ -26,12 +27,22 @@ class ChatTemplate:
         self._compiled, self._specials = _compile(source), dict(specials)
         self.source = source
 
-    @property
+    @cached_property
     def knows_tools(self) -> bool:
-        """True if the template uses `tools`. Such a template shows tools to the model, and renders tool calls and their
-        results.
+        """True if the template uses the variable `tools`. Such a template shows tools to the model, and renders tool
+        calls and their results. Phi-4-mini's template reads only a field of this name in a message.
         """
-        return re.search(r"\btools\b", self.source) is not None
+        from jinja2 import meta
+
+        return "tools" in meta.find_undeclared_variables(self._compiled.environment.parse(self.source))
+
+    @cached_property
+    def id_length(self) -> int | None:
+        """The number of letters and digits of which the template wants the ids of tool calls to be made, as Mistral's
+        templates do; None if it takes any id.
+        """
+        found = re.search(r"\bid\s*\|\s*length\s*!=\s*([1-9][0-9]?)\b", self.source)
+        return None if found is None else int(found[1])
 
     def render(
         self,
@@ -99,7 +110,7 @@ def _compile(source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     if len(source) > MOST_TEMPLATE_CHARS:
         raise ConfigError(f"the chat template has {len(source)} characters.", hint=f"At most {MOST_TEMPLATE_CHARS}.")
@@ -135,6 +146,13 @@ def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:
             ranges.append((len(text), len(text) + len(inside)))
         text += inside + rest
     return text, ranges
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Returns JSON for a template, with the options and the order of them that transformers has."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _now(form: str) -> str:

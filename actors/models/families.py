@@ -71,7 +71,8 @@ def architecture_of(config: Mapping[str, object], where: str, *, serves: bool = 
     if (family or name) not in _FAMILIES:
         raise ConfigError(f"{where}: architecture {name} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}.")
     read_quantization(fields.body, where)  # refuses here, before anything is planned or started
-    if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
+    is_causal = fields.flag("is_causal", True)
+    if not is_causal or fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
         raise ConfigError(f"{where}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
     arch = _FAMILIES[family or name](fields)
     if family is not None:

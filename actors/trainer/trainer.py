@@ -61,19 +61,19 @@ class Trainer:
         self.spec, self.group = spec, group
         self.data = group.run_on_all(lambda: open_data(spec))
         self.sampler = create_sampler(spec, self.data)
-        self.model_source = resolve_model(spec, self.data)
-        validate(spec.layout, self.model_source.arch, spec)
+        self.model_source = origin = resolve_model(spec, self.data)
+        validate(spec.layout, origin.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
         """The number of sequences in a microbatch."""
         self._limit = MicroBatchLimit(spec.name)
         self.loss_scale = GradScaler(spec.precision)
         self._pool = activation_offload.create_pool(spec.memory)
-        self._loader = DataLoader(self.data, self.sampler, group, spec)
+        self._loader = DataLoader(self.data, self.sampler, group, spec, origin.arch.vocab_size)
         self._gradient_copies = group.sizes.replicate if spec.replicas_reduce_themselves else 1
         """The number of copies of each gradient outside of DTensor's mesh. The copies are equal if replicas compress
         them; if replicas train independently, the norm is the root mean square of theirs."""
         self.early_stop = EarlyStop(spec.eval)
-        self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
+        self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data, origin.arch)
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
         self.stateful: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}

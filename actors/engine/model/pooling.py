@@ -6,6 +6,7 @@ Pooled prompts share the schedule with sequences that generate, so one step comp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from pathlib import Path
 import torch
 
 from raytide.actors.engine.sequence import PooledPrompt, Pooling, ScheduledChunk, Sequence
-from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.model_config import Fields, read_json, read_text
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
-from raytide.core.errors import ConfigError, EngineError
+from raytide.core.bounds import shortened
+from raytide.core.errors import ConfigError, DataError, EngineError
 
 Tensor = torch.Tensor
+
+_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def pooling_of(model_dir: Path) -> Pooling:
@@ -28,6 +32,7 @@ def pooling_of(model_dir: Path) -> Pooling:
     """
     if is_gguf(model_dir):
         return _pooling_of_gguf(model_dir, model_dir.stat().st_mtime_ns if model_dir.exists() else 0)
+    _check_modules(model_dir / "modules.json")
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
         return "last"
@@ -44,6 +49,26 @@ def pooling_of(model_dir: Path) -> Pooling:
             hint=f"Supported: one of {', '.join(by_flag)}.",
         )
     return by_flag[asked[0]]
+
+
+def _check_modules(path: Path) -> None:
+    """Raises ConfigError if sentence-transformers computes a vector by more than the model, its pooling and its norm,
+    such as by a last linear layer.
+    """
+    try:
+        modules = json.loads(read_text(path)) if path.exists() else []
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}.", hint="Download the model again.") from None
+    kinds = [
+        str(each.get("type")).rpartition(".")[2]
+        for each in (modules if isinstance(modules, list) else ())
+        if isinstance(each, dict)
+    ]
+    if unknown := [kind for kind in kinds if kind not in _MODULES]:
+        raise ConfigError(
+            f"{path}: the module {shortened(unknown[0], 50)} is not supported.",
+            hint=f"Supported: {', '.join(_MODULES)}.",
+        )
 
 
 @lru_cache(maxsize=16)  # each request asks, and reading the header of a large vocabulary takes a while

@@ -88,15 +88,22 @@ class WeightLoader:
         shape = (self._arch.vocab_size, self._arch.hidden_size)
         name = self._prefix + self._names.head
         quantized = self._weights.quantized(name, *shape)
-        if quantized is None and self._arch.tied_embeddings:
+        is_tied = self._arch.tied_embeddings or self._is_headless(name)
+        if quantized is None and is_tied:
             quantized = self._weights.quantized(self._root + self._names.embedding, *shape)
         if quantized is not None:
             return self._integer(quantized, None)
-        weight = embedding if self._arch.tied_embeddings else self._get(name, *shape)
+        weight = embedding if is_tied else self._get(name, *shape)
         self._rounds_head = self._is_quantized and self._options.rounds_head and shape[1] % _HEAD_GROUP == 0
         if not self._rounds_head:
             return self._plain(weight, None)
         return self._integer(round_to_nearest(weight, 8, _HEAD_GROUP), None)
+
+    def _is_headless(self, name: str) -> bool:
+        """Returns whether the files are those of a model that only embeds, saved without its head, as of
+        Qwen3-Embedding-8B. As in llama.cpp, the embedding then stands for the head.
+        """
+        return not self._root and not self._prefix and f"{name}.weight" not in self._weights
 
     @property
     def quantization(self) -> str:

@@ -158,7 +158,8 @@ class Tokenizer:
         """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
-        turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
+        knows, id_length = (self._chat.knows_tools, self._chat.id_length) if self._template else (False, None)
+        turns = turns_of(messages, tools, knows_tools=knows, id_length=id_length)
         variables = checked_variables(options.template_kwargs)
         (turns, tools, variables), mark = self._break_names((turns, list(tools), variables))
         starts_answer = options.ending == "answer"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from raytide.actors.engine.types import ChatFormat, Message
@@ -59,13 +60,13 @@ def format_of(template: ChatTemplate) -> ChatFormat:
 
 
 def turns_of(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool, id_length: int | None = None
 ) -> list[dict[str, object]]:
     """Returns the turns of a chat for a template. If the template does not support tools, the tools, tool calls and
-    results become text.
+    results become text. If it refuses ids of calls that do not have `id_length` letters and digits, they are replaced.
     """
     if knows_tools:
-        return [_turn(message) for message in messages]
+        return [_turn(message, id_length) for message in messages]
     turns: list[dict[str, object]] = [_plain(message) for message in messages]
     if not tools:
         return turns
@@ -110,22 +111,29 @@ def left_open(rendered: Callable[[list[dict[str, object]]], str], turns: list[di
     )
 
 
-def _turn(message: Message) -> dict[str, object]:
+def _turn(message: Message, id_length: int | None) -> dict[str, object]:
     turn: dict[str, object] = {"role": message.role, "content": _content(message)}
     if message.tool_calls:
         turn["tool_calls"] = [
             {
-                "id": call.id,
+                "id": _short(call.id, id_length),
                 "type": "function",
                 "function": {"name": call.name, "arguments": _arguments(call.arguments)},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
+        turn["tool_call_id"] = _short(message.tool_call_id, id_length)
     if message.name:
         turn["name"] = message.name
     return turn
+
+
+def _short(call_id: str, length: int | None) -> str:
+    """Returns a call's id in the form that the template takes: equal ids become equal ones."""
+    if length is None or (len(call_id) == length and call_id.isalnum()):
+        return call_id
+    return blake2b(call_id.encode(errors="backslashreplace")).hexdigest()[:length]
 
 
 def _content(message: Message) -> object:

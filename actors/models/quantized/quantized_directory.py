@@ -78,6 +78,13 @@ class QuantizedDirectory(Weights):
             return super().block(name, shape, where)
         return self._dequantized(module, tuple(shape), tuple((each.start, each.stop) for each in where))
 
+    def _read_into(self, target: Tensor, name: str) -> None:
+        module, _, suffix = name.rpartition(".")
+        if suffix != "weight" or module not in self._modules:
+            super()._read_into(target, name)
+        else:
+            target.copy_(self.get(name, *target.shape))
+
     def _dequantized(self, module: str, shape: tuple[int, ...], where: tuple[Range, ...]) -> Tensor:
         """Returns a block of a weight, dequantized. Inputs outside the block are read only if the block cuts a group of
         inputs.

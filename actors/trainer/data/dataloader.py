@@ -50,14 +50,18 @@ class _Read(NamedTuple):
 
 
 class DataLoader:
-    def __init__(self, data: TokenDataset, sampler: StepSampler, group: ProcessGroup, spec: TrainSpec) -> None:
+    def __init__(
+        self, data: TokenDataset, sampler: StepSampler, group: ProcessGroup, spec: TrainSpec, vocab_size: int
+    ) -> None:
+        """`vocab_size` is the model's, which may be smaller than that of its tokenizer."""
         self.device, self.layout = group.device, spec.layout
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
         self._data, self._sampler, self._spec = data, sampler, spec
         self._rank, self._ranks = group.data_rank, group.sizes.data
         self._augmentation = None if spec.augment is None else Augmentation(spec.augment, spec.seed)
-        _check_tokens(spec, data.vocab_size)
+        self._vocab_size = min(vocab_size, data.vocab_size)
+        _check_tokens(spec, self._vocab_size)
         self._fetched = 0
         """The shards of all steps before this one are fetched, or being fetched."""
         self._rows = Prefetch(self._read, spec.steps)
@@ -96,9 +100,9 @@ class DataLoader:
             rows = cast(RowData, data).rows(wanted)
             inputs, targets = rows.examples() if self._augmentation is None else self._augmentation(rows, step, wanted)
             documents = rows.documents if self._spec.masks_documents else None
-        if (largest := max(int(inputs.max()), int(targets.max()))) >= data.vocab_size or int(inputs.min()) < 0:
+        if (largest := max(int(inputs.max()), int(targets.max()))) >= self._vocab_size or int(inputs.min()) < 0:
             raise DataError(
-                f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {data.vocab_size}.",
+                f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {self._vocab_size}.",
                 hint="Build the dataset again with the model's tokenizer.",
             )
         return _Read(ids, inputs, targets, documents)

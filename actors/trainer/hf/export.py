@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from raytide.actors.models.chat_template import ChatTemplate
+from raytide.actors.models.model_config import Fields, read_json
 from raytide.actors.models.quantized.targets import QAT_RECORD
-from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.actors.models.tokenizer_files import chat_template, tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
 from raytide.actors.trainer.checkpoint.storage import named_failures
 from raytide.actors.trainer.data.token_dataset import TokenDataset
@@ -43,6 +45,9 @@ from raytide.core.specs.train import TrainSpec
 
 _GB = 1e9
 _CONFIGS = ("config.json", "adapter_config.json")
+_GENERATION = "generation_config.json"
+_ANSWER = "\uf8ff"
+"""An answer for a template to render: a private-use character, which no template treats specially."""
 
 
 def export(
@@ -160,11 +165,40 @@ def _copy_tokenizer_files(
     for name, source in {**files, **data.template}.items():
         with open(source, "rb", opener=safe_opener) as read, open(folder / name, "xb") as written:
             shutil.copyfileobj(read, written)
-    if "generation_config.json" not in files:
+    if _GENERATION not in files:
         eos = origin.config.get("eos_token_id")
-        _json(
-            folder / "generation_config.json", {"bos_token_id": origin.config.get("bos_token_id"), "eos_token_id": eos}
-        )
+        _json(folder / _GENERATION, {"bos_token_id": origin.config.get("bos_token_id"), "eos_token_id": eos})
+    _end_answers(folder)
+
+
+def _end_answers(folder: Path) -> None:
+    """Adds the token with which the chat template ends an answer to the end tokens of the generation config. A base
+    model's files name only the token that ends a text, which a model that has learned to chat does not write.
+    """
+    try:
+        end, body = _end_of_answers(folder), read_json(folder / _GENERATION)
+        ends = Fields(body, _GENERATION).ids("eos_token_id")
+        ends = ends or Fields(read_json(folder / "config.json"), "config.json").ids("eos_token_id")
+    except (RaytideError, AttributeError, KeyError, TypeError):  # no usable template, or files that nothing reads
+        return
+    if end is not None and end not in ends:
+        _json(folder / _GENERATION, {**body, "eos_token_id": [*ends, end]})
+
+
+def _end_of_answers(folder: Path) -> int | None:
+    """Returns the special token that follows an answer in the folder's chat template; None if there is none."""
+    paths = [folder / "tokenizer_config.json", folder / "tokenizer.json"]
+    config, tokenizer = (read_json(path) if path.is_file() else {} for path in paths)
+    names = {key: config.get(key) for key in ("bos_token", "eos_token")}
+    specials = {key: (each.get("content") if isinstance(each, dict) else each) or "" for key, each in names.items()}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+    if (source := chat_template(folder, config)) is None:
+        return None
+    text, ranges = ChatTemplate(source, specials).answers(talk)
+    _, found, rest = text[slice(*ranges[-1])].rpartition(_ANSWER)
+    added = [each for each in tokenizer.get("added_tokens", []) if each["special"] and each["content"] in rest]
+    places = {rest.find(each["content"]): int(each["id"]) for each in added if found}
+    return places[min(places)] if places else None
 
 
 def _publish(directory: AtomicDirectory | None, target: str, group: ProcessGroup) -> str:

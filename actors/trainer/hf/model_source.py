@@ -110,7 +110,10 @@ def _config(spec: TrainSpec, data: TokenDataset, folder: Path | None) -> tuple[d
 
 
 def _check(spec: TrainSpec, data: TokenDataset, arch: Architecture, where: str) -> None:
-    if arch.vocab_size < data.vocab_size:
+    replaced = spec.model.config if isinstance(spec.model.config, dict) else {}
+    # Gemma 3's own tokenizer has a token for images, for which its text models have no row.
+    is_own = spec.init_from is not None and not spec.other_tokenizer and "vocab_size" not in replaced
+    if arch.vocab_size < data.vocab_size and not is_own:
         raise ConfigError(
             f"{where} has a vocab_size of {arch.vocab_size}, below the {data.vocab_size} of {data.name}.",
             hint="Leave vocab_size out to take the data's, or encode the data with the model's own tokenizer.",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raytide.actors.models.architecture import Architecture
 from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.mixture_dataset import open_evaluation
 from raytide.actors.trainer.data.order.shuffle import Ids, feistel_permutation
@@ -72,13 +73,15 @@ class Evaluator:
     All ranks of the process group must create the evaluator together, and call `loss` together.
     """
 
-    def __init__(self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset) -> None:
+    def __init__(
+        self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset, arch: Architecture
+    ) -> None:
         self._spec, self._config, self._group = spec, config, group
         data = group.run_on_all(lambda: open_evaluation(spec, training))
         sampler = FixedSampler(data.n_sequences, spec.global_batch, config.batches)
         self._batches = sampler.batches
         plain = spec.model_copy(update={"augment": None, "steps": sampler.batches})
-        self._loader = DataLoader(data, sampler, group, plain)
+        self._loader = DataLoader(data, sampler, group, plain, arch.vocab_size)
 
     def is_due(self, step: int) -> bool:
         """Returns whether an evaluation follows step number `step`, counted from 1."""

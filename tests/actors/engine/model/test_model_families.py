@@ -226,6 +226,7 @@ def test_an_index_without_its_map_lacks_the_weights(tmp_path: Path) -> None:
         ("llama3-mqa", {"quantization_config": {"bits": 4}}, "quantized weights"),
         ("gemma3", {"use_bidirectional_attention": True}, "not a causal decoder"),
         ("gpt2", {"add_cross_attention": True}, "not a causal decoder"),
+        ("qwen2-yarn-windows", {"is_causal": False}, "not a causal decoder"),  # gte-Qwen2-7B-instruct
         ("gemma3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "layer type chunked_attention"),
         ("gemma3", {"layer_types": ["full_attention"]}, "does not name 4 layers"),
         ("mixtral", {"num_experts_per_tok": 7}, "7 of 6 experts"),

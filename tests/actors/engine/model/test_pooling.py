@@ -20,7 +20,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import PooledPrompt, Pooling
 from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.actors.models.families import read_architecture
-from raytide.core.errors import ConfigError, EngineError, UsageError
+from raytide.core.errors import ConfigError, DataError, EngineError, UsageError
 
 GENERATED = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -181,6 +181,37 @@ def test_the_pooling_is_what_the_directory_says(tmp_path: Path) -> None:
     config.write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(ConfigError, match="pooling_mode_max_tokens is not supported"):
         pooling_of(tmp_path)
+
+
+def test_a_vector_by_more_modules_than_are_computed_is_refused(tmp_path: Path) -> None:
+    def write(*kinds: str) -> None:
+        modules = [{"idx": at, "name": str(at), "path": "", "type": kind} for at, kind in enumerate(kinds)]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+
+    at = "sentence_transformers.models."
+    write(f"{at}Transformer", f"{at}Pooling", f"{at}Normalize")
+    assert pooling_of(tmp_path) == "last"
+    write(f"{at}Transformer", f"{at}Pooling", f"{at}Dense")  # as stella_en_1.5B_v5
+    with pytest.raises(ConfigError, match="the module Dense is not supported"):
+        pooling_of(tmp_path)
+    (tmp_path / "modules.json").write_text("[")
+    with pytest.raises(DataError, match=r"modules\.json is not valid JSON"):
+        pooling_of(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_untied_model_that_was_saved_without_its_head_embeds(tmp_path: Path, ranks: int) -> None:
+    """As Qwen3-Embedding-8B."""
+    model = save_family(tmp_path, "qwen3-tied", tie_word_embeddings=False)
+    config = (tmp_path / "config.json").read_text()
+    model.base_model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    core, whole = core_of(tmp_path, tensor_parallel=ranks), prompts(4)
+    try:
+        for prompt, vector in zip(whole, pooled(core, whole, "last", normalize=False), strict=True):
+            assert (torch.tensor(vector) - states_of(model, prompt)[-1]).abs().max() < 1e-4
+    finally:
+        core.close()
 
 
 def test_the_pooling_of_a_gguf_file_is_the_one_it_names(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -23,6 +24,31 @@ within <tool_call></tool_call><|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+MISTRAL = """\
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- macro checked(id) %}{{ id }}{% endmacro %}
+{%- for m in messages %}
+  {%- if m.role == "user" and tools is not none %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+  {%- if m.tool_calls is defined %}
+    {%- for tool_call in m.tool_calls %}[TOOL_CALLS] {{ tool_call.function | tojson }}
+      {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+        {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+      {%- endif %}
+      {{- ', "id": "' + tool_call.id + '"}' }}
+    {%- endfor %}
+  {%- elif m.role == "tool" %}
+    {%- if not m.tool_call_id is defined or m.tool_call_id|length != 9 %}
+      {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+    {%- endif %}
+    {{- '"call_id": "' + m.tool_call_id + '"' }}
+  {%- endif %}
+{%- endfor %}"""
+PHI4_MINI = (
+    "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}"
+    "{{ '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}"
+    "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HISTORY = [
@@ -67,6 +93,49 @@ def test_another_template_gets_them_as_text() -> None:
     assert question == {"role": "user", "content": "?"}
     assert call["content"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert result == {"role": "user", "content": "<tool_response>\nrain\n</tool_response>"}
+
+
+def test_ids_of_calls_fit_the_template_and_results_keep_their_call() -> None:
+    template = ChatTemplate(MISTRAL, {})
+
+    def shown(call_id: str) -> list[str]:
+        call = Message("assistant", "", tool_calls=(ToolCallTurn(call_id, "f", '{"a": 1}'),))
+        turns = turns_of(
+            [HISTORY[0], call, Message("tool", "rain", tool_call_id=call_id)],
+            [TOOL],
+            knows_tools=template.knows_tools,
+            id_length=template.id_length,
+        )
+        text = template.render(turns, prompt=True, tools=[TOOL])
+        assert "[AVAILABLE_TOOLS]" in text
+        return re.findall(r'id": "(.*?)"', text)
+
+    assert shown("aB3dE6gH9") == ["aB3dE6gH9"] * 2
+    for given in ("call_0123456789abcdef01234567", "call_1", "call_0123", "é" * 40):
+        call, result = shown(given)
+        assert call == result
+        assert re.fullmatch("[a-z0-9]{9}", call)
+    assert shown("call_1") != shown("call_2")
+    assert ChatTemplate(QWEN, {}).id_length is None
+
+
+def test_templates_write_json_with_the_options_of_transformers() -> None:
+    def written(options: str) -> str:
+        return ChatTemplate(f"{{{{ messages[0].content | tojson{options} }}}}", {}).render(
+            [{"content": {"b": "é", "a": 1}}], prompt=False
+        )
+
+    assert written("(ensure_ascii=False)") == written("") == '{"b": "é", "a": 1}'
+    assert written("(True, none, (',', ':'))") == r'{"b":"\u00e9","a":1}'
+    assert written("(sort_keys=true)") == '{"a": 1, "b": "é"}'
+
+
+def test_a_template_that_only_names_tools_gets_them_as_text() -> None:
+    template = ChatTemplate(PHI4_MINI, {})
+    turns = turns_of(HISTORY, [TOOL], knows_tools=template.knows_tools, id_length=template.id_length)
+    text = template.render(turns, prompt=True, tools=[TOOL])
+    assert json.dumps(TOOL) in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
 
 
 def test_a_chat_without_tools_is_as_it_was() -> None:

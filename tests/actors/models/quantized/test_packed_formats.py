@@ -17,6 +17,7 @@ from tests.actors.models.quantized.quantized_models import (
 )
 
 from raytide.actors.engine import LLM
+from raytide.actors.models.quantized.model_weights import open_weights
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this one of its 8 columns
 
@@ -115,6 +116,17 @@ def test_awq(group: int, tmp_path: Path) -> None:
     model = save_quantized(tmp_path, awq(group), config)
     llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_weights_that_are_read_are_stacked_as_those_that_are_mapped(tmp_path: Path) -> None:
+    """As those of an expert, in an engine with `weights_memory_gb`."""
+    save_quantized(tmp_path, gptq(4, 32, True, version=1), {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    names = [f"model.layers.0.mlp.{each}_proj.weight" for each in ("gate", "up")]
+    read, mapped = (
+        open_weights(tmp_path, torch.float32, torch.device("cpu"), maps=maps).stack(names, [128, 128], 64)
+        for maps in (False, True)
+    )
+    assert torch.equal(read, mapped)
 
 
 def test_fp8_in_blocks_that_do_not_divide_the_weights(tmp_path: Path) -> None:

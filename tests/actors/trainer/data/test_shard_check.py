@@ -293,5 +293,6 @@ def test_batches_take_any_data_with_its_vocabulary(dataset: Path, spec: TrainSpe
 
     data = TokenData(str(dataset), spec.seq_len)
     with process_group.single_process() as mine:
-        batches = DataLoader(data, BatchSampler(0, data.n_sequences, spec.global_batch), mine, spec)
+        sampler = BatchSampler(0, data.n_sequences, spec.global_batch)
+        batches = DataLoader(data, sampler, mine, spec, data.vocab_size)
         assert batches.next_batch(0, 2)[2] == spec.global_batch * spec.seq_len

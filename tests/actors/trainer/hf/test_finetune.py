@@ -17,6 +17,7 @@ import torch
 from tests.actors.engine.families import save_family
 from tests.actors.trainer.conftest import write_dataset
 from tests.actors.trainer.model_ranks import export_and_tune
+from tokenizers import Tokenizer
 
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.models.families import read_architecture
@@ -238,6 +239,45 @@ def test_mfu_counts_the_prompts_which_are_computed_too(start: Start, tmp_path: P
     assert done.tokens == spec.global_batch * len(learnt) < spec.global_batch * length / 2
     flops = spec.global_batch * length * flops_per_token(read_architecture(Path(spec.init_from or "")), length)
     assert done.mfu * done.step_s * 1e12 == pytest.approx(flops)
+
+
+def talks(start: Start, tmp_path: Path, family: str, special: str, *questions: str) -> TrainSpec:
+    """A spec that tunes a family's model, whose tokenizer gets a special token, by conversations with an own template.
+    Each answer ends with ~.
+    """
+    spec = start(family, dataset=None)
+    tokenizer = Tokenizer.from_file(f"{spec.init_from}/tokenizer.json")
+    tokenizer.add_special_tokens([special])
+    tokenizer.save(f"{spec.init_from}/tokenizer.json")
+    template, file = tmp_path / "own.jinja", tmp_path / "talks.jsonl"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [[{"role": "user", "content": each}, {"role": "assistant", "content": "parser"}] for each in questions]
+    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    return spec.model_copy(update={"chat": ChatSpec(file=str(file), template=str(template))})
+
+
+def test_the_answers_of_a_base_model_that_learned_to_chat_end(start: Start, tmp_path: Path) -> None:
+    """As with the base models of Llama, Qwen and SmolLM, whose files name only the token that ends a text."""
+    spec = talks(start, tmp_path, "llama3-mqa", "~", *["hi"] * 5)
+    folder, model = Path(spec.init_from or ""), Path(spec.out) / "model"
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.3}')
+    losses(spec.model_copy(update={"steps": 25}))
+    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("~")
+    generation = json.loads((model / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [0, end], "temperature": 0.3}
+    answer = LLM(model).chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=8))
+    assert (answer.outputs[0].text, answer.outputs[0].finish_reason) == ("parser", "stop")
+
+
+def test_a_model_s_own_tokenizer_may_have_a_token_without_a_row(start: Start, tmp_path: Path) -> None:
+    """As Gemma 3's, whose text models have 262,144 rows: its token for images has that number."""
+    image = "<image_soft_token>"
+    assert len(losses(talks(start, tmp_path, "gemma3", image, *["hi"] * 6))) == 4
+    with pytest.raises(DataError, match=r"has the id 512 in step 1, outside its vocabulary of 512"):
+        losses(talks(start, tmp_path, "gemma3", image, *[f"see {image}"] * 6).model_copy(update={"out": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
