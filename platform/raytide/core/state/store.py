@@ -22,9 +22,9 @@ from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
-from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES, LIVE_NODES
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, job_of_key, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
+from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES, LIVE_NODES
 from raytide.core.state.queries.overview import OverviewQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.registry.datasets import DatasetRecords

@@ -14,8 +14,8 @@ from raytide.core.objects.job import Job
 from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import EVENT, values_of
-from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES
 from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
+from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
 

@@ -15,7 +15,7 @@ from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.live import LIVE_JOBS, LIVE_LEASES
+from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from raytide.core.objects.node import Node
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.live import LIVE_JOBS
+from raytide.core.state.queries.live import LIVE_JOBS
 
 _LONGEST_ENTRY_US = 600_000_000
 """The longest entry that queries expect, in microseconds. Intervals are booked every minute; only a controller that was
