@@ -15,7 +15,7 @@ from tests.disk_fixture import Disk, mounted
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
-from raytide.core.errors import ClusterError, StorageError
+from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 
@@ -45,7 +45,7 @@ def submit_until_refused(client: ApiClient) -> list[str]:
         while True:
             accepted.append(client.submit(spec("accepted")).job.id)
 
-    with pytest.raises(StorageError, match="Free space"):
+    with pytest.raises(ClusterError, match="Free space"):
         submit()
     return accepted
 
@@ -94,7 +94,7 @@ def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventua
             return False
 
         eventually(answers)
-        with pytest.raises(StorageError, match="Free space"):
+        with pytest.raises(ClusterError, match="Free space"):
             client.submit(spec("refused"))
         disk.free()
         eventually(lambda: not troubles(there))
