@@ -25,7 +25,7 @@ from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.dashboards.web import stream
 
-EXAMPLES, MORE_EXAMPLES = 30, 200
+EXAMPLES, MORE_EXAMPLES = 60, 200
 MOST_GROWTH_BYTES = 50 * 2**20
 TOKENS = {"secret": ("ana", "default"), "other": ("bob", "research"), "root": ("root", "*")}
 CHANGES_NOTHING = ("GET", "HEAD", "OPTIONS", "TRACE", "BREW")
