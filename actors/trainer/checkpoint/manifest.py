@@ -18,10 +18,11 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from raytide.actors.trainer.checkpoint import safe_unpickler
-from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import CheckpointError, ConfigError
+from raytide.core.io.storage import named_failures
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

@@ -21,7 +21,6 @@ from raytide.core.errors import CheckpointError
 from raytide.core.io import storage
 from raytide.core.io.atomic_file import sync
 from raytide.core.io.private_paths import check_opened, safe_opener
-from raytide.core.io.storage import named_failures as named_failures
 
 
 class CheckpointStorage(Protocol):

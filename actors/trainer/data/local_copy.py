@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from raytide.actors.trainer.checkpoint.storage import named_failures
 from raytide.core.io.private_folder import lock, private_folder, require_free_space
-from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
+from raytide.core.io.storage import full_disk_is_an_error, join, named_failures, open_url, read_bytes
 from raytide.core.io.token_dataset import CONFIG, END_BYTES, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
 

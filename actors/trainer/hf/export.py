@@ -26,7 +26,6 @@ from raytide.actors.models.model_config import Fields, read_json
 from raytide.actors.models.quantized.targets import QAT_RECORD
 from raytide.actors.models.tokenizer_files import chat_template, tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
-from raytide.actors.trainer.checkpoint.storage import named_failures
 from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.model_source import ModelSource
@@ -39,7 +38,7 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import RaytideError, StorageError
 from raytide.core.io.private_folder import temporary_folder
 from raytide.core.io.private_paths import safe_opener
-from raytide.core.io.storage import full_disk_is_an_error, is_local, join
+from raytide.core.io.storage import full_disk_is_an_error, is_local, join, named_failures
 from raytide.core.specs.model import LoraSpec
 from raytide.core.specs.train import TrainSpec
 

@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 
-from raytide.actors.trainer.checkpoint.storage import UrlStore, named_failures
+from raytide.actors.trainer.checkpoint.storage import UrlStore
 from raytide.core.errors import ConflictError, RaytideError, WaitTimeoutError
 from raytide.core.io.private_folder import temporary_folder
-from raytide.core.io.storage import is_local
+from raytide.core.io.storage import is_local, named_failures
 from raytide.core.io.timeout import call_with_timeout
 
 _log = logging.getLogger(__name__)

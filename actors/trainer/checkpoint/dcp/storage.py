@@ -23,8 +23,9 @@ from torch.futures import Future
 from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
 from raytide.actors.trainer.checkpoint.dcp.planner import narrow
 from raytide.actors.trainer.checkpoint.manifest import METADATA, Checkpoint, FileRecord
-from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage
 from raytide.core.errors import CheckpointError
+from raytide.core.io.storage import named_failures
 
 
 class SaveCancelled(BaseException):

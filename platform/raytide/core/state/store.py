@@ -24,7 +24,7 @@ from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, job_of_key, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
-from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES, LIVE_NODES
+from raytide.core.state.queries.live import JOB_IS_LIVE, LEASE_IS_LIVE, NODE_IS_LIVE
 from raytide.core.state.queries.overview import OverviewQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.registry.datasets import DatasetRecords
@@ -221,9 +221,9 @@ class Store:
     def load(self) -> Records:
         """Returns all records that are not final, and the next numbers for ids."""
         with self._db.read() as c:
-            leases = leases_where(c, LIVE_LEASES)
-            live_jobs = t.jobs.select().where(LIVE_JOBS).order_by(t.jobs.c.number)
-            live_nodes = t.nodes.select().where(LIVE_NODES).order_by(t.nodes.c.number)
+            leases = leases_where(c, LEASE_IS_LIVE)
+            live_jobs = t.jobs.select().where(JOB_IS_LIVE).order_by(t.jobs.c.number)
+            live_nodes = t.nodes.select().where(NODE_IS_LIVE).order_by(t.nodes.c.number)
             counters: dict[str, int] = {row.name: row.next for row in c.execute(t.counters.select())}
             return Records(
                 jobs=tuple(codec.job(row) for row in c.execute(live_jobs)),
@@ -311,7 +311,7 @@ class Store:
         at least one job."""
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
-            query = query.where(LIVE_JOBS)
+            query = query.where(JOB_IS_LIVE)
         if team is not None:
             query = query.where(t.jobs.c.team == team)
         with self._db.read() as c:
@@ -349,7 +349,7 @@ class Store:
         ids."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
-            query = query.where(LIVE_NODES)
+            query = query.where(NODE_IS_LIVE)
         if ray_node_ids is not None:
             query = query.where(t.nodes.c.ray_node_id.in_(ray_node_ids))
         return tuple(codec.node(row) for row in self._db.rows(query))

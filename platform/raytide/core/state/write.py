@@ -15,7 +15,7 @@ from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import EVENT, values_of
 from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
-from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES
+from raytide.core.state.queries.live import JOB_IS_LIVE, LEASE_IS_LIVE
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
 
@@ -114,8 +114,8 @@ def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT
     Also deletes the leases and events of these jobs. A job with an unreleased lease is kept. Returns the number of
     deleted jobs.
     """
-    is_old = sa.and_(~LIVE_JOBS, jobs.c.ended_at_s < ended_before_s)
-    held = sa.select(leases.c.job_id).where(LIVE_LEASES)
+    is_old = sa.and_(~JOB_IS_LIVE, jobs.c.ended_at_s < ended_before_s)
+    held = sa.select(leases.c.job_id).where(LEASE_IS_LIVE)
     query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.ended_at_s).limit(limit)
     if not (job_ids := list(c.execute(query).scalars())):
         return 0

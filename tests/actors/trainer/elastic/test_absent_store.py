@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.actors.trainer.elastic.ready_worker import Worker
 
 from raytide.actors.trainer.elastic import driver as module
 from raytide.actors.trainer.elastic.generation import GenerationResult
@@ -31,20 +31,6 @@ AWAY = StorageError("cannot reach s3://bucket/run")
 
 def failed(error: RaytideError) -> GenerationResult:
     return GenerationResult("failed", str(error), error)
-
-
-class Worker:
-    """A worker that is ready at once and never ends by itself."""
-
-    image = ""
-
-    def call(self, method: str, *args: object) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if method == "ready":
-            answer.set_result(1)
-        return answer
-
-    def kill(self) -> None: ...
 
 
 class Client:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.actors.trainer.elastic.ready_worker import Worker
 
 from raytide.actors.trainer.elastic import worker_group as module
 from raytide.actors.trainer.elastic.generation import GenerationRunner
@@ -21,20 +22,6 @@ from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
-
-
-class Worker:
-    """A worker that is ready at once and never ends by itself."""
-
-    image = "a.b/c@sha256:12"
-
-    def call(self, method: str, *args: object) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if method == "ready":
-            answer.set_result(1)
-        return answer
-
-    def kill(self) -> None: ...
 
 
 class Watch:

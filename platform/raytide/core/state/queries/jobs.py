@@ -15,7 +15,7 @@ from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.queries.live import LIVE_JOBS, LIVE_LEASES
+from raytide.core.state.queries.live import JOB_IS_LIVE, LEASE_IS_LIVE
 
 T = TypeVar("T")
 
@@ -87,13 +87,13 @@ class JobQueries(DatabaseAccess):
         j = t.jobs.c
         query = sa.select(j.kind, j.team, j.state, sa.func.count()).group_by(j.kind, j.team, j.state)
         with self._db.read() as c:
-            rows = c.execute(query.where(LIVE_JOBS))
+            rows = c.execute(query.where(JOB_IS_LIVE))
             return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
 
     def live_members(self) -> dict[str, int]:
         """Counts the members of unreleased leases. Returns the number of members in each member state."""
         m = t.members.c
-        held = sa.select(t.leases.c.id).where(LIVE_LEASES)
+        held = sa.select(t.leases.c.id).where(LEASE_IS_LIVE)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
         return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 

@@ -11,6 +11,6 @@ from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.objects.node import NodeState
 from raytide.core.state import tables as t
 
-LIVE_JOBS = t.jobs.c.state.in_([state for state in JobState if state not in FINAL_STATES])
-LIVE_LEASES = t.leases.c.state.in_([state for state in LeaseState if state is not LeaseState.RELEASED])
-LIVE_NODES = t.nodes.c.state.in_([state for state in NodeState if state is not NodeState.GONE])
+JOB_IS_LIVE = t.jobs.c.state.in_([state for state in JobState if state not in FINAL_STATES])
+LEASE_IS_LIVE = t.leases.c.state.in_([state for state in LeaseState if state is not LeaseState.RELEASED])
+NODE_IS_LIVE = t.nodes.c.state.in_([state for state in NodeState if state is not NodeState.GONE])

@@ -14,7 +14,7 @@ from raytide.core.objects.node import Node
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.queries.live import LIVE_JOBS
+from raytide.core.state.queries.live import JOB_IS_LIVE
 
 _LONGEST_ENTRY_US = 600_000_000
 """The longest entry that queries expect, in microseconds. Intervals are booked every minute; only a controller that was
@@ -64,7 +64,7 @@ class OverviewQueries(DatabaseAccess):
         `ended_after_s`. If there are more, jobs that hold a gang are kept first, then queued ones.
         """
         j = t.jobs.c
-        shown = sa.or_(LIVE_JOBS, j.ended_at_s > ended_after_s)
+        shown = sa.or_(JOB_IS_LIVE, j.ended_at_s > ended_after_s)
         rank = sa.case((j.state.in_(FINAL_STATES), 2), (j.state == JobState.QUEUED, 1), else_=0)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
         found = [JobRow(*row) for row in self._db.rows(query.order_by(rank, j.number.desc()).limit(limit))]
