@@ -52,6 +52,8 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 INPUT_GROUP = 32
 """The most inputs of a row that share a scale when they are rounded to int8."""
+SMALLEST_CODED = 2.0**-119
+"""The largest magnitude of inputs whose codes are not all zeros is at least this: 127 / it is a float32."""
 
 
 @register("quantized_linear", "any", priority=0)
@@ -82,14 +84,26 @@ def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) 
 
     The columns are taken in the order `columns_K` and divided into the G groups of a weight. Each group is divided into
     P parts of 32 columns, the last part padded with zeros. A part's scale is its largest magnitude / 127, so codes lie
-    in -127 to 127. The scale is NaN if a number of the part is not finite.
+    in -127 to 127. The scale is NaN if a number of the part is not finite. `_codes` has the details.
     """
     wide = x_TK.float() if columns_K is None else x_TK.float()[:, columns_K]
     size = group_size or wide.shape[1]
     parts = F.pad(wide.unflatten(1, (-1, size)), (0, -size % INPUT_GROUP)).unflatten(2, (-1, INPUT_GROUP))
-    scales = parts.abs().amax(-1, keepdim=True) / 127
-    scales = torch.where(scales.isfinite(), scales, float("nan"))
-    return torch.where(scales > 0, parts / scales, 0.0).round().clamp(-127, 127), scales
+    return _codes(parts)
+
+
+def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes in -127 to 127, and the scale for each last dimension: the largest magnitude / 127.
+
+    A code is the integer nearest to x * (127 / largest), where only the quotient is rounded to float32. The scale is
+    NaN, and the codes are zeros, if a number is not finite.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    is_finite = largest.isfinite()
+    quotient = torch.full_like(largest, 127) / largest  # 127 / largest would round twice
+    inverse = torch.where(is_finite & (largest >= SMALLEST_CODED), quotient, 0.0)
+    codes = torch.where(inverse > 0, (x.double() * inverse.double()).round(), 0.0).float()
+    return codes, torch.where(is_finite, largest / 127, float("nan"))
 
 
 @register("activate", "any", priority=0, invariant=True)
@@ -157,11 +171,8 @@ def rounded_heads(kv: Tensor) -> Tensor:
 
     The scale is the head's largest magnitude / 127, or NaN if a number is not finite.
     """
-    wide = kv.float()
-    scales = wide.abs().amax(-1, keepdim=True) / 127
-    scales = torch.where(scales.isfinite(), scales, float("nan"))
-    codes = torch.where(scales > 0, wide / scales, 0.0).round().clamp(-127, 127).to(torch.int8)
-    return torch.cat((codes, scales.view(torch.int8)), -1)
+    codes, scales = _codes(kv.float())
+    return torch.cat((codes.to(torch.int8), scales.view(torch.int8)), -1)
 
 
 def dequantized_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:

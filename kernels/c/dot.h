@@ -161,18 +161,19 @@ INLINE int32_t largest_lane(vi x) {
 
 /* Stores PART codes as bytes and returns their sum. */
 INLINE int32_t store_codes(const vi *codes, int8_t *to) {
+#if VL >= 8
 #if VL == 16
-    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((wide)codes[0]));
-    _mm_storeu_si128((__m128i *)(to + VL), _mm512_cvtepi32_epi8((wide)codes[1]));
-    return _mm512_reduce_add_epi32((wide)(codes[0] + codes[1]));
-#elif VL == 8
+    __m128i low = _mm512_cvtepi32_epi8((wide)codes[0]), high = _mm512_cvtepi32_epi8((wide)codes[1]);
+    __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+#else
     wide low = _mm256_packs_epi32((wide)codes[0], (wide)codes[1]), high = _mm256_packs_epi32((wide)codes[2], (wide)codes[3]);
     wide order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works on each half of a vector */
-    _mm256_storeu_si256((__m256i *)to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
-    vi sums = codes[0] + codes[1] + codes[2] + codes[3];
-    __m128i sum = _mm_add_epi32(low_lanes(sums), high_lanes(sums));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+    __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+#endif
+    _mm256_storeu_si256((__m256i *)to, bytes);
+    __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e))) - PART * 128; /* 128 was added to each */
 #else
     int32_t sum = 0;
     for (int k = 0; k < PART; k++) sum += to[k] = (int8_t)codes[k / VL][k % VL];
@@ -186,27 +187,31 @@ INLINE vi larger_amounts(vi most, const vf *part) {
     return most;
 }
 
-/* The scale of numbers whose amounts are at most `most`: the largest / 127, NaN if one is not finite. */
-INLINE float scale_of(vi most) {
+/* How numbers are rounded: the code of x is the integer nearest to x * inverse, and stands for the code * scale. */
+typedef struct {
+    float scale, inverse;
+} Rounding;
+
+/* The rounding of numbers whose amounts are at most `most`: the scale is the largest / 127, NaN if one is not finite. All
+ * codes are 0 where the largest is so small that 127 / it is no float32. */
+INLINE Rounding rounding_of(vi most) {
     int32_t largest = largest_lane(most);
     float amount;
     memcpy(&amount, &largest, 4);
-    return largest < 0x7f800000 ? amount / 127.0f : NAN;
+    if (largest >= 0x7f800000) return (Rounding){NAN, 0};
+    return (Rounding){amount / 127.0f, amount >= 0x1p-119f ? 127.0f / amount : 0};
 }
 
-/* Rounds a part to -127..127 times the scale and returns the sum of its codes. */
-INLINE int32_t round_by(float scale, const vf *part, int8_t *to) {
+/* Rounds a part to codes of -127..127 and returns their sum; with numbers that are not finite, to any codes. */
+INLINE int32_t round_by(float inverse, const vf *part, int8_t *to) {
     vi codes[PART / VL];
-    int32_t kept = scale > 0 ? -1 : 0;
-    vf magic = splat(12582912.0f), limit = splat(127.0f); /* adding 1.5 * 2^23 rounds to an integer */
-    for (int j = 0; j < PART / VL; j++) {
-        vf code = part[j] / scale + magic - magic;
-        codes[j] = __builtin_convertvector(minimum(maximum(code, -limit), limit), vi) & kept;
-    }
+    vf magic = splat(12582912.0f), by = splat(inverse); /* adding 1.5 * 2^23 rounds to an integer: the sum's low bits */
+    for (int j = 0; j < PART / VL; j++) codes[j] = (vi)fused(part[j], by, magic) - (vi)magic;
     return store_codes(codes, to);
 }
 
 INLINE int32_t round_part(const vf *part, int8_t *to, float *scale) {
-    *scale = scale_of(larger_amounts((vi){0}, part));
-    return round_by(*scale, part, to);
+    Rounding by = rounding_of(larger_amounts((vi){0}, part));
+    *scale = by.scale;
+    return round_by(by.inverse, part, to);
 }

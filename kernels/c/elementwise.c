@@ -101,13 +101,13 @@ INLINE void round_head(const void *head, int64_t dim, char *to, int bf16) {
     vf part[PART / VL];
     vi most = {0};
     for (int64_t at = 0; at < dim; at += PART) most = larger_amounts(most, read_part(head, at, dim, part, bf16));
-    float scale = scale_of(most);
+    Rounding by = rounding_of(most);
     for (int64_t at = 0; at < dim; at += PART) {
         int8_t codes[PART];
-        round_by(scale, read_part(head, at, dim, part, bf16), codes);
+        round_by(by.inverse, read_part(head, at, dim, part, bf16), codes);
         memcpy(to + at, codes, dim - at < PART ? dim - at : PART);
     }
-    memcpy(to + dim, &scale, sizeof scale);
+    memcpy(to + dim, &by.scale, sizeof by.scale);
 }
 
 /* The pairs (i, i + turned / 2): x * cos + swapped(x) * sin, where sin's first half comes negated. */

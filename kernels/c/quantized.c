@@ -108,7 +108,7 @@ INLINE void prepare_row(const Call *c, int64_t row, int int8, int bits, int bf16
             if (int8) {
                 int32_t codes = round_part(numbers, (int8_t *)to + at * PART, scales + at);
                 starts[at] = -zero_point(bits) * codes;
-                total = fmaf((float)codes, scales[at], total);
+                if (w->has_offsets) total = fmaf((float)codes, scales[at], total);
             } else {
                 for (int j = 0; j < PART / VL; j++) {
                     store_f32((float *)to + at * PART + j * VL, numbers[j]);

@@ -221,7 +221,16 @@ def vector_kernel(
 
 @triton.jit(do_not_specialize=["x_stride"])
 def round_kernel(
-    x, codes, input_scales, columns, x_stride, num_inputs, parts, HAS_COLUMNS: tl.constexpr, PART: tl.constexpr
+    x,
+    codes,
+    input_scales,
+    columns,
+    x_stride,
+    num_inputs,
+    parts,
+    HAS_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):
     """Rounds inputs to int8 codes. Writes codes and scales like those of `ref.input_codes`. The grid is (rows, parts of
     32 inputs).
@@ -229,12 +238,14 @@ def round_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, inside = _inputs_of(part, columns, num_inputs, HAS_COLUMNS, PART)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(values)), 127.0)
+    largest = tl.max(tl.abs(values))
     is_finite = tl.sum(tl.where(tl.abs(values) < float("inf"), 0, 1)) == 0
-    scaled = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
-    code = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum keeps no fraction, ties go to even
+    has_codes = is_finite & (largest >= SMALLEST)
+    inverse = tl.div_rn(127.0, tl.where(has_codes, largest, 1.0))
+    code = tl.fma(values, inverse, 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum keeps no fraction, ties go to even
+    code = tl.where(has_codes, code, 0.0)
     tl.store(codes + (row * parts + part) * PART + tl.arange(0, PART), code.to(tl.int8))
-    tl.store(input_scales + row * parts + part, tl.where(is_finite, scale, float("nan")))
+    tl.store(input_scales + row * parts + part, tl.where(is_finite, tl.div_rn(largest, 127.0), float("nan")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +304,7 @@ def _rounded(x_TK: Tensor, packed: PackedWeight) -> tuple[Tensor, Tensor]:
             parts,
             HAS_COLUMNS=packed.columns is not None,
             PART=ref.INPUT_GROUP,
+            SMALLEST=ref.SMALLEST_CODED,
             num_warps=1,
         )
     return codes, scales
