@@ -28,6 +28,13 @@ _NAMES = (
     "vocab.json",
 )
 
+POOLING_FILES = (
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "modules.json",
+    "sentence_bert_config.json",
+)
+"""The files by which sentence-transformers and vLLM pool the hidden states of a model that embeds."""
 
 WITH_TOKENIZER = "Export the model with its tokenizer.json."
 

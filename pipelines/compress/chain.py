@@ -16,7 +16,7 @@ from raytide.core.specs.model import QatSpec
 from raytide.pipelines.compress.card import CompressionCard, StepCard, read_card, weight_bytes, write_card
 from raytide.pipelines.compress.layer_files import digest_in, remove_others
 from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep, RtnStep
-from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_of
+from raytide.pipelines.compress.step_task import OnProgress, StepTask, check_data, teacher_of
 
 
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
@@ -52,8 +52,11 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
                 f"{target} is the result of another recipe, or of another model or calibration text.",
                 hint="Choose another out, or remove it to make it again.",
             )
+        task = StepTask(recipe, step, parent, source, target, digest, on_progress)
         if found is None:
-            _run(StepTask(recipe, step, parent, source, target, digest, on_progress))
+            _run(task)
+        elif step.distill is not None:
+            check_data(step.distill, task)
         cards.append(StepCard(step.kind, step.model_dump(mode="json", exclude_none=True), weight_bytes(target)))
         source = target
     before = read_card(source)

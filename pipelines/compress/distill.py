@@ -6,10 +6,9 @@ import shutil
 
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.types import StepResult
-from raytide.core.specs.train import TrainSpec
-from raytide.pipelines.compress.layer_files import publish, write_record
+from raytide.pipelines.compress.layer_files import copy_pooling, publish, write_record
 from raytide.pipelines.compress.recipe import DistillStep
-from raytide.pipelines.compress.step_task import StepTask, teacher_of
+from raytide.pipelines.compress.step_task import StepTask, data_digest, training_of
 
 
 def run_distill(step: DistillStep, task: StepTask) -> None:
@@ -19,20 +18,15 @@ def run_distill(step: DistillStep, task: StepTask) -> None:
     (docs/training.md).
     """
     folder = task.target.with_name(f".{task.target.name}.{task.digest[:12]}.part")
-    fields: dict[str, object] = {
-        "name": task.recipe.name,
-        **step.train,
-        "init_from": str(task.source),
-        "out": str(folder),
-        "distill": {**step.teacher, "teacher": str(teacher_of(step, task.recipe))},
-    }
-    spec = TrainSpec.parse(fields, where=f"{task.recipe.name}: distill.train")
+    spec = training_of(step, task, folder)
+    data = data_digest(spec)  # a resumed run refuses other data than before
 
     def on_step(result: StepResult) -> None:
         task.on_progress("distill: steps", result.step, spec.steps)
 
     train_local(spec, on_step=on_step)
     model = folder / "model"
-    write_record(model, task.digest, {"step": "distill"})
+    copy_pooling(task.source, model)
+    write_record(model, task.digest, {"step": "distill", "data": data})
     publish(model, task.target)
     shutil.rmtree(folder, ignore_errors=True)

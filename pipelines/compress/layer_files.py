@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from raytide.actors.models.model_config import read_json
-from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.actors.models.tokenizer_files import POOLING_FILES, tokenizer_files
 from raytide.actors.trainer.hf.safetensors_writer import save
 from raytide.core.errors import ConfigError, ConflictError, DataError
 from raytide.core.io.atomic_file import sync
@@ -70,6 +70,7 @@ class LayerFiles:
         with full_disk_is_an_error(str(self._target)):
             for name, file in tokenizer_files(source).items():
                 shutil.copyfile(file, self.folder / name)
+            copy_pooling(source, self.folder)
             self._json("config.json", config)
             write_record(self.folder, self._digest, record)
             publish(self.folder, self._target)
@@ -77,6 +78,15 @@ class LayerFiles:
     def _json(self, name: str, body: Mapping[str, object]) -> None:
         with full_disk_is_an_error(str(self._target)):
             (self.folder / name).write_text(json.dumps(body, indent=2) + "\n")
+
+
+def copy_pooling(source: Path, folder: Path) -> None:
+    """Copies the files that say how a model's hidden states become an embedding. Does nothing if there are none."""
+    with full_disk_is_an_error(str(folder)):
+        for name in POOLING_FILES:
+            if (source / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, folder / name)
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
@@ -100,11 +110,17 @@ def digest_in(folder: Path) -> str | None:
     if not folder.exists():
         return None
     try:
-        return str(json.loads((folder / RECORD).read_text())["digest"])
+        return str(read_record(folder)["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConflictError(
             f"{folder} was not written by raytide compress.", hint="Choose another out, or move it away."
         ) from None
+
+
+def read_record(folder: Path) -> dict[str, object]:
+    """Returns the content of the record that `write_record` wrote."""
+    body: dict[str, object] = json.loads((folder / RECORD).read_text())
+    return body
 
 
 def remove_others(target: Path, digest: str) -> None:

@@ -23,6 +23,10 @@ _INPUTS = ("input_scale", "input_zero_point")
 """Scales of static activations, which are not used: inputs are rounded by their own values."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The positions of the nibbles in an AWQ word, in the order of their columns."""
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""The word whose codes are all 1, by the bits of a code."""
+_NO_GROUP = -1
+"""The value in compressed-tensors' `weight_g_idx` if no order of columns was chosen."""
 
 
 Read = tuple[QuantizedWeight, int]
@@ -75,9 +79,14 @@ def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -
     return _weight(bits, codes_NK, scales_NG, zeros_NG, order_K), groups
 
 
-def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, is_zero_less_one: bool) -> Read:
+def read_gptq(
+    tensors: ModuleTensors, rows: int, columns: int, block: Block, *, is_zero_less_one: bool, is_symmetric: bool
+) -> Read:
     """Reads the format of GPTQ: `qweight` int32 [K * b / 32, N], `qzeros` int32 [G, N * b / 32], `scales` [G, N],
     optional `g_idx` [K]. Each code has b bits.
+
+    The first format stores whole words of zero points minus 1, so a zero point of 0 borrows from the next one in its
+    word. Some files of symmetric weights claim this format although their zero points are stored as they are.
     """
     tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
     words = (tensors.shape("qweight") or (0,))[0]
@@ -88,9 +97,11 @@ def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, 
     codes_NK = unpacked(packed.t(), bits)[:, own]
     own_words, own = words_of(block.outputs, bits)
     where = (block.groups(columns, groups), own_words)
-    packed = tensors.integers("qzeros", groups, -(-rows * bits // 32), where=where)
-    zeros_GN = unpacked(packed, bits)[:, own].to(torch.int16)
-    zeros_NG = zeros_GN.t() + int(is_zero_less_one) - (1 << bits - 1)
+    packed, middle = tensors.integers("qzeros", groups, -(-rows * bits // 32), where=where), 1 << bits - 1
+    zeros_GN = unpacked(packed, bits)[:, own]
+    if is_zero_less_one and not (is_symmetric and bool((zeros_GN == middle).all())):
+        zeros_GN = unpacked(packed + _ONES[bits], bits)[:, own]
+    zeros_NG = zeros_GN.t().to(torch.int16) - middle
     order_K = _order(tensors, "g_idx", columns, groups, block)
     return _weight(bits, signed(codes_NK, bits), scales_NG, zeros_NG, order_K), groups
 
@@ -173,7 +184,10 @@ def _scales_by_group(tensors: ModuleTensors, rows: int, columns: int, block: Blo
 def _order(tensors: ModuleTensors, suffix: str, columns: int, groups: int, block: Block) -> Tensor | None:
     if suffix not in tensors:
         return None
-    order_K = column_order(tensors.integers(suffix, columns), columns // groups, tensors.name(suffix))
+    groups_K = tensors.integers(suffix, columns)
+    if suffix == "weight_g_idx" and bool((groups_K == _NO_GROUP).all()):
+        return None
+    order_K = column_order(groups_K, columns // groups, tensors.name(suffix))
     if order_K is not None and block.inputs != (0, columns):
         raise SplitsGroupError
     return order_K

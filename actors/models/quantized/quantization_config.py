@@ -54,6 +54,8 @@ class Quantization:
     schemes: tuple[WeightScheme, ...]
     is_zero_less_one: bool = False
     """True for GPTQ's first format, which stores each zero point minus one."""
+    is_symmetric: bool = False
+    """True for GPTQ's weights without zero points of their own: all are the middle code."""
 
     @property
     def fp8_block(self) -> tuple[int, int]:
@@ -203,6 +205,7 @@ class _Gptq(_Lenient):
     dynamic: dict[str, Any] | None = None
     rotation: Any = None
     is_marlin_format: bool = False
+    sym: bool | None = None
 
 
 class _Awq(_Lenient):
@@ -226,7 +229,8 @@ def _gptq(body: Mapping[str, Any], where: str) -> Quantization:
     for what, value in {"dynamic (bits by module)": config.dynamic, "rotation": config.rotation}.items():
         if value:
             raise ConfigError(f"{where}: {what} is not supported.", hint="Quantize all modules alike.")
-    return Quantization("gptq", (config.scheme(where, 4, 8),), is_zero_less_one=form == "gptq")
+    schemes = (config.scheme(where, 4, 8),)
+    return Quantization("gptq", schemes, is_zero_less_one=form == "gptq", is_symmetric=bool(config.sym))
 
 
 def _awq(body: Mapping[str, Any], where: str) -> Quantization:

@@ -149,7 +149,8 @@ class QuantizedDirectory(Weights):
             )
         if method == "awq":
             return read_awq(tensors, rows, columns, block)
-        return read_gptq(tensors, rows, columns, block, is_zero_less_one=self._config.is_zero_less_one)
+        less_one, symmetric = self._config.is_zero_less_one, self._config.is_symmetric
+        return read_gptq(tensors, rows, columns, block, is_zero_less_one=less_one, is_symmetric=symmetric)
 
     def _codes(self, module: str) -> str | None:
         """Returns how a module stores its codes; None if it is not quantized, "stray" for scales without codes."""

@@ -21,7 +21,7 @@ from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, DataError, ScriptError
 from raytide.core.io.storage import full_disk_is_an_error
-from raytide.pipelines.compress.layer_files import plain_config, publish, write_record
+from raytide.pipelines.compress.layer_files import copy_pooling, plain_config, publish, write_record
 from raytide.pipelines.compress.recipe import CalibratedStep
 from raytide.pipelines.compress.step_task import StepTask, calibration_windows
 
@@ -69,6 +69,7 @@ def run_llm_compressor(task: StepTask) -> None:
         asked.unlink()
         for name, file in tokenizer_files(source).items():
             shutil.copyfile(file, folder / name)
+        copy_pooling(source, folder)
         _check(folder)
         write_record(folder, task.digest, {"step": task.step.kind})
         publish(folder, task.target)

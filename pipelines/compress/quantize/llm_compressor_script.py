@@ -22,11 +22,14 @@ def main(path: str) -> None:
         torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     from llmcompressor import oneshot
     from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(  # a directory, never a name of the hub  # nosec B615
         task["source"], dtype="auto", local_files_only=True
     )
+    if (Path(task["source"]) / "generation_config.json").is_file():
+        # Its caller copies that file. transformers reads, but does not save, one with a temperature and no sampling.
+        model.generation_config = GenerationConfig()
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
 
     def collate(batch: list[dict[str, list[int]]]) -> dict[str, Any]:

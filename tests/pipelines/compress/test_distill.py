@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tests.actors.engine.tiny import save_llama
 
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.specs.data import DataSpec, TokenizerSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.compress.chain import compress
@@ -60,6 +61,29 @@ def test_pruning_distilling_and_rounding_are_one_recipe(tmp_path: Path) -> None:
     assert [each.kind for each in card.steps] == ["prune", "distill", "rtn"]
     assert {path.name for path in (tmp_path / "out" / "steps").iterdir()} == {"01-prune", "02-distill"}
     assert _kl(card.quality) < 0.9 * _kl(bare.quality)
+
+
+def test_a_finished_distillation_is_another_one_once_its_data_have_changed(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    text, data = tmp_path / "text.txt", tmp_path / "data"
+    file = TokenizerSpec(file=str(tmp_path / "model" / "tokenizer.json"), eos="<eos>")
+
+    def build_from(source: str) -> None:
+        shutil.rmtree(data, ignore_errors=True)
+        text.write_text(Path(source).read_text())
+        build(DataSpec(inputs=(str(text),), tokenizer=file, out=str(data)), runner=InlineRunner())
+
+    build_from(json.__file__)
+    train: dict[str, object] = {"dataset": str(data), "steps": 1, "global_batch": 2, "seq_len": 16}
+    fields = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "steps": [{"distill": {"train": train}}]}
+    asked = CompressRecipe.parse(fields, where="recipe")
+    first = compress(asked)
+    assert compress(asked) == first
+    build_from(json.decoder.__file__)
+    with pytest.raises(ConflictError, match="has learnt from other data"):
+        compress(asked)
+    shutil.rmtree(data)
+    assert compress(asked) == first, "a finished step does not need its data"
 
 
 def _kl(quality: object) -> float:

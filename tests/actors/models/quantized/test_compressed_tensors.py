@@ -119,6 +119,20 @@ def test_groups_of_columns_in_another_order_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
 
 
+def test_columns_whose_order_was_never_chosen_are_in_order(tmp_path: Path) -> None:
+    """The library fills `weight_g_idx` with -1, and only GPTQ writes an order into it."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
+    quantize = quantizer("pack-quantized", weights)
+
+    def without_order(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        stored, back = quantize(weight)
+        return stored | {"weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32)}, back
+
+    model = save_quantized(tmp_path, without_order, config_of("pack-quantized", weights, {}), num_hidden_layers=1)
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
+    torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
+
+
 def test_parts_of_a_stack_may_have_different_schemes(tmp_path: Path) -> None:
     int4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
     config = config_of("mixed-precision", int4, {"format": "pack-quantized"})

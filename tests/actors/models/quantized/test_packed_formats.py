@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.actors.models.quantized.quantized_models import (
     PROMPT,
     Quantizer,
@@ -108,6 +110,39 @@ def test_gptq(version: int, bits: int, group: int, sym: bool, act_order: bool, t
     llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
     assert llm.info.quantization.startswith(f"gptq int{bits}")
+
+
+def words_at(folder: Path, bits: int, zeros: np.ndarray, stored: torch.Tensor, **config: Any) -> tuple[Any, Any]:
+    """Writes a module whose zero points are stored as `stored`. Returns its weight as read, and as it was meant."""
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (8, 32))
+    tensors = {
+        "m.qweight": words_of(codes, bits).t().contiguous(),
+        "m.qzeros": stored,
+        "m.scales": torch.ones(1, 8).half(),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": gptq_config(bits, 32, **config)}))
+    read = open_weights(folder, torch.float32, torch.device("cpu")).get("m.weight", 8, 32)
+    return read, torch.from_numpy(codes - zeros.reshape(8, 1)).float()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_borrows_from_the_next_one_of_its_word(bits: int, tmp_path: Path) -> None:
+    """GPTQModel stores asymmetric weights in the first format by subtracting 1 from all codes of a word at once."""
+    zeros = np.array([[0, 8, 15, 0, 0, 1, 7, 0]])
+    ones = sum(1 << at for at in range(0, 32, bits))
+    read, meant = words_at(tmp_path, bits, zeros, words_of(zeros, bits) - ones, sym=False, checkpoint_format="gptq")
+    assert torch.equal(read, meant)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_zero_points_of_symmetric_weights_are_the_middle_code_in_either_format(
+    bits: int, less: int, tmp_path: Path
+) -> None:
+    zeros = np.full((1, 8), 1 << bits - 1)
+    read, meant = words_at(tmp_path, bits, zeros, words_of(zeros - less, bits), sym=True, checkpoint_format="gptq")
+    assert torch.equal(read, meant)
 
 
 @pytest.mark.parametrize("group", [16, 64])

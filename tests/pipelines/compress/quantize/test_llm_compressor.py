@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from raytide.actors.quality.evaluate import evaluate
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core.errors import ConfigError, ScriptError
 from raytide.pipelines.compress.chain import compress
+from raytide.pipelines.compress.quantize import llm_compressor_script
 from raytide.pipelines.compress.recipe import CompressRecipe
 
 REAL = os.environ.get("RAYTIDE_LLM_COMPRESSOR", "")
@@ -79,6 +81,23 @@ def test_it_is_given_token_ids_and_the_layers_that_stay(model: Path, tmp_path: P
     assert card.steps[0].kind == "smoothquant"
     assert not (tmp_path / "out" / "model" / "task.json").exists()
     assert (tmp_path / "out" / "model" / "tokenizer.json").is_file()
+
+
+def test_a_temperature_without_sampling_does_not_end_a_finished_calibration(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Vicuna's and older Llama 2's files: transformers reads them, but does not save them."""
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}))
+    library = ModuleType("llmcompressor")
+    library.oneshot = lambda **_: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmcompressor", library)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # the script replaces it
+    monkeypatch.setattr(llm_compressor_script, "modifiers", lambda task: [])
+    (tmp_path / "out").mkdir()
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps({"source": str(model), "out": str(tmp_path / "out"), "tokens": [[1, 2, 3]]}))
+    llm_compressor_script.main(str(task))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_group_that_does_not_fit_is_refused_before_the_program_runs(model: Path) -> None:

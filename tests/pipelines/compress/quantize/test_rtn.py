@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import save_llama
 from transformers import LlamaForCausalLM
 
+from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.models.quantized.codes import dequantized, packed, round_fp8, round_integers
 from raytide.actors.quality.evaluate import evaluate
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
@@ -171,6 +173,17 @@ def test_head_embeddings_and_skipped_layers_stay_as_they_are(llama: Path, tmp_pa
     assert all(torch.equal(before[name], after[name]) for name in kept)
     config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in range(3))]
+
+
+def test_a_model_that_embeds_pools_as_before(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "model")
+    pooling = tmp_path / "model" / "1_Pooling" / "config.json"
+    pooling.parent.mkdir()
+    pooling.write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (tmp_path / "model" / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling"}]')
+    compress(recipe(tmp_path / "model", tmp_path / "out"))
+    assert pooling_of(tmp_path / "out" / "model") == "mean"
+    assert (tmp_path / "out" / "model" / "modules.json").is_file()
 
 
 @pytest.mark.parametrize("family", ["phi3-longrope", "qwen3-moe", "gemma3"])
