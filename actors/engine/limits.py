@@ -46,9 +46,8 @@ MAX_EMBEDDING_TOKENS = 300_000
 MAX_COPIED_TOKENS = 1 << 21
 """The largest product of a prompt's tokens and its samples: each sample has its own list of tokens."""
 
-MAX_HTTP_STOPS = 4
-"""The most stop strings in a request through OpenAI's API, which has the same limit; other callers may give more."""
 MAX_STOPS = 16
+"""The most stop strings in a request. OpenAI takes four, but Continue's completions of code have a dozen."""
 MAX_WORD_CHARS = 256
 """The most characters in one stop string or bad word."""
 MAX_STOP_TOKEN_IDS = 256

@@ -93,7 +93,7 @@ class ChatFormat:
     may contain reasoning in tags. It is `open` if outputs start inside the reasoning. Otherwise it is empty.
     """
 
-    tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
+    tools: Literal["", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek"] = ""
     reasoning: Literal["", "tagged", "open"] = ""
 
 
@@ -348,8 +348,8 @@ class EngineStats:
     failed: int = 0
     pending_commands: int = 0
     commands_done: int = 0
-    adapters: tuple[str, ...] = ()
-    """The names of the loaded adapters."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The loaded adapters by name, with a text that differs if their files do."""
     weights_version: str = ""
     """The version of the present weights, which a swap changes; empty for an engine that does not report it."""
     speculation: tuple[DraftCounts, ...] = ()

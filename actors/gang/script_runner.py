@@ -20,7 +20,7 @@ from raytide.actors.gang.script_attempt import Attempt, AttemptResult, MemberKey
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
 from raytide.core.objects.gang import Lease, LeaseClient, MemberState
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import ATTEMPTS, FAILURES, ScriptSpec
 
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
@@ -65,7 +65,7 @@ class ScriptRunner:
         self._say, self._clock = say, clock or SystemClock()
         self._watch, self._reporter = LeaseWatch(client, job_id), ProgressReporter(client, job_id)
         self._attempt: Attempt | None = None
-        self._number, self._failures = _count(done.get("attempts", 0)), _count(done.get("failures", 0))
+        self._number, self._failures = _count(done.get(ATTEMPTS, 0)), _count(done.get(FAILURES, 0))
         self._taken_ports = 0
         self._progress: dict[str, float | int | str] = {}
 
@@ -85,8 +85,8 @@ class ScriptRunner:
             nodes = ", ".join(member.node_id for member in attempt.members)
             self._progress = {
                 "stage": f"attempt {self._number}",
-                "attempts": self._number,
-                "failures": self._failures,
+                ATTEMPTS: self._number,
+                FAILURES: self._failures,
                 "world": attempt.world,
                 "nodes": nodes,
             }

@@ -101,5 +101,6 @@ def model_shape(arch: Architecture, name: str = "model") -> ModelShape:
         experts=0 if experts is None else experts.count,
         experts_per_token=0 if experts is None else experts.per_token,
         expert_ffn=0 if experts is None else experts.ffn_size,
+        windows=tuple(layer.window for layer in arch.layers if layer.window is not None),
         sparse_layers=tuple(index for index, layer in enumerate(arch.layers) if layer.sparse),
     )

@@ -37,6 +37,32 @@ class ChatTemplate:
         return "tools" in meta.find_undeclared_variables(self._compiled.environment.parse(self.source))
 
     @cached_property
+    def takes_system(self) -> bool:
+        """True if the template shows a system message. Gemma's and Mistral's first templates refuse it."""
+        turns = [{"role": "system", "content": _BEGIN}, {"role": "user", "content": "x"}]
+        return _BEGIN in (self._tried(turns) or "")
+
+    @cached_property
+    def takes_one_call(self) -> bool:
+        """True if the template refuses an answer with several tool calls, as those of Llama 3.1 to 3.3 do."""
+        id = "a" * (self.id_length or 9)
+        call = {"id": id, "type": "function", "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "tool_call_id": id, "name": "f", "content": "x"}
+
+        def refuses(count: int) -> bool:
+            answer = {"role": "assistant", "content": "", "tool_calls": [call] * count}
+            return self._tried([{"role": "user", "content": "x"}, answer, *[result] * count]) is None
+
+        return refuses(2) and not refuses(1)
+
+    def _tried(self, turns: Sequence[Turn]) -> str | None:
+        """Returns the rendered conversation, or None if the template refuses it."""
+        try:
+            return self._marked(turns, True)
+        except UsageError:
+            return None
+
+    @cached_property
     def id_length(self) -> int | None:
         """The number of letters and digits of which the template wants the ids of tool calls to be made, as Mistral's
         templates do; None if it takes any id.

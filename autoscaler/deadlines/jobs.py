@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from raytide.autoscaler.deadlines.policy import Allocation, DeadlineJob, ZoneView, decide
-from raytide.autoscaler.deadlines.value_iteration import Values, solve
+from raytide.autoscaler.deadlines.value_iteration import Values, solve, step_of
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.spot.availability_model import AvailabilityModel, ReclaimRates
 from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast_from_rates
@@ -40,7 +40,7 @@ SLOWER = 1.5
 PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)
 """The preference of late jobs: on demand first, but spot rather than nothing."""
 MOST_STEPS = 256
-"""The size of the value table in steps; a deadline that is further away uses longer steps."""
+"""The size of the value table in steps."""
 
 
 def with_market_constraints(snapshot: Snapshot) -> Snapshot:
@@ -49,7 +49,9 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
     if not jobs:
         return snapshot
     fleet = _Fleet.from_snapshot(snapshot)
-    return replace(snapshot, stances={job.id: _constraint_for(fleet, job) for job in jobs})
+    # Jobs that share a value table follow each other, so that no tick solves a table twice.
+    found = {job.id: _constraint_for(fleet, job) for job in sorted(jobs, key=fleet.restart_s)}
+    return replace(snapshot, stances={job.id: found[job.id] for job in jobs})
 
 
 def spot_forecasts(availability: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
@@ -271,7 +273,7 @@ class JobEvaluation:
 
     def _values(self) -> Values:
         """Returns the value table; its step is at least one restart, rounded up so that many jobs share a table."""
-        o, step_s = self.options.forecast, max(self.policy_job.restart_s, self.policy_job.left_s / MOST_STEPS)
+        o, step_s = self.options.forecast, step_of(self.policy_job.restart_s, self.policy_job.left_s, MOST_STEPS)
         rates = (o.lost, o.switched, o.found, o.zone_hazard)
         return _table(rates, 2.0 ** (math.ceil(4.0 * math.log2(step_s)) / 4.0), round(self.options.price_ratio, 2))
 
@@ -279,7 +281,7 @@ class JobEvaluation:
 _Rates = tuple[tuple[float, ...], tuple[tuple[float, ...], ...], tuple[float, ...], tuple[tuple[float, ...], ...]]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=12)
 def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
     """Returns the solved value table, from a cache: rates change rarely, so a table serves many ticks."""
     lost, switched, found, zone_hazard = map(np.asarray, rates)

@@ -92,7 +92,8 @@ def _expected_cost(mode: int, job: DeadlineJob, starting_s: float, state: int, v
     """Returns the cost of holding this mode until it has started, at least for a tick, and then acting optimally."""
     taken = max(job.tick_s, starting_s) / values.step_s
     done = 0.0 if mode == NONE else taken - starting_s / values.step_s
-    slack, work = job.slack_s / values.step_s - (taken - done), job.work_s / values.step_s - done
+    slack, work = values.steps_of(job.slack_s, job.work_s)
+    slack, work = slack - (taken - done), work - done
     passed = min(1.0, taken)
     here, without = values.at(mode, slack, work), values.at(NONE, slack, work) if mode == SPOT else None
     if without is None:

@@ -16,6 +16,12 @@ from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Re
 
 NONE, SPOT, ON_DEMAND = range(3)
 INFEASIBLE = 1e6
+FAR_STEP = 2.0
+"""The step for far deadlines, in restarts. A start counts as a whole step: with still longer steps, no spot node would
+be worth its start.
+"""
+KEPT_SLACK = 8.0
+"""The slack in steps that a job keeps when it is shortened to the size of the table: time for a few starts."""
 STATES = 2 * BANDS
 """The number of states of the market, which counts as one zone: up, by age band (0 .. BANDS-1), or down, by age band
 (BANDS .. STATES-1).
@@ -42,6 +48,17 @@ class Values:
     max_left: int
     """The size of the table in steps; a deadline that is further away counts as this far."""
 
+    def steps_of(self, slack_s: float, work_s: float) -> tuple[float, float]:
+        """Returns the slack and the work of a job in steps. If the job is longer than the table, both are those of a
+        shorter job with the same share of slack, because this share decides what is best now. `KEPT_SLACK` steps of
+        slack are not shortened.
+        """
+        slack, work = slack_s / self.step_s, work_s / self.step_s
+        half = (self.max_left - 2) / 2
+        if slack + work <= 2 * half or work <= half:
+            return slack, work
+        return max(slack * half / work, min(slack, KEPT_SLACK)), half
+
     def at(self, mode: int, slack: float, work: float) -> Floats:
         """Returns the expected cost for each market state. The costs are interpolated between table points. `slack` and
         `work` are in steps.
@@ -56,6 +73,13 @@ class Values:
         used = [(s + w, w, share) for (s, w), share in zip(corners, shares, strict=True) if share > 1e-9]
         lefts, works, weights = zip(*used, strict=True)
         return np.asarray(np.asarray(weights) @ self.cost[lefts, mode, :, works])
+
+
+def step_of(restart_s: float, left_s: float, most_steps: int) -> float:
+    """Returns the step of a job's table. The step is one restart if a table of `most_steps` steps then reaches to the
+    deadline. Otherwise it is `FAR_STEP` restarts, and `Values.steps_of` shortens a job that is still too long.
+    """
+    return restart_s if left_s <= most_steps * restart_s else FAR_STEP * restart_s
 
 
 def solve(market: ReclaimRates, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:

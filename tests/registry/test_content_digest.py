@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from raytide.core.errors import DataError
+from raytide.core.errors import DataError, StorageError
 from raytide.registry import content_digest
 from raytide.registry.content_digest import digest_of_directory
 
@@ -91,6 +94,44 @@ def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DataError, match="not a model directory"):
             digest_of_directory(str(where))
+
+
+def test_a_link_to_a_file_counts_as_the_file(model: Path, tmp_path: Path) -> None:
+    """As in a snapshot of Hugging Face's cache."""
+    linked, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    for file in [file for file in model.rglob("*") if file.is_file()]:
+        link, blob = linked / file.relative_to(model), blobs / file.relative_to(model)
+        for each in (link, blob):
+            each.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(file.read_bytes())
+        link.symlink_to(blob)
+    before = digest_of_directory(str(linked))
+    assert before == digest_of_directory(str(model))
+    (blobs / "config.json").unlink()
+    with pytest.raises(DataError, match=r"config.json is a link to nothing"):
+        digest_of_directory(str(linked))
+
+
+def test_a_folder_or_a_file_that_cannot_be_read_is_an_error_and_not_left_out(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("/extra"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    def refuse(self: object, path: str, **_: object) -> object:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(StorageError, match=r"Permission denied.*extra"):
+            digest_of_directory(str(model))
+    monkeypatch.setattr(LocalFileSystem, "_open", refuse)
+    with pytest.raises(StorageError, match=r"Permission denied"):
+        digest_of_directory(str(model))
 
 
 def test_a_file_that_grows_while_it_is_read_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from raytide.autoscaler.deadlines.value_iteration import Values
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
+from raytide.simulate.deadline import raytide as raytide_policy
 from raytide.simulate.deadline.baselines import greedy, uniform_progress_a, uniform_progress_b, uniform_progress_c
 from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Terms, TickView, Up, replay, run, starts
 from raytide.simulate.deadline.optimal import cheapest_usd
@@ -148,6 +150,33 @@ def test_the_command_prints_starts_cost_and_misses(tmp_path: Path) -> None:
     shown = json.loads(CliRunner().invoke(app, asked).stdout)
     assert (shown["starts"], shown["missed_deadlines"], shown["zones"]) == (3, 0, ["a", "b"])
     assert shown["cost_vs_ondemand"] == pytest.approx(0.3)
+
+
+def test_the_value_table_of_a_long_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year of work with short starts would need hundreds of gigabytes."""
+    sizes: list[int] = []
+    original = raytide_policy.solve
+
+    def sized(*args: Any, **more: Any) -> Values:
+        table = original(*args, **more)
+        sizes.append(table.max_left)
+        return table
+
+    monkeypatch.setattr(raytide_policy, "solve", sized)
+    monkeypatch.setattr(raytide_policy, "MOST_STEPS", 40, raising=False)
+    job = terms(work=100, restart=1, deadline=130)
+    outcome = raytide_policy.raytide(job, market("1" * 130))(0)
+    assert max(sizes) <= 42
+    assert not outcome.is_missed
+    assert outcome.cost_usd <= 1.05 * 101
+
+
+def test_a_job_longer_than_the_table_is_in_time_and_waits_for_spot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raytide_policy, "MOST_STEPS", 20, raising=False)
+    job, up = terms(work=150, restart=1, deadline=230), market(("1" * 20 + "000") * 10)
+    outcome = raytide_policy.raytide(job, up[:, :230])(0)
+    assert not outcome.is_missed
+    assert outcome.cost_usd < 0.5 * job.ondemand_usd
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,12 +173,25 @@ def test_work_without_a_lease_gets_what_it_may_and_then_there_is_nothing_more_to
     assert outlook.plans[-1].at_s < NOW_S + 600
 
 
+def test_of_nodes_whose_type_was_removed_from_the_configuration_the_idle_go() -> None:
+    old = NodeType(name="gpu0", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=5_000_000)
+    views = (ready(1, old, taken={"CPU": 1}), ready(2, old, idle_s=30.0))
+    outlook = look_ahead(cluster(nodes=views, demand=(Demand({"CPU": 3}),)), hours=0.2)
+    assert (outlook.price_now_micro_usd_h, outlook.price_end_micro_usd_h) == (10_000_000, 5_000_000)
+
+
 def test_a_new_node_is_taken_to_need_what_the_cluster_s_own_did() -> None:
     assert usual_launch_s(cluster(nodes=(ready(1), ready(2)))) == 40.0
     assert usual_launch_s(cluster()) == 120.0
 
 
-@pytest.mark.parametrize("wrong", [{"hours": 0.0}, {"launch_s": -1.0}, {"job_hours": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hours": 0.0}, {"hours": math.inf}, {"hours": math.nan}, {"launch_s": -1.0}, {"launch_s": math.nan},
+        {"job_hours": 0.0}, {"job_hours": math.nan},
+    ],
+)  # fmt: skip
 def test_impossible_times_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         look_ahead(cluster(), **wrong)

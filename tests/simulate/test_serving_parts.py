@@ -189,6 +189,16 @@ def test_neither_the_order_of_rows_nor_hours_that_are_left_out_change_the_reques
         made([1, 2, 1], turned=False)
 
 
+def test_an_envelope_without_requests_in_any_window_is_named(setup: ServingSetup, tmp_path: Path) -> None:
+    """Two days and ten hours; the only requests are in the last hours, which no whole day holds."""
+    envelope = tmp_path / "envelope.csv"
+    envelope.write_text("hour,requests\n" + "\n".join(f"{hour},{100 if hour > 55 else 0}" for hour in range(58)))
+    for days in (0.25, 1.0, 2.0):
+        with pytest.raises(DataError, match="no requests in the hours to simulate"):
+            workload(setup.model_copy(update={"envelope": envelope, "days": days}))
+    assert workload(setup.model_copy(update={"envelope": envelope, "days": 2.5})).count > 0
+
+
 def test_capacity_is_multiplied_by_depth_and_starts_over_when_the_trace_ends(setup: ServingSetup) -> None:
     zones = spot_zones(setup.model_copy(update={"days": 2.0, "depth": 3}))
     assert zones.names == ("a", "b")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,22 @@ def test_decoding_is_compute_bound_from_peak_over_bandwidth(device: object, batc
     below, above = (decode_seconds(LLAMA, size, 0, device, **ideal) for size in (batch - 5, batch + 50))
     assert below == pytest.approx(decode_seconds(LLAMA, 1, 0, device, **ideal))
     assert above > 1.1 * below
+
+
+def test_layers_with_a_window_compute_and_read_no_more_than_it() -> None:
+    """Half of the layers see 1,000 tokens of 8,000."""
+    windowed, tokens = replace(LLAMA, windows=(1000,) * 16), 8000
+    seen = sum(min(at, 1000) for at in range(1, tokens + 1)) / sum(range(1, tokens + 1))
+    attention_s = 2 * 32 * 4096 * tokens**2 / H100.peak_flops("bf16")
+    whole, less = (prefill_seconds(each, tokens, H100, efficiency=1.0) for each in (LLAMA, windowed))
+    assert whole - less == pytest.approx(attention_s * (1 - seen) / 2, rel=0.01)
+    assert prefill_seconds(windowed, 1000, H100) == prefill_seconds(LLAMA, 1000, H100)
+    assert decode_seconds(windowed, 64, tokens, H100) == pytest.approx(decode_seconds(LLAMA, 64, 4500, H100))
+    load = ServingLoad(20, tokens, 300)
+    plans = [plan_replicas(each, load, H100, 1) for each in (windowed, LLAMA)]
+    assert plans[0] is not None and plans[1] is not None
+    assert plans[0].slots == plans[1].slots, "the KV of all tokens is kept"
+    assert plans[0].requests_per_s > plans[1].requests_per_s
 
 
 def test_a_plan_feeds_the_autoscaler() -> None:

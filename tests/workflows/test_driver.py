@@ -103,6 +103,27 @@ def test_a_flow_that_was_stopped_goes_on_with_what_was_stopped_when_it_is_resume
     assert api.jobs_by_id["job-4"].spec.name == "flow-a"
 
 
+def test_a_flow_whose_stages_were_stopped_for_it_goes_on_with_them_when_it_is_resumed(
+    tmp_path: Path, api: FakeApi
+) -> None:
+    space = {"env.LR": {"choices": ["0.1", "0.2"]}}
+    sweep = {
+        "spec": {"command": ["true"], "env": {"LR": "0"}},
+        "sweep": {"space": space, "trials": 1, "metric": "loss"},
+    }
+    for stages, name in (({"a": {}}, "flow-a"), ({"a": sweep}, "flow-a-0")):
+        flow = flow_of(stages, out=str(tmp_path / name))
+        own = api.add()
+        driver_of(flow, api, job=own).tick()
+        stage = f"job-{len(api.jobs_by_id)}"
+        assert api.jobs_by_id[stage].spec.name == name
+        api.end(stage, JobState.STOPPED, "stopped on request")  # the driver had lost its node, and did not see it
+        resumed = driver_of(flow, api, job=api.add())
+        assert resumed.tick() is None
+        assert api.jobs_by_id[f"job-{len(api.jobs_by_id)}"].spec.name == name
+        assert resumed.tick() is None
+
+
 def test_a_submission_while_the_api_is_away_is_made_once_it_is_back(
     tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,8 @@ class FakeEngine(Engine):
         self._stats = EngineStats(num_blocks=max_running, free_blocks=max_running)
         self._live: dict[str, _Live] = {}
         self._served = Prompts(max_running)
-        self._loras: set[str] = set()
+        self._loras: dict[str, str] = {}
+        self._loaded = 0
         self._version = "fake-1"
         self._going, self._idle = asyncio.Event(), asyncio.Event()
         self._going.set()
@@ -267,7 +268,7 @@ class FakeEngine(Engine):
 
     async def stats(self) -> EngineStats:
         self._check_alive()
-        self._stats.adapters, self._stats.weights_version = tuple(sorted(self._loras)), self._version
+        self._stats.adapters, self._stats.weights_version = dict(sorted(self._loras.items())), self._version
         if not self._kv_tokens:
             return replace(self._stats)
         held = sum(len(live.prompt) + sum(len(v.tokens) for v in live.voices) for live in self._live.values())
@@ -304,14 +305,15 @@ class FakeEngine(Engine):
     async def load_lora(self, name: str, path: str) -> None:
         if name in self._loras:
             raise ConflictError(f"adapter {name} is loaded already.", hint="Unload it first.")
-        self._loras.add(name)
+        self._loaded += 1
+        self._loras[name] = f"{path}#{self._loaded}"
 
     async def unload_lora(self, name: str) -> None:
         if name not in self._loras:
             raise NotFoundError(f"adapter {name} is not loaded.")
         if any(live.request.lora == name for live in self._live.values()):
             raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
-        self._loras.remove(name)
+        del self._loras[name]
 
     def _check_lora(self, name: str | None) -> None:
         if name is not None and name not in self._loras:

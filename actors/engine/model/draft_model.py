@@ -87,7 +87,7 @@ class DraftModel:
         drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
         left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()
         for seq, count in zip(seqs, counts, strict=True):
-            start = self._keep_right(seq)
+            start = self._known[seq.seq_id] = self._keep_right(seq)
             length = min(len(seq.tokens) - start, left)
             if length > 0 and count > 0:
                 left -= length

@@ -158,10 +158,14 @@ class Tokenizer:
         """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
-        knows, id_length = (self._chat.knows_tools, self._chat.id_length) if self._template else (False, None)
-        turns = turns_of(messages, tools, knows_tools=knows, id_length=id_length)
         variables = checked_variables(options.template_kwargs)
-        (turns, tools, variables), mark = self._break_names((turns, list(tools), variables))
+        try:
+            turns = self._turns(messages, tools)
+            (turns, tools, variables), mark = self._break_names((turns, list(tools), variables))
+        except RecursionError:
+            raise UsageError(
+                "the arguments of a call in the messages are nested too deeply.", hint="Leave the call out."
+            ) from None
         starts_answer = options.ending == "answer"
 
         def rendered(turns: list[dict[str, object]]) -> str:
@@ -180,6 +184,15 @@ class Tokenizer:
         if self._vision is None or len(text) < len(whole):
             return ids
         return _with_images(ids, self._vision, count)
+
+    def _turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+        if not self._template:
+            return turns_of(messages, tools, knows_tools=False)
+        chat = self._chat
+        if chat.knows_tools:
+            one = any(len(message.tool_calls) > 1 for message in messages) and chat.takes_one_call
+            return turns_of(messages, tools, knows_tools=True, takes_one_call=one, id_length=chat.id_length)
+        return turns_of(messages, tools, knows_tools=False, takes_system=not tools or chat.takes_system)
 
     def _show_images(self, turns: list[dict[str, object]], image_token: int) -> list[dict[str, object]]:
         """Returns the turns with images in the form that the template reads: contents as lists of parts or, for a

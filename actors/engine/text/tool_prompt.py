@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -25,6 +26,7 @@ _RESERVED = frozenset(
 _MARKS: tuple[tuple[str, str], ...] = (
     ("<｜tool▁call", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<parameter=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3"),
     ('"parameters": ', "llama3"),
@@ -60,20 +62,31 @@ def format_of(template: ChatTemplate) -> ChatFormat:
 
 
 def turns_of(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool, id_length: int | None = None
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    knows_tools: bool,
+    takes_system: bool = True,
+    takes_one_call: bool = False,
+    id_length: int | None = None,
 ) -> list[dict[str, object]]:
     """Returns the turns of a chat for a template. If the template does not support tools, the tools, tool calls and
-    results become text. If it refuses ids of calls that do not have `id_length` letters and digits, they are replaced.
+    results become text; the tools are in the first user's turn if it takes no system message. If it refuses ids of
+    calls that do not have `id_length` letters and digits, they are replaced. If it takes one call in a turn, several
+    become several turns, each with its result.
     """
     if knows_tools:
+        messages = _one_call_each(messages) if takes_one_call else messages
         return [_turn(message, id_length) for message in messages]
-    turns: list[dict[str, object]] = [_plain(message) for message in messages]
+    turns = _plain_turns(messages)
     if not tools:
         return turns
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = _INSTRUCTIONS.format(tools=shown)
     if turns[0]["role"] == "system":
         return [{"role": "system", "content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
+    if not takes_system and turns[0]["role"] == "user":
+        return [{"role": "user", "content": _joined(told, turns[0]["content"], "\n\n")}, *turns[1:]]
     return [{"role": "system", "content": told}, *turns]
 
 
@@ -142,6 +155,54 @@ def _content(message: Message) -> object:
     return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in message.parts]
 
 
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    found: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        if len(message.tool_calls) < 2:
+            found.append(message)
+            continue
+        results: dict[str, list[Message]] = {}
+        while place < len(messages) and messages[place].role == "tool":
+            results.setdefault(messages[place].tool_call_id, []).append(messages[place])
+            place += 1
+        for index, call in enumerate(message.tool_calls):
+            content = "" if index else message.content
+            found += [replace(message, content=content, tool_calls=(call,)), *results.pop(call.id, ())]
+        found += [each for rest in results.values() for each in rest]
+    return found
+
+
+def _plain_turns(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Returns a chat's turns with calls and their results as text. Adjacent results and the user's text behind them are
+    one turn, because many templates refuse two turns of the user in a row.
+    """
+    turns: list[dict[str, object]] = []
+    results: list[str] = []
+    for message in messages:
+        turn = _plain(message)
+        if message.role == "tool":
+            results.append(str(turn["content"]))
+            continue
+        if results and turn["role"] == "user":
+            turn["content"] = _joined("\n".join(results), turn["content"], "\n")
+        elif results:
+            turns.append({"role": "user", "content": "\n".join(results)})
+        results = []
+        turns.append(turn)
+    return [*turns, {"role": "user", "content": "\n".join(results)}] if results else turns
+
+
+def _joined(text: str, content: object, between: str) -> object:
+    """Returns a text and, behind it, the content of a turn, which is a text or a list of parts."""
+    return (
+        [{"type": "text", "text": text + between}, *content]
+        if isinstance(content, list)
+        else f"{text}{between}{content}"
+    )
+
+
 def _plain(message: Message) -> dict[str, object]:
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
@@ -155,7 +216,11 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """Returns a call's arguments as the object that templates expect; as a text if they are not valid JSON."""
+    """Returns a call's arguments as the object that templates expect; as a text if they are not valid JSON. Clients
+    write the arguments of a call without arguments as an empty text.
+    """
+    if not text.strip():
+        return {}
     try:
         return json.loads(text)
     except ValueError:

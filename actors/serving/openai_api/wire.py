@@ -22,13 +22,13 @@ from raytide.actors.engine.limits import (
     MAX_ARGUMENT_CHARS,
     MAX_BAD_WORDS,
     MAX_EMBEDDING_INPUTS,
-    MAX_HTTP_STOPS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_PROMPTS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     MAX_TEMPLATE_KWARGS,
     MAX_TIMEOUT_S,
     MAX_TOOLS,
@@ -160,7 +160,7 @@ class GenerationRequest(_Request, Constraints, TruncationFields):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_HTTP_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

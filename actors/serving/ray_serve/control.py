@@ -1,7 +1,7 @@
 """Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts and reads their loads.
 
-Calls block, and each call has a timeout. No state is kept here. Serve's controller is a detached actor, and endpoints
-answer while raytide's controller is down. A new controller makes the same calls again.
+Calls block, and each call has a timeout. No state is kept here but the ids of placement groups. Serve's controller is a
+detached actor, and endpoints answer while raytide's controller is down. A new controller makes the same calls again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
 
 from raytide.actors.engine.backends.remote import wire
 from raytide.actors.serving.ray_serve.application import Application
@@ -33,6 +32,7 @@ from raytide.actors.serving.ray_serve.keys import (
     wire_key,
 )
 from raytide.actors.serving.ray_serve.replica_log import MOST_LOGS, forgotten, logs_of
+from raytide.actors.serving.ray_serve.spanning import SpanningGroups
 from raytide.actors.serving.ray_serve.startup import startup_of
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
@@ -62,6 +62,7 @@ class ServeControl:
 
     def __init__(self, *, look_timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._look_timeout_s = look_timeout_s
+        self._groups_of_looks, self._groups_of_lists = SpanningGroups(), SpanningGroups()  # of a thread each
 
     def start(self) -> None:
         """Starts Serve's controller unless it is running. The controller reserves no CPU of the cluster.
@@ -134,7 +135,7 @@ class ServeControl:
 
         def call() -> dict[str, EndpointLoad]:
             keys = self._keys()  # before the look at Serve: what registers after that is not taken for gone
-            applications = _applications(self._look_timeout_s)
+            applications = _applications(self._look_timeout_s, self._groups_of_looks)
             reports = [key for key in keys if any(kind in key for kind in _REPORTS)]
             published = self._get([key(name) for name in wanted for key in (load_key, install_key)] + reports)
             for name in wanted:
@@ -154,7 +155,7 @@ class ServeControl:
         requests.
         """
         what = "Ray Serve's controller to answer"
-        return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
+        return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S, self._groups_of_lists))
 
     def delete(self, name: str, *, is_there: bool) -> None:
         """Deletes an endpoint's GCS records, except its route. If Serve has an application for the endpoint
@@ -212,7 +213,7 @@ class ServeControl:
         return dict(gcs.internal_kv_multi_get(list(keys), KV_NAMESPACE, timeout=self._look_timeout_s))
 
 
-def _applications(timeout_s: float) -> dict[str, Application]:
+def _applications(timeout_s: float, groups: SpanningGroups) -> dict[str, Application]:
     """Returns Serve's applications by name; empty if Serve does not run."""
     import ray
 
@@ -221,9 +222,9 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     except ValueError:
         return {}
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
-    groups = cache(ray_internals.nodes_of_groups)  # one look for all applications
+    nodes_of = groups.look()  # one for all applications
     return {
-        name: Application.of(application, ray_internals.replica_node, lambda group: groups().get(group, ()))
+        name: Application.of(application, ray_internals.replica_node, nodes_of)
         for name, application in details["applications"].items()
     }
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 from uuid import uuid4
+
+from raytide.actors.serving.tools.json_scanner import JsonScanner
+from raytide.actors.serving.tools.tagged import TaggedArguments, call_in, length_held, overlap
 
 _HEAD = re.compile(
     r'_\{_"name"_:_("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]){0,999}")_,_"(?:arguments|parameters)"_:_(?=[^\s"])'.replace(
@@ -35,12 +38,13 @@ class ToolSyntax:
     - `array`: an array of such objects.
     - `named`: the tool's name, `separator`, and the arguments.
     - `arguments`: only the arguments; the tool is `name`.
+    - `tagged`: the tool's name and each argument in tags of their own. `begin` may be missing before known tools.
 
     `begin` may be a special token, and special tokens do not appear in the text. For that reason, an output that
     begins with one of the texts in `starts` counts as a call, even without `begin`.
     """
 
-    body: Literal["object", "array", "named", "arguments"]
+    body: Literal["object", "array", "named", "arguments", "tagged"]
     begin: str = ""
     end: str = ""
     separator: str = ""
@@ -61,6 +65,7 @@ _SYNTAXES = {
     "deepseek": ToolSyntax(
         "named", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n"
     ),
+    "qwen3_coder": ToolSyntax("tagged", "<tool_call>", "</tool_call>"),
 }
 _GROUP_MARKERS = tuple(
     f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "outputs", "output") for end in ("begin", "end")
@@ -108,6 +113,8 @@ class OutputParser:
     reasoning: Literal["", "tagged", "open"] = ""
     """`tagged` outputs may begin with reasoning between tags; `open` ones begin inside it."""
     max_calls: int | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The schema of each tool's arguments, which gives tagged arguments their types."""
     calls: int = 0
     _buffer: str = ""
     _state: Literal["start", "think", "text", "call", "rest", "after"] = "start"
@@ -119,7 +126,10 @@ class OutputParser:
     _raw: str = ""
     """The text of the call so far, which is returned as text if it turns out not to be a call."""
     _in_array: bool = False
+    _name: str = ""
+    _tagged: TaggedArguments | None = None
     _has_thought: bool = False
+    _is_cut: bool = False
     _drops_tail: bool = False
 
     def feed(self, text: str) -> list[Piece]:
@@ -131,7 +141,7 @@ class OutputParser:
         contain complete calls and end inside a further call. The incomplete call is then dropped, because clients would
         read its text as part of the answer.
         """
-        self._drops_tail = is_cut and self.calls > 0
+        self._is_cut, self._drops_tail = is_cut, is_cut and self.calls > 0
         return [piece for piece in self._steps(at_end=True) if piece != _NOTHING]
 
     def _steps(self, *, at_end: bool) -> Iterator[Piece]:
@@ -182,7 +192,7 @@ class OutputParser:
             if inside:
                 yield Piece(reasoning=inside)
             return
-        keep = 0 if at_end else _overlap(inside, _END_THINK)
+        keep = 0 if at_end else overlap(inside, _END_THINK)
         self._buffer = inside[len(inside) - keep :]
         if text := inside[: len(inside) - keep]:
             yield Piece(reasoning=text)
@@ -191,14 +201,13 @@ class OutputParser:
         if self.tools is None or not self.tools.begin:
             text, self._buffer = self._buffer, ""
         else:
-            text, marker, rest = self._buffer.partition(self.tools.begin)
+            text, marker, rest = self._next_call(self.tools)
             if marker:
                 self._buffer = rest
                 self._begin_call()
                 text = _without_noise(text).rstrip() if self.calls == 0 else ""
             else:
-                markers = (self.tools.begin, *(_GROUP_MARKERS if self.tools.body == "named" else ()))
-                keep = 0 if at_end and not self._drops_tail else max(_overlap(text, marker) for marker in markers)
+                keep = 0 if at_end and not self._drops_tail else self._held(self.tools, text)
                 certain = text[: len(text) - keep]
                 keep += 0 if at_end else len(certain) - len(certain.rstrip())
                 text, self._buffer = text[: len(text) - keep], text[len(text) - keep :]
@@ -207,6 +216,22 @@ class OutputParser:
                     text = text.strip() if at_end or not text.strip() else text
         if text and self._may_say_more():
             yield Piece(text=text)
+
+    def _next_call(self, tools: ToolSyntax) -> tuple[str, str, str]:
+        """Returns the text before the next call, the text that begins the call, and the rest."""
+        if tools.body != "tagged":
+            return self._buffer.partition(tools.begin)
+        if (found := call_in(self._buffer, self.schemas)) is None:
+            return self._buffer, "", ""
+        self._name = found[2].strip()
+        return self._buffer[: found.start()], found[0], self._buffer[found.end() :]
+
+    def _held(self, tools: ToolSyntax, text: str) -> int:
+        """Returns the length of the end of `text` that may be the beginning of a marker."""
+        if tools.body == "tagged":
+            return length_held(text)
+        markers = (tools.begin, *(_GROUP_MARKERS if tools.body == "named" else ()))
+        return max(overlap(text, marker) for marker in markers)
 
     def _may_say_more(self) -> bool:
         """Returns whether more text may be sent. Text after the last allowed call belongs to dropped calls."""
@@ -222,6 +247,9 @@ class OutputParser:
         if self._scanner is not None:
             yield from self._arguments(at_end)
             return
+        if self._tagged is not None:
+            yield from self._tagged_arguments(self._tagged, at_end)
+            return
         if self._in_array:
             rest = self._buffer.lstrip(" \n\t,[")
             if "[" in self._buffer[: len(self._buffer) - len(rest)]:
@@ -232,6 +260,9 @@ class OutputParser:
                 return
         if self.tools.body == "arguments":
             yield self._open(self.tools.name)
+        elif self.tools.body == "tagged":
+            yield self._open(self._name)
+            self._scanner, self._tagged = None, TaggedArguments(self.schemas.get(self._name, {}))
         elif self.tools.body == "named":
             name, separator, rest = self._buffer.partition(self.tools.separator)
             if separator:
@@ -269,6 +300,15 @@ class OutputParser:
             self._rest = JsonScanner.inside(until=self.tools.end[:1])
             self._state = "rest"
         else:
+            self._after_call()
+
+    def _tagged_arguments(self, tagged: TaggedArguments, at_end: bool) -> Iterator[Piece]:
+        arguments, taken = tagged.feed(self._buffer, is_end=at_end and not self._is_cut)
+        self._buffer = self._buffer[taken:]
+        if arguments and self._is_allowed():
+            yield Piece(call=CallPiece(self.calls - 1, arguments=arguments))
+        if tagged.is_complete:
+            self._tagged = None
             self._after_call()
 
     def _drop_rest(self) -> None:
@@ -334,67 +374,7 @@ class OutputParser:
             yield Piece(text=text)
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
-
-
 def _without_noise(text: str) -> str:
     for marker in _GROUP_MARKERS if "｜" in text else ():
         text = text.replace(marker, "")
     return text
-
-
-class JsonScanner:
-    """Finds the end of one JSON value while its text arrives.
-
-    An object, an array or a string ends with its closing character. Any other value ends before the first character
-    that cannot belong to it.
-    """
-
-    def __init__(self, until: str = "") -> None:
-        self._depth, self._kind, self._until = 0, "", until
-        self._in_string = self._is_escaped = False
-        self.is_complete = False
-
-    @classmethod
-    def inside(cls, until: str) -> JsonScanner:
-        """Returns a scanner inside an object. `until` outside a string ends it too, as models forget the last brace."""
-        scanner = cls(until)
-        scanner._depth, scanner._kind = 1, "nested"
-        return scanner
-
-    def feed(self, text: str) -> int:
-        """Returns the number of characters at the start of `text` that belong to the value. If the value ends before
-        the end of `text`, the number is smaller than the length of `text`.
-        """
-        for at, char in enumerate(text):
-            if self.is_complete:
-                return at
-            if not self._kind and not char.isspace():
-                self._kind = "nested" if char in "{[" else "string" if char == '"' else "plain"
-            if self._in_string:
-                self._string(char)
-            elif char == '"' and self._kind != "plain":
-                self._in_string = True
-            elif char == self._until or (self._kind == "plain" and (char in ",]}" or char.isspace())):
-                self.is_complete = True
-                return at
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                self.is_complete = self._depth <= 0
-        return len(text)
-
-    def _string(self, char: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif char == "\\":
-            self._is_escaped = True
-        elif char == '"':
-            self._in_string = False
-            self.is_complete = self._depth == 0

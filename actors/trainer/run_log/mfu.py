@@ -14,6 +14,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.specs.train import TrainSpec
 from raytide.sizing.devices import find_device
+from raytide.sizing.model_shape import windowed_span
 
 
 class MfuMeter:
@@ -66,13 +67,6 @@ def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False)
     width = arch.num_heads * arch.head_dim
     spans = sum(windowed_span(seq_len, layer.window) for layer in arch.layers)
     return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * width * spans
-
-
-def windowed_span(length: float, window: int | None) -> float:
-    """Returns twice the mean number of tokens that a token of a sequence sees: the length without a window, else w (2 -
-    w / length) for a window w.
-    """
-    return length if window is None or window >= length else window * (2.0 - window / length)
 
 
 def matrix_parameters(arch: Architecture) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 def with_all_pages(cloud: Any, kind: str) -> Any:
     """Makes Ray's NodeProvider `cloud` list all machines, and returns it.
 
-    Ray reads only the first page of a listing: 10 machines of Alibaba Cloud, and 500 of Google Cloud. The other
-    machines would count as gone.
+    Ray reads only the first page of a listing: 10 machines of Alibaba Cloud, and 500 machines and TPUs of Google Cloud.
+    The other machines would count as gone.
     """
     if kind == "aliyun":
         send = cloud.acs._send_request
@@ -46,22 +46,40 @@ def _all_of_aliyun(send: Callable[[Any], Any], request: Any) -> Any:
 def _list_all_of_gcp(cloud: Any) -> None:
     for resource in cloud.resources.values():
         client = resource.resource
-        if hasattr(client, "instances"):  # that of TPUs has none
-            client.instances = partial(_listing_all, client.instances)
+        if hasattr(client, "instances"):
+            client.instances = partial(_listing_all, client.instances, "items")
+        else:  # that of TPUs
+            client.projects = partial(_with_all_tpus, client.projects)
 
 
-def _listing_all(instances: Callable[[], Any]) -> Any:
-    """Returns Google's `instances` resource, whose listings have the machines of all pages."""
-    resource = instances()
-    first = resource.list
-    resource.list = lambda **which: SimpleNamespace(execute=partial(_all_of_gcp, resource, first(**which)))
+def _with_all_tpus(projects: Callable[[], Any]) -> Any:
+    """Returns Google's `projects` resource, whose listings of TPUs have those of all pages."""
+    resource = projects()
+    places = resource.locations
+
+    def locations() -> Any:
+        place = places()
+        place.nodes = partial(_listing_all, place.nodes, "nodes")
+        return place
+
+    resource.locations = locations
     return resource
 
 
-def _all_of_gcp(instances: Any, request: Any, http: Any = None) -> dict[str, Any]:
-    items: list[Any] = []
+def _listing_all(machines: Callable[[], Any], key: str) -> Any:
+    """Returns Google's resource of machines, whose listings have the machines of all pages. The machines are in the
+    field `key` of an answer.
+    """
+    resource = machines()
+    first = resource.list
+    resource.list = lambda **which: SimpleNamespace(execute=partial(_all_of_gcp, resource, key, first(**which)))
+    return resource
+
+
+def _all_of_gcp(machines: Any, key: str, request: Any, http: Any = None) -> dict[str, Any]:
+    found: list[Any] = []
     while request is not None:
         answer = request.execute(http=http)
-        items += answer.get("items", [])
-        request = instances.list_next(request, answer)
-    return {"items": items}
+        found += answer.get(key, [])
+        request = machines.list_next(request, answer)
+    return {key: found}

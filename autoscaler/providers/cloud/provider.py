@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.cloud.orders import GoogleOrder
 from raytide.autoscaler.providers.cloud.setup import SetUp
 from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
 from raytide.autoscaler.providers.notices.watch import NoticeBoard
@@ -57,6 +58,11 @@ class CloudProvider:
         self._lock = threading.Lock()
         self._begun: dict[str, str] = {}
         """The machine of each node whose set-up was begun by this process."""
+        self._orders: dict[str, GoogleOrder] = {}
+        """The machines that Google still makes, by node id. Until then they are neither listed nor billed."""
+        self._refusals: dict[str, ProviderError] = {}
+        self._given_up: set[str] = set()
+        """Nodes that were given up while Google made their machines, which end once they are listed."""
         self._types = {node_type.name: node_type for node_type in node_types}
         self._watcher: PollWatcher | None = None
         self._spot_prices: SpotPrices | None = None
@@ -68,16 +74,24 @@ class CloudProvider:
         with self._lock:
             if self._purchases.is_over(node.id):
                 return
+            if node.id in self._refusals:
+                raise self._refusals.pop(node.id)
+            if node.id in self._orders:
+                return
             cloud_ids = self._running().get(node.id)
             if cloud_ids is None:
                 if self._purchases.find(node.id) is not None:
                     return  # bought, and not listed yet, or no more
                 self._purchases.check_room()
                 try:
-                    self._create(node)
+                    made = self._create(node)
                 except ProviderError:
                     if node.id not in self._running():  # else the cloud sold it, and only its answer was lost
                         raise
+                else:
+                    if self._config["provider"]["type"] == "gcp":
+                        self._orders[node.id] = GoogleOrder(node, made)
+                        return
                 self._purchases.buy(node, self._clock.now_s())
                 cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
         if cloud_ids is not None:
@@ -85,6 +99,8 @@ class CloudProvider:
 
     def terminate(self, node_id: str) -> None:
         with self._lock:
+            if self._orders.pop(node_id, None) is not None:
+                self._given_up.add(node_id)
             cloud_ids = self._running().get(node_id)
             if cloud_ids is not None:
                 self._end(node_id, cloud_ids)
@@ -96,8 +112,10 @@ class CloudProvider:
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
             running, now_s = self._running(), self._clock.now_s()
+            self._settle_orders(now_s)
+            running = {node_id: ids for node_id, ids in running.items() if node_id not in self._orders}
             for node_id, cloud_ids in running.items():
-                if self._purchases.is_over(node_id):
+                if node_id in self._given_up or self._purchases.is_over(node_id):
                     self._end_stray(node_id, cloud_ids)
                 else:
                     kept, spare = self._kept_and_spare(node_id, cloud_ids)
@@ -114,6 +132,18 @@ class CloudProvider:
                 else:
                     self._purchases.end(purchase.node_id, now_s, "the cloud took it away")
             return in_order([*self._purchases.over(), *live])
+
+    def _settle_orders(self, now_s: float) -> None:
+        """Records the machines that Google has made since, and those that it could not make."""
+        for node_id, order in list(self._orders.items()):
+            outcome = self._ask(f"ask for the order of {node_id}", partial(order.outcome, self._cloud))
+            if outcome is None:
+                continue
+            if isinstance(outcome, ProviderError):
+                self._refusals[node_id] = outcome
+            else:
+                self._purchases.buy(order.node, now_s)
+            del self._orders[node_id]
 
     def _at_its_price(self, purchase: PurchaseRecord, now_s: float) -> PurchaseRecord:
         """Records a changed price: AWS bills running spot machines at the present price."""
@@ -215,15 +245,15 @@ class CloudProvider:
         self._begun.setdefault(node_id, cloud_id)
         self._set_up.begin(cloud_id, node_id, node_type, zone)
 
-    def _create(self, node: Node) -> None:
-        """Buys the machine. Only a failure of this call raises ProviderError, since other failures say nothing about
-        the pool.
+    def _create(self, node: Node) -> Any:
+        """Buys the machine, and returns the cloud's answer. Only a failure of this call raises ProviderError, since
+        other failures say nothing about the pool.
         """
         raw = self._config["available_node_types"][node.type]
         tags = ray_internals.worker_tags(self._config, node.type)
         tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
         node_config = self._in_zone(dict(raw.get("node_config", {})), node.zone)
-        self._ask(
+        return self._ask(
             f"buy {node.type} in {node.zone}",
             lambda: self._cloud.create_node_with_resources_and_labels(
                 node_config, tags, 1, raw.get("resources", {}), raw.get("labels", {})

@@ -210,6 +210,12 @@ class KubeRayProvider(Provider):
                     f"worker group {group['groupName']} has minReplicas {group['minReplicas']}.",
                     hint="Set it to 0: the operator would create pods on its own. cluster.yaml has min_workers.",
                 )
+            if group.get("numOfHosts", 1) > 1:
+                raise ConfigError(
+                    f"worker group {group['groupName']} has numOfHosts {group['numOfHosts']}.",
+                    hint="Set it to 1, and let gangs ask for several members: a node is one pod, and the operator "
+                    "would create and delete several for each.",
+                )
         return groups
 
     def _group(self, name: str) -> tuple[int, dict[str, Any]]:

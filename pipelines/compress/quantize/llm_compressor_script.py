@@ -29,7 +29,7 @@ def main(path: str) -> None:
     )
     if (Path(task["source"]) / "generation_config.json").is_file():
         # Its caller copies that file. transformers reads, but does not save, one with a temperature and no sampling.
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
 
     def collate(batch: list[dict[str, list[int]]]) -> dict[str, Any]:

@@ -211,11 +211,6 @@ def _group_record(body: bytes) -> GroupRecord:
     return GroupRecord(data.name, data.placement_group_id.hex(), table.PlacementGroupState.Name(data.state), nodes)
 
 
-def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """Returns a mapping from the name of each placement group to the nodes of its bundles, as Ray's node ids."""
-    return {record.name: record.nodes for record in group_records() if record.state != "REMOVED"}
-
-
 _NODE_PORTS = (
     "node_manager_port",
     "runtime_env_agent_port",

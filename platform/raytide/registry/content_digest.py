@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytide.core.errors import DataError
-from raytide.core.io.storage import open_url
+from raytide.core.io.storage import is_local, named_failures, open_url
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
@@ -29,17 +31,27 @@ def digest_of_directory(url: str) -> ContentDigest:
     """Returns the digest of a model directory.
 
     It is the SHA-256 of a JSON list with one entry [relative path, size in bytes, SHA-256] for each file, sorted by
-    path. Files and folders whose names begin with a dot are ignored. Raises DataError if the directory is not a
-    model, or if the content of a file does not have the listed size.
+    path. A link to a file counts as the file, as in the snapshots of Hugging Face's cache. Files and folders whose
+    names begin with a dot are ignored. Raises DataError if the directory is not a model, or if the content of a file
+    does not have the listed size. Raises StorageError if a file or a folder cannot be read.
     """
+    with named_failures(url):
+        return _digest_of_directory(url)
+
+
+def _digest_of_directory(url: str) -> ContentDigest:
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"
     fs.invalidate_cache()  # this process may have listed the folder before
     try:
-        listed = fs.find(root, detail=True).items()
-        # A path that ends with a slash is the empty object that consoles of object stores make for a folder.
-        found = {path: info for path, info in listed if info["type"] == "file" and not path.endswith("/")}
-    except FileNotFoundError:
+        if is_local(url):
+            found = dict(_local_sizes(root))
+        else:
+            listed = fs.find(root, detail=True).items()
+            # A path that ends with a slash is the empty object that consoles of object stores make for a folder.
+            files = (each for each in listed if each[1]["type"] == "file" and not each[0].endswith("/"))
+            found = {path: info["size"] for path, info in files}
+    except (FileNotFoundError, NotADirectoryError):
         found = {}
     names = {path.removeprefix(prefix): path for path in found}
     names = {name: path for name, path in names.items() if not any(part[:1] == "." for part in name.split("/"))}
@@ -48,11 +60,14 @@ def digest_of_directory(url: str) -> ContentDigest:
 
     def digest(path: str) -> tuple[int, str]:
         total, size = hashlib.sha256(), 0
-        with fs.open(path, "rb") as file:
-            for chunk in _chunks(file):
-                total.update(chunk)
-                size += len(chunk)
-        if size != found[path]["size"]:
+        try:
+            with fs.open(path, "rb") as file:
+                for chunk in _chunks(file):
+                    total.update(chunk)
+                    size += len(chunk)
+        except FileNotFoundError:
+            size = -1
+        if size != found[path]:
             raise DataError(f"{path} changed while it was read.", hint="Register a model that is complete.")
         return size, total.hexdigest()
 
@@ -62,6 +77,28 @@ def digest_of_directory(url: str) -> ContentDigest:
     rows = [[name, size, sha256] for name, (size, sha256) in zip(ordered, digests, strict=True)]
     total_bytes = sum(size for size, _ in digests)
     return ContentDigest(hashlib.sha256(json.dumps(rows).encode()).hexdigest(), len(rows), total_bytes)
+
+
+def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
+    """Yields the path and the size of each file below a local folder. Raises OSError if a folder cannot be read, which
+    fsspec's `find` would leave out, as it leaves out links.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name[:1] != "."]
+        for name in names:
+            path = os.path.join(folder, name)
+            if name[:1] == ".":
+                continue
+            try:
+                info = os.stat(path)
+            except FileNotFoundError:
+                raise DataError(f"{path} is a link to nothing.", hint="Register a model that is complete.") from None
+            if stat.S_ISREG(info.st_mode):
+                yield path, info.st_size
 
 
 def _chunks(file: object) -> Iterator[bytes]:

@@ -58,6 +58,8 @@ class ModelShape:
     expert_ffn: int = 0
     sparse_layers: tuple[int, ...] = ()
     """The layers with experts."""
+    windows: tuple[int, ...] = ()
+    """The windows of the layers with a sliding window, in tokens. All other layers have full attention."""
     weight_bytes: float = 2.0
     """The mean bytes of a weight when the model is served: 2 in bfloat16, less if it is quantized."""
 
@@ -102,11 +104,21 @@ class ModelShape:
         (PaLM, appendix B).
 
         N' is `matrix_parameters`. `L` is the number of layers, `a` the number of heads, `d` the head dimension, and `s`
-        the sequence length. With `frozen` only adapters are trained. Frozen weights have no gradients, so the first
-        term is 4 N'.
+        the sequence length, or `windowed_span` in a layer with a window. With `frozen` only adapters are trained.
+        Frozen weights have no gradients, so the first term is 4 N'.
         """
-        attention = 12.0 * self.layers * self.attention_width * seq_len
+        attention = 12.0 * self.attention_width * self.spans(seq_len)
         return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
+
+    def spans(self, length: float) -> float:
+        """Returns the sum over all layers of `windowed_span`."""
+        full = (self.layers - len(self.windows)) * length
+        return full + sum(windowed_span(length, window) for window in self.windows)
+
+    def tokens_read(self, context: float) -> float:
+        """Returns the number of tokens whose KV a step reads for one sequence, as the mean of all layers."""
+        full = (self.layers - len(self.windows)) * context
+        return (full + sum(min(context, window) for window in self.windows)) / self.layers
 
     def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
         """Returns the bytes of one token in the KV cache. A token has 2 L k d elements of `bytes_each` bytes, for `L`
@@ -166,6 +178,13 @@ class ModelShape:
         yield WeightTensor(name, (size,))
         if self.layer_norms:
             yield WeightTensor(name, (size,))
+
+
+def windowed_span(length: float, window: int | None) -> float:
+    """Returns twice the mean number of tokens that a token of a sequence sees: the length without a window, else w (2 -
+    w / length) for a window w.
+    """
+    return length if window is None or window >= length else window * (2.0 - window / length)
 
 
 def _llama(name: str, layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: int = 128_256) -> ModelShape:

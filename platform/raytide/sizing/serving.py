@@ -109,10 +109,10 @@ def prefill_seconds(
     """Returns the time of a prefill of `T` tokens in seconds: (2 N T + 2 L a d T^2) / (n peak eff).
 
     The first term is the matrix products with the `N` active weights. The second term is causal attention with `L`
-    layers, each of which has `a` heads of dimension `d`. The denominator is the rate of `n` GPUs at the efficiency
-    `eff`.
+    layers, each of which has `a` heads of dimension `d`. In a layer with a window, a token sees fewer tokens. The
+    denominator is the rate of `n` GPUs at the efficiency `eff`.
     """
-    flops = 2.0 * model.active_parameters * tokens + 2.0 * model.layers * model.attention_width * tokens**2
+    flops = 2.0 * tokens * (model.active_parameters + model.attention_width * model.spans(tokens))
     return flops / (gpus * device.peak_flops("bf16") * efficiency)
 
 
@@ -136,7 +136,7 @@ def decode_seconds(
     - the work of the host
     """
     weights = model.weight_bytes * min(model.parameters, batch * model.active_parameters)
-    moved = weights + batch * context * model.kv_bytes_per_token(kv_bytes_each)
+    moved = weights + batch * model.tokens_read(context) * model.kv_bytes_per_token(kv_bytes_each)
     reading = moved / (gpus * device.bandwidth * memory_efficiency)
     computing = 2.0 * model.active_parameters * batch / (gpus * device.peak_flops("bf16") * compute_efficiency)
     reduced = 2.0 * model.width * batch * 2 * (gpus - 1) / gpus / device.link + 2 * (gpus - 1) * device.link_latency_s

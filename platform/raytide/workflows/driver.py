@@ -147,7 +147,9 @@ class FlowDriver:
             if self._flow.schedule is not None and not self._flow.schedule.at_once:
                 state = changes.postponed(state)
         elif state.driver != self._job:
-            state = changes.resumed(state, self._job)
+            before = self._executor_of(state)
+            before.look()  # its stages may have been stopped while the flow had no process
+            state = changes.resumed(before.state, self._job)
         self._file.save(state)
         return state
 

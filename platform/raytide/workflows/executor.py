@@ -53,7 +53,7 @@ class Executor:
         next step continues after the completed actions.
         """
         try:
-            self._look_at_all()
+            self.look()
             while actions := plan(self.flow, self.state, self._now_s()):
                 before = self.state
                 for action in actions:
@@ -88,7 +88,8 @@ class Executor:
             self._save(self.state)
             self._saved = self.state
 
-    def _look_at_all(self) -> None:
+    def look(self) -> None:
+        """Reads the states of all running stages."""
         for name, stage in self.state.stages.items():
             if stage.status != "running":
                 continue

@@ -142,6 +142,8 @@ def resumed(state: FlowState, driver: str) -> FlowState:
         if stage.status in ("failed", "skipped") and state.cycle:
             trials = tuple(_tried_again(trial) for trial in stage.trials)
             stage = StageState(attempt=stage.attempt, trials=trials)
+        elif stage.status == "running":
+            stage = stage.model_copy(update={"trials": tuple(_tried_again(trial) for trial in stage.trials)})
         stages[name] = stage
     return state.model_copy(update={"driver": driver, "stages": stages})
 

@@ -24,7 +24,7 @@ from raytide.core.errors import ClusterError, ConfigError, LeaseLostError, Rayti
 from raytide.core.io.process import free_port
 from raytide.core.io.working_dir import pack
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import ATTEMPTS, FAILURES, ScriptSpec
 
 time_sleep = time.sleep
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.0, "GPU": 2.0})
@@ -180,7 +180,7 @@ def test_libraries_that_look_for_torchrun_find_it_and_processes_share_the_cores(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "16")  # as Ray sets it: all CPUs of the member
-    run = start(PLACES, ONE, nproc_per_node=2, done={"attempts": 2})
+    run = start(PLACES, ONE, nproc_per_node=2, done={ATTEMPTS: 2})
     run.result.result(60)
     assert sorted(run.said) == ["[0] job-1 2 0 2 1", "[1] job-1 2 1 2 1"]
 
@@ -188,22 +188,29 @@ def test_libraries_that_look_for_torchrun_find_it_and_processes_share_the_cores(
 def test_a_driver_that_runs_again_goes_on_counting(start: Start) -> None:
     first = start("raise SystemExit(3)", ONE, retries=1)
     assert "It was started 2 times" in str(first.result.exception(60))
-    assert first.platform.progress.items() >= {"attempts": 2, "failures": 1}.items()
-    again = start("raise SystemExit(3)", ONE, retries=1, done={"attempts": 1, "failures": 1})
+    assert first.platform.progress.items() >= {ATTEMPTS: 2, FAILURES: 1}.items()
+    again = start("raise SystemExit(3)", ONE, retries=1, done={ATTEMPTS: 1, FAILURES: 1})
     assert isinstance(again.result.exception(60), ScriptError)
-    assert again.platform.progress["attempts"] == 2
+    assert again.platform.progress[ATTEMPTS] == 2
+
+
+def test_numbers_that_a_script_reports_itself_are_no_counts_of_its_driver(start: Start) -> None:
+    run = start("raise SystemExit(3)", ONE, retries=1, done={"attempts": 40, "failures": 7})
+    assert "It was started 2 times" in str(run.result.exception(60))
+    assert run.platform.progress.items() >= {ATTEMPTS: 2, FAILURES: 1}.items()
+    assert not run.platform.progress.keys() & {"attempts", "failures"}
 
 
 def test_a_script_that_reports_texts_under_the_names_of_the_counts_ends_no_later_driver(start: Start) -> None:
-    run = start("print(1)", ONE, done={"attempts": "3 of 10", "failures": "nan"})
+    run = start("print(1)", ONE, done={ATTEMPTS: "3 of 10", FAILURES: "nan"})
     run.result.result(60)
-    assert run.platform.progress.items() >= {"attempts": 1, "failures": 0}.items()
+    assert run.platform.progress.items() >= {ATTEMPTS: 1, FAILURES: 0}.items()
 
 
 def test_a_final_exit_code_ends_the_job_whatever_retries_are_left(start: Start) -> None:
     run = start("raise SystemExit(79)", ONE, retries=5, final_exit_codes=(79,))
     assert "ended with exit code 79" in str(run.result.exception(60))
-    assert run.platform.progress["attempts"] == 1
+    assert run.platform.progress[ATTEMPTS] == 1
 
 
 def test_all_meet_at_one_open_port(start: Start) -> None:
@@ -252,7 +259,7 @@ def test_an_attempt_whose_port_was_opened_by_another_process_is_repeated_with_an
     assert run.said.count(repeated) == min(times, script_runner.MOST_TAKEN_PORTS)
     if times == 2:
         assert error is None and run.said[-1] == "listens"
-        assert run.platform.progress["failures"] == 0
+        assert run.platform.progress[FAILURES] == 0
     else:
         assert isinstance(error, ScriptError) and f"port {taken} of node-0-0" in str(error)
 

@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.serving.protocols.responses_api import routes
 
 Serve = Callable[..., str]
 ClientOf = Callable[[str], OpenAI]
@@ -203,6 +204,41 @@ def test_a_call_and_its_result_are_turns_of_what_follows(caller: OpenAI) -> None
     assert second.output_text == "I lo"
     items = caller.responses.input_items.list(second.id, order="asc", limit=2)
     assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+
+
+def test_items_of_stored_answers_are_named_by_their_ids(serve: Serve, client_of: ClientOf) -> None:
+    """As the AI SDK does in the steps of a loop with tools."""
+    client = client_of(serve(FakeEngine(reply=CALL)))
+    ask: Any = {"model": "fake", "tools": [TOOL]}
+    question: Any = {"role": "user", "content": "?"}
+    first = client.responses.create(**ask, input=[question], max_output_tokens=len(CALL))
+    call = next(item for item in first.output if item.type == "function_call")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    second = client.responses.create(**ask, input=[question, *named, result], max_output_tokens=4)
+    assert second.output_text == "I lo"
+    whole: Any = [item.model_dump() for item in first.output]
+    count = client.responses.input_tokens.count
+    assert second.usage is not None
+    assert second.usage.input_tokens == count(**ask, input=[question, *whole, result]).input_tokens
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+    unstored = client.responses.create(**ask, input="?", max_output_tokens=4, store=False)
+    for wrong in (unstored.output[0].id, f"{named[0]['id']}9", "msg_none", "", None):
+        item: Any = {"type": "item_reference", "id": wrong}
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            client.responses.create(**ask, input=[item])
+
+
+def test_more_stored_answers_than_a_request_may_name_are_refused(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_REFERRED", 2)
+    answers = [client.responses.create(model="fake", input="x", max_output_tokens=1) for _ in range(3)]
+    named: Any = [{"type": "item_reference", "id": answer.output[0].id} for answer in answers]
+    assert client.responses.create(model="fake", input=[*named[:2], *named[:2]], max_output_tokens=1).id
+    with pytest.raises(openai.BadRequestError, match="more than 2 responses"):
+        client.responses.create(model="fake", input=named)
 
 
 def test_the_items_of_an_input_are_listed_in_pages(client: OpenAI) -> None:

@@ -216,3 +216,38 @@ def test_jobs_with_the_same_shapes_share_one_look_at_the_offerings(monkeypatch: 
     jobs = tuple(replace(job(12, 3), id=f"job-{number}") for number in range(50))
     with_market_constraints(Snapshot(NOW_S, (SPOT, SOLID), (), jobs))
     assert len(calls) == 1
+
+
+def test_many_deadlines_share_a_few_value_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tick of many jobs must not solve a table for each of them."""
+    deadline_jobs._table.cache_clear()
+    steps: list[float] = []
+    original = deadline_jobs.solve
+    monkeypatch.setattr(deadline_jobs, "solve", lambda *a, **k: steps.append(k["restart_s"]) or original(*a, **k))
+    days = [1.5 ** (number * 7 % 11) for number in range(33)]  # from a day to two months, in no order
+    jobs = tuple(replace(job(24 * each, 12 * each), id=f"job-{number}") for number, each in enumerate(days))
+    seen = Snapshot(NOW_S, (SPOT, SOLID), (), jobs)
+    first = with_market_constraints(seen)
+    assert list(first.stances) == [each.id for each in jobs]
+    assert len(steps) == 2
+    steps.clear()
+    with_market_constraints(replace(seen, at_s=NOW_S + 1.0))
+    assert not steps
+
+
+@pytest.mark.parametrize("days", [20, 30, 60, 365])
+def test_a_job_with_a_far_deadline_and_time_to_spare_runs_on_spot_too(days: int) -> None:
+    far = job(24 * days, 12 * days)
+    for on in (None, CapacityType.SPOT, CapacityType.ON_DEMAND):
+        assert stance(far, on=on).markets == (CapacityType.SPOT,)
+
+
+def test_a_table_is_solved_once_in_a_tick_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline_jobs._table.cache_clear()
+    steps: list[float] = []
+    original = deadline_jobs.solve
+    monkeypatch.setattr(deadline_jobs, "solve", lambda *a, **k: steps.append(k["restart_s"]) or original(*a, **k))
+    told = [{"left_s": 60.0, "redo_s": 60.0 * 1.3 ** (number % 27)} for number in range(54)]
+    jobs = tuple(replace(job(20, 3), id=f"job-{number}", progress=each) for number, each in enumerate(told))
+    with_market_constraints(Snapshot(NOW_S, (SPOT, SOLID), (), jobs))
+    assert len(steps) == len(set(steps)) > 12

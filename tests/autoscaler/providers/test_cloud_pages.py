@@ -67,3 +67,25 @@ def test_googles_machines_are_listed_to_the_last_page_also_by_new_clients() -> N
         listed = cloud.resources["compute"].resource.instances().list(zone="z").execute(http=None)["items"]
         assert [each["name"] for each in listed] == [f"z-{number}" for number in range(1200)]
         cloud._construct_clients()
+
+
+def test_googles_tpus_are_listed_to_the_last_page() -> None:
+    def tpus_of(place: str, first: int) -> Any:
+        def execute(http: object = None) -> dict[str, Any]:
+            page = [{"name": f"{place}-{number}"} for number in range(1200)[first : first + 500]]
+            return {"nodes": page, **({"nextPageToken": str(first + 500)} if first + 500 < 1200 else {})}
+
+        return SimpleNamespace(execute=execute, place=place)
+
+    def list_next(request: Any, answer: dict[str, Any]) -> Any:
+        return tpus_of(request.place, int(answer["nextPageToken"])) if "nextPageToken" in answer else None
+
+    def nodes() -> Any:
+        return SimpleNamespace(list=lambda parent: tpus_of(parent, 0), list_next=list_next)
+
+    client = SimpleNamespace(projects=lambda: SimpleNamespace(locations=lambda: SimpleNamespace(nodes=nodes)))
+    cloud = SimpleNamespace(resources={"tpu": SimpleNamespace(resource=client)}, _construct_clients=lambda: None)
+    with_all_pages(cloud, "gcp")
+    for _ in range(2):
+        listed = client.projects().locations().nodes().list(parent="z").execute(http=None)["nodes"]
+        assert [each["name"] for each in listed] == [f"z-{number}" for number in range(1200)]

@@ -146,6 +146,15 @@ def test_pods_that_nobody_bought_are_refused(kube: KubeServer, make: Make) -> No
         make().machines()
 
 
+def test_a_group_whose_replicas_are_several_pods_is_refused(kube: KubeServer, make: Make) -> None:
+    """The pods beyond the first would be named for deletion, and the operator then deletes the whole replica."""
+    kube.group("cpu")["numOfHosts"] = 1
+    kube.group("l4")["numOfHosts"] = 4
+    with pytest.raises(ConfigError, match="worker group l4 has numOfHosts 4"):
+        make().launch(wanted("a"), L4)
+    assert kube.group("l4").get("replicas", 0) == 0
+
+
 def test_a_node_given_up_before_its_pod_came_takes_nobody_elses(kube: KubeServer, make: Make) -> None:
     provider = make()
     provider.launch(wanted("a"), L4)

@@ -105,6 +105,26 @@ def test_last_lines_are_looked_for_only_so_far_before_the_end(monkeypatch: pytes
     assert [logs.tail(files, job(2), lines) for lines in (4, 5, 6, 7, 99)] == ["1:0", "0:32", "0:28", "0:28", "0:28"]
 
 
+def test_a_request_reads_the_logs_of_some_attempts_only() -> None:
+    """A job may be restarted 10,000 times, and Ray is asked several times for each attempt."""
+
+    class Counted(Files):
+        calls = 0
+
+        def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
+            self.calls += 1
+            return super().log(key, start, most)
+
+    files, of = Counted(f"{PREFACE}one\n", *[""] * 9_998, f"{PREFACE}last\n"), job(10_000)
+    found = logs.part(files, of, "0:900")
+    assert (found.text, found.after, found.has_more) == ("", f"{logs.MOST_ATTEMPTS}:0", True)
+    assert files.calls <= 3 * logs.MOST_ATTEMPTS
+    assert read(files, of)[0] == "one\nlast\n"
+    files.calls = 0
+    assert read(files, of, logs.tail(files, of, 2))[0] == "last\n"
+    assert files.calls <= 6 * logs.MOST_ATTEMPTS
+
+
 def test_of_a_log_from_now_on_what_ray_writes_first_is_left_out_too() -> None:
     files, runs = Files(SETTING_UP), job(state=JobState.RUNNING)
     after = logs.tail(files, runs, 0)

@@ -262,6 +262,28 @@ class TestJobs:
         for bad in ("", " ", "a b", "k" * 129, "\0", "\ud7ff", "naïve"):
             assert submit(GANG, key=bad).status_code == 400
 
+    @pytest.mark.parametrize("has_process", [False, True])
+    def test_a_flow_that_is_stopped_while_it_has_no_process_ends_with_its_stages(
+        self, client: TestClient, store: Store, has_process: bool
+    ) -> None:
+        def submit(user: str, key: str, **env: str) -> str:
+            config = {"command": ["true"], "env": env}
+            spec = JobSpec.parse({**GANG, "kind": "script", "team": "default", "config": config}, where="job")
+            return store.submit_job(spec, user, 1000.0, key=key).id
+
+        flow = submit("ana", "mine", RAYTIDE_FLOW_RUN="f_-1a")
+        stage, trial = submit("ana", "f_-1a-1-train-1"), submit("ana", "f_-1a-1-tune-trial-0-1")
+        others = [submit("ana", "fx-1a-1-train-1"), submit("eve", "f_-1a-1-train-2")]
+        if has_process:
+            running = replace(store.job(flow), state=JobState.RUNNING)
+            members = (Member(0, state=MemberState.READY),)
+            lease = Lease("lease-1", flow, running.spec.gang.shapes[0], LeaseState.ACTIVE, members)
+            store.commit(Changes(1000.0, jobs=(running,), leases=(lease,)))
+        assert client.post(f"/v1/jobs/{flow}/stop").json()["job"]["stop_requested"] is True
+        asked = {job.id for job in store.jobs() if job.stop_requested}
+        assert asked == ({flow} if has_process else {flow, stage, trial})
+        assert not asked.intersection(others)
+
     def test_an_unknown_key_is_named_with_its_nearest(self, client: TestClient) -> None:
         response = client.post("/v1/jobs", json={**GANG, "tema": "x"})
         assert response.status_code == 400

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import sqlalchemy as sa
 
 from raytide.control.accounting.lost_work import book_losses, on_disruption
 from raytide.core.errors import ConfigError, ConflictError, NotFoundError, QuotaError, StorageError
+from raytide.core.money import to_us
 from raytide.core.objects.endpoint import UPDATE_FAILED, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
@@ -329,6 +331,34 @@ def test_what_jobs_and_teams_spent_is_found_by_a_key_and_not_by_a_scan(tmp_path:
             (*_, how), *_ = c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()  # type: ignore[arg-type]
             assert "SEARCH totals USING INDEX" in how
     database.engine.dispose()
+
+
+def test_the_jobs_of_the_month_are_summed_once_and_then_only_what_is_booked(store: Store) -> None:
+    october, november = datetime(2026, 10, 31, tzinfo=UTC), datetime(2026, 11, 2, tzinfo=UTC)
+    said: list[str] = []
+    sa.event.listen(store._db.engine, "before_cursor_execute", lambda *args: said.append(args[2]))
+
+    def book(node_id: str, at: datetime, team: str, amount: int, **more: Any) -> None:
+        from_us = to_us(at.timestamp())
+        changes = {"node_id": node_id, "from_us": from_us, "to_us": from_us + 10, "team": team, **more}
+        store.commit(Changes(1.0, entries=(entry(**changes, amount_micro_usd=amount),)))
+
+    def spent(month: str = "2026-11") -> dict[str, int]:
+        said.clear()
+        return dict(store.books.spent([], month).teams_month)
+
+    def summed() -> bool:
+        return any("totals" in statement for statement in said)
+
+    assert (spent(), summed()) == ({}, True)
+    book("node-1", november, "blue", 5)
+    book("node-2", october, "blue", 100)
+    book("node-3", november, "red", 7)
+    assert (spent(), summed()) == ({"blue": 5, "red": 7}, False)
+    book("node-3", november, "red", -2, is_reversal=True)
+    assert (spent(), summed()) == ({"blue": 5, "red": 5}, False)
+    assert (spent("2026-10"), summed()) == ({"blue": 100}, True)
+    assert (spent(), summed()) == ({"blue": 5, "red": 5}, True)
 
 
 def test_what_is_read_all_the_time_does_not_scan_what_has_ended(tmp_path: Path) -> None:

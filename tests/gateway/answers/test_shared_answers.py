@@ -51,7 +51,7 @@ class Shared(SharedAnswers):
     def __init__(self, generator: Generator) -> None:
         self.reused: list[Reuse] = []
         self.weights = "v1"
-        super().__init__(generator, lambda: self.weights, self.reused.append)
+        super().__init__(generator, lambda lora: self.weights, self.reused.append)
 
 
 async def text_of(shared: SharedAnswers, request: GenRequest) -> str:

@@ -162,3 +162,16 @@ def test_a_stop_waits_while_the_state_of_the_driver_is_unknown() -> None:
     assert stopped.state is JobState.STOPPED
     assert over is not None
     assert over.state is LeaseState.RELEASED
+
+
+def test_a_gang_that_asks_for_neither_gpu_nor_cpu_works_off_its_estimate_and_its_steps() -> None:
+    shape = Shape(resources={"TPU": 4.0})
+    spec = JobSpec(kind=JobKind.SCRIPT, name="j", gang=GangSpec(shapes=(shape,)), estimate_h=3.0)
+    lease = replace(ACTIVE, shape=shape, members=(Member(0, MemberState.READY, "node-1", "hex1"),))
+    running, _ = advance(job(state=JobState.RUNNING, spec=spec), lease, None, 1000.0)
+    assert running.held_for_s(4600.0) == 3600.0
+    assert running.remaining_s(4600.0) == 7200.0
+    assert replace(running, progress={"step": 10, "steps": 30}).remaining_s(4600.0) == 7200.0
+    assert advance(running, lease, None, 1001.0)[0] == running
+    done, _ = advance(running, lease, driver("succeeded"), 4600.0)
+    assert (done.held_s, done.spell_since_s, done.attained_gpu_s) == (3600.0, None, 0.0)

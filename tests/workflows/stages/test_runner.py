@@ -12,7 +12,7 @@ from tests.workflows.fake_api import FakeApi
 
 from raytide.core.errors import ConfigError
 from raytide.core.objects.job import JobKind, JobState
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import ATTEMPTS, FAILURES, ScriptSpec
 from raytide.workflows.spec import StageSpec
 from raytide.workflows.stages.base import StageTask
 from raytide.workflows.stages.runner import ApiRunner, job_spec
@@ -67,10 +67,10 @@ def test_metrics_are_what_the_job_reported_and_what_the_script_wrote_which_count
     assert runner.submit(task) == job
     assert runner.look(task, job).status == "running"
     (tmp_path / "metrics.json").write_text(json.dumps({"loss": 1.5, "note": "text", "is_good": True, "nan": math.nan}))
-    api.end(job, loss=2.0, size=3.0, attempts=1.0, stage="attempt 1")
+    api.end(job, loss=2.0, size=3.0, attempts=40.0, stage="attempt 1", **{ATTEMPTS: 1, FAILURES: 0})
     report = runner.look(task, job)
     assert report.status == "done"
-    assert report.metrics == {"loss": 1.5, "size": 3.0}
+    assert report.metrics == {"loss": 1.5, "size": 3.0, "attempts": 40.0}, "the driver's own counts are no metrics"
     assert report.outputs == {"out": str(tmp_path), "job": job}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -29,10 +29,12 @@ from raytide.actors.engine.types import (
     Message,
     PromptOptions,
 )
-from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
+from raytide.core.errors import ConflictError, EngineDeadError, EngineError, OverloadedError, RaytideError
 
 if TYPE_CHECKING:
+    from raytide.actors.engine.model.decoder import PagedDecoder
     from raytide.actors.engine.model.parallel.launcher import LocalMembers
+    from raytide.actors.models.content import WeightsSource
 
 T = TypeVar("T")
 
@@ -145,7 +147,12 @@ class NativeEngine(Engine):
         await self._call(operations.wake)
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
-        model, weights = await asyncio.to_thread(operations.read_weights, self._started(), source, version)
+        loading = asyncio.ensure_future(asyncio.to_thread(operations.read_weights, self._started(), source, version))
+        try:
+            model, weights = await asyncio.shield(loading)
+        except asyncio.CancelledError:  # the thread goes on, and other processes would keep what they have read
+            loading.add_done_callback(_discard_weights)
+            raise
         await self._call(lambda core: operations.use_weights(core, model, weights))
         return weights.version
 
@@ -287,6 +294,14 @@ class NativeEngine(Engine):
         self._accepting = False
         for request_id, stream in self._streams.items():
             stream.put_nowait(RequestFailure(request_id, copy(error)))
+
+
+def _discard_weights(loading: asyncio.Future[tuple[PagedDecoder, WeightsSource]]) -> None:
+    """Discards loaded weights that nobody waits for any more."""
+    if loading.cancelled() or loading.exception() is not None:
+        return
+    with suppress(EngineDeadError):
+        loading.result()[0].discard()
 
 
 def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:

@@ -224,15 +224,17 @@ class EngineCore:
             failures[seq_id] = sampled.pop(seq_id)[0].error or ArithmeticError("the model's logits are not finite")
         for seq_id, error in failures.items():
             self._fail(seq_id, error)
-        pooled = [chunk.seq for chunk in plan.chunks if chunk.seq.pooled is not None]
-        self._check_model(bool(sampled) or any(seq.seq_id not in failures for seq in pooled), bool(failures))
+        pooled = [chunk for chunk in plan.chunks if chunk.seq.pooled is not None]
+        self._check_model(bool(sampled) or any(each.seq.seq_id not in failures for each in pooled), bool(failures))
+        whole = [each.seq for each in pooled if each.start + each.length == each.seq.prompt_len]
+        vectors = [(seq, vector) for seq in whole if (vector := self._vector(seq)) is not None]
         self.scheduler.commit(plan, {seq_id: [each.token for each in run] for seq_id, run in sampled.items()})
         now = time.monotonic()
         for seq_id, run in sampled.items():
             self._advance(seq_id, run, now)
-        for seq in pooled:
-            if seq.finish_reason == "stop":
-                self._finish_pooled(seq)
+        for seq, vector in vectors:
+            self._outputs.append(PooledOutput(seq.request_id, vector, TokenUsage(seq.prompt_len, 0)))
+            self._forget(self._samples[seq.seq_id][0])
         if not failures:
             if plan.is_decode:
                 self._cost.observe(plan.num_tokens, now - began)
@@ -280,7 +282,7 @@ class EngineCore:
             waiting=len(self.scheduler.waiting),
             free_blocks=self.pool.num_free,
             preemptions=self.scheduler.preemptions,
-            adapters=tuple(self.adapter_contents),
+            adapters=dict(self.adapter_contents),
             weights_version=self.weights.version,
             speculation=self.speculator.counts if self.speculator is not None else (),
             disk=None if self.disk is None else self.disk.counts,
@@ -322,8 +324,7 @@ class EngineCore:
 
     def _check_model(self, has_tokens: bool, has_failures: bool) -> None:
         """Distinguishes bad requests from a broken device: after several steps in which all requests failed, it
-        computes a single token on its own. Raises EngineDeadError when that fails too.
-        """
+        computes a single token on its own. Raises EngineDeadError when that fails too."""
         if has_tokens or not has_failures:
             self._fruitless_steps = 0 if has_tokens else self._fruitless_steps
             return
@@ -360,14 +361,13 @@ class EngineCore:
             if answer.is_done:
                 self._forget(answer)
 
-    def _finish_pooled(self, seq: Sequence) -> None:
+    def _vector(self, seq: Sequence) -> list[float] | None:
+        """Returns the vector of a computed prompt; None if the request has ended, or ends here with an error."""
         try:
-            vector = pooled_vector(seq)
-        except BaseException as error:
+            return pooled_vector(seq) if seq.finish_reason is None else None
+        except BaseException as error:  # it still has its blocks, whose content is then discarded
             self._fail(seq.seq_id, as_request_error(error))
-            return
-        self._outputs.append(PooledOutput(seq.request_id, vector, TokenUsage(seq.prompt_len, 0)))
-        self._forget(self._samples[seq.seq_id][0])
+        return None
 
     def _fail(self, seq_id: str, error: Exception) -> None:
         """Ends the request that a sequence belongs to, and no other."""

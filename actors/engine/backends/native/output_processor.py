@@ -126,8 +126,9 @@ class RequestState:
         sample.logprob_sum += sum(each.logprob for each in logprobs)
         if logprobs and seq.params.logprobs is not None:
             chunk = replace(chunk, logprobs=logprobs)
-        if seq.prompt_logprobs and seq.index == 0 and seq.output_len == len(run):
-            chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs))
+        if seq.params.prompt_logprobs is not None and seq.output_len == len(run):
+            # No position of a prompt of one token was computed for them.
+            chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs or (None,)))
         if seq.finish_reason is not None:
             self._open -= 1
         if self._is_ranked:

@@ -161,7 +161,9 @@ def pack_stats(stats: EngineStats) -> dict[str, Any]:
 def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
     speculation = tuple(DraftCounts(**each) for each in packed["speculation"])
     disk = packed["disk"] and DiskCounts(**packed["disk"])
-    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"]), "speculation": speculation, "disk": disk})
+    listed = packed["adapters"]
+    adapters = listed if isinstance(listed, Mapping) else dict.fromkeys(listed, "")  # a list is of an older release
+    return EngineStats(**{**packed, "adapters": adapters, "speculation": speculation, "disk": disk})
 
 
 def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

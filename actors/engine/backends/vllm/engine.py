@@ -198,7 +198,7 @@ class VllmEngine(Engine):
             steps=core.recorder.steps,
             step_ms=core.recorder.step_ms,
             preemptions=core.recorder.preemptions,
-            adapters=tuple(self._loras),
+            adapters={name: adapter.lora_name for name, adapter in self._loras.items()},
             weights_version=self._weights_version,
         )
 

@@ -4,6 +4,7 @@ cache's metadata. In each step it tells the other members what to compute.
 
 from __future__ import annotations
 
+import math
 import secrets
 import signal
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +42,35 @@ _NOTICE_S = 1.0
 """The seconds for which a failed step waits for the watch thread to report which member has ended."""
 
 
+class ThreadShare:
+    """One of `parts` equal shares of torch's threads, with which this process computes until `close`. Shares that are
+    open at the same time divide each other, and may be closed in any order.
+    """
+
+    _open: ClassVar[list[ThreadShare]] = []
+    _all: ClassVar[int] = 0
+    """The threads of this process without shares."""
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        with self._lock:
+            if not self._open:
+                ThreadShare._all = torch.get_num_threads()
+            self._open.append(self)
+            self._apply()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self in self._open:
+                self._open.remove(self)
+                self._apply()
+
+    def _apply(self) -> None:
+        torch.set_num_threads(max(1, self._all // math.prod(each.parts for each in self._open)))
+
+
 class GroupLeader:
     """Forms the group of member processes and gives them orders. If one member ends, the whole group ends.
 
@@ -61,10 +91,8 @@ class GroupLeader:
         links: list[MemberLink] = []
         self._links = links
         self._finish = weakref.finalize(self, _end, links, launcher)
-        self._threads = torch.get_num_threads()  # that `close` gives back to this process
+        self._thread_share = ThreadShare(launcher.local_size if computation.device.type == "cpu" else 1)
         try:
-            if computation.device.type == "cpu":
-                torch.set_num_threads(max(1, self._threads // launcher.local_size))
             with listening:
                 launcher.launch(Invitation(launcher.host, listening.getsockname()[1], secret, size))
                 links += _accept(listening, secret, size, launcher)
@@ -160,10 +188,8 @@ class GroupLeader:
         self._order(free_weights=True)
 
     def close(self) -> None:
-        """Ends the other members, and computes with all threads of this process again. Idempotent."""
-        threads, self._threads = self._threads, 0
-        if threads:
-            torch.set_num_threads(threads)
+        """Ends the other members, and gives their threads back to this process. Idempotent."""
+        self._thread_share.close()
         if self.death is None:
             self.death = EngineDeadError("the engine has been closed.", hint="Make a new one.")
         self._finish()

@@ -187,7 +187,8 @@ class GroupMember:
         model, inputs = self._models[self._used], step.inputs
         own = step.own_blocks
         cache = model.new_cache(own, inputs.batch.block_size) if own else self._cache.layers
-        inputs.loras = LoraRows([(self._adapters[number], first, end) for number, first, end in step.adapters])
+        spans = [(self._adapters[number], first, end) for number, first, end in step.adapters]
+        inputs.loras = LoraRows(spans) if spans else None
         hidden_RN = model.hidden(inputs, cache)
         if self._shard.stage:
             return

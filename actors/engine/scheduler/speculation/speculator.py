@@ -50,7 +50,9 @@ the sequence may still get.
 _MODEL_KEPT = 0.9
 """The share of the draft model's counts that each new request keeps."""
 _INDEXED_TOKENS = 1 << 15
-"""The number of a prompt's last tokens that are indexed for lookups; a token takes about 100 bytes."""
+"""The number of a prompt's last tokens that are indexed for lookups; a token takes about 100 bytes. One step indexes no
+more than this of all prompts together, because the samples of one long prompt would take a second.
+"""
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Speculator:
         self._cost = cost or StepCost()
         self._model = model
         self._fruitless = 0  # steps since the last draft
+        self._indexable = 0  # tokens of prompts, in this step
         self._guessers: dict[str, _Guesser] = {}
         self._histories = AnswerHistories()
         self._drafted: dict[str, Source] = {}  # in this step, by sequence
@@ -183,6 +186,7 @@ class Speculator:
         most = min(MAX_DRAFT, budget)
         if not self._may_pay(num_tokens, len(decodes), min(budget, most * len(decodes))):
             return
+        self._indexable = _INDEXED_TOKENS
         slots: list[tuple[float, int]] = []  # survival, and the decode that the slot is for
         proposals: dict[int, _Proposal] = {}
         for place, chunk in enumerate(decodes):
@@ -194,7 +198,8 @@ class Speculator:
         looked_up = slots[: self._best_count(slots[:budget], num_tokens, len(decodes))]
         chosen = Counter(place for _, place in looked_up)
         if self._model is not None:
-            others = [chunk for place, chunk in enumerate(decodes) if not chosen[place] and chunk.seq.output_len]
+            known = [place for place, chunk in enumerate(decodes) if chunk.seq.seq_id in self._guessers]
+            others = [decodes[place] for place in known if not chosen[place]]
             likely = [survival for survival, _ in looked_up]
             self._ask_model(others, num_tokens, len(decodes), likely, budget - len(looked_up), reserve)
         for place, wanted in chosen.items():
@@ -281,6 +286,10 @@ class Speculator:
     def _propose(self, seq: Sequence, most: int) -> _Proposal | None:
         guesser = self._guessers.get(seq.seq_id)
         if guesser is None:
+            size = min(len(seq.tokens), _INDEXED_TOKENS)
+            if size > self._indexable:
+                return None
+            self._indexable -= size
             history = self._histories.of(seq.salt)
             history.acceptance.relax(_MODEL_KEPT)
             guesser = self._guessers[seq.seq_id] = _Guesser(seq, self._sources, history)

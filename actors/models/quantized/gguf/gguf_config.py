@@ -19,6 +19,14 @@ _ENDS = frozenset({"<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>
 _ROPE_FACTORS = "rope_freqs.weight"
 """The name of a tensor with a divisor for each frequency, with which files of Llama 3.1 scale their rotation."""
 
+_YARN_FIELDS = {
+    "attn_factor": "attention_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""The fields of yarn that llama.cpp's converter copies from a `config.json`, and their names there."""
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
@@ -125,6 +133,7 @@ def _rope(file: GgufFile, number: Callable[..., int | float], positions: int | f
     rope: dict[str, object] = {"rope_type": kind, "factor": number("rope.scaling.factor")}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = number("rope.scaling.original_context_length", positions)
-        if f"{name}.rope.scaling.attn_factor" in file:
-            rope["attention_factor"] = number("rope.scaling.attn_factor")
+        for field, key in _YARN_FIELDS.items():
+            if f"{name}.rope.scaling.{field}" in file:
+                rope[key] = number(f"rope.scaling.{field}")
     return rope

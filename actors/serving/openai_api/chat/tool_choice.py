@@ -12,6 +12,7 @@ from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.schemas import without_annotations
 from raytide.actors.serving.openai_api.fields.structure import constraint_field, structured_of
 from raytide.actors.serving.openai_api.wire import AllowedToolsChoice, ChatRequest, NamedToolChoice, Tool
 from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
@@ -42,7 +43,9 @@ class ToolUse:
         """Returns a new parser for one output. Returns None if outputs are plain text."""
         if self.syntax is None and not self.reasoning:
             return None
-        return OutputParser(self.syntax, self.reasoning, self.max_calls)
+        functions = (tool["function"] for tool in self.shown)
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        return OutputParser(self.syntax, self.reasoning, self.max_calls, schemas)
 
 
 NO_TOOLS = ToolUse(())
@@ -108,7 +111,7 @@ def _check(tools: Sequence[Tool]) -> None:
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, which are always an object."""
-    schema = tool.function.parameters or {}
+    schema = without_annotations(tool.function.parameters or {})
     return {"type": "object", **schema} if schema else {"type": "object", "maxProperties": 0}
 
 
@@ -160,27 +163,38 @@ def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any], *, 
     """Returns a copy of a schema for use inside a larger one, and adds its definitions to those of the larger one.
     Raises ApiError, which names the field `param`, if its definitions are not an object.
     """
-    schema = dict(schema)
+    schema = {key: value for key, value in schema.items() if key != "$id"}  # it would change what references mean
+    own: dict[str, Any] = {}
     for key in ("$defs", "definitions"):
         found = schema.pop(key, {})
         if not isinstance(found, dict):
             raise invalid(f"{key} of a schema is not an object.", param=param)
         for name, definition in found.items():
-            definitions[f"{prefix}_{name}"] = _renamed(definition, prefix)
+            own[f"{prefix}_{name}"] = _renamed(definition, prefix)
     moved: dict[str, Any] = _renamed(schema, prefix)
+    if re.search(rf'"#/\$defs/{prefix}["/]', json.dumps([moved, own])):
+        own[prefix] = moved
+    definitions |= own
     return moved
 
 
 def _renamed(schema: Any, prefix: str) -> Any:
-    """Returns a copy of a schema whose references to its own definitions point into the whole schema."""
+    """Returns a copy of a schema whose references point into the whole schema. Those to its own definitions become
+    references to `$defs/PREFIX_NAME`; those to other parts of it, as zod writes them, to parts of `$defs/PREFIX`.
+    """
     if isinstance(schema, dict):
         return {
-            key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}_", value)
+            key: _moved_reference(value, prefix)
             if key == "$ref" and isinstance(value, str)
             else _renamed(value, prefix)
             for key, value in schema.items()
         }
     return [_renamed(each, prefix) for each in schema] if isinstance(schema, list) else schema
+
+
+def _moved_reference(place: str, prefix: str) -> str:
+    inside = re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}_", place)
+    return re.sub(r"^#(?=/|$)", f"#/$defs/{prefix}", place) if inside == place else inside
 
 
 def _constraint(schema: str) -> Structured:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.schemas import without_annotations
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -97,14 +98,15 @@ def _of_format(wanted: ResponseFormat | None) -> Structured | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Structured("json_schema", ANY_OBJECT)
+        return _of_schema((wanted.model_extra or {}).get("schema") or ANY_OBJECT)
     if wanted.json_schema is None:
         raise invalid("response_format.json_schema is missing.", param="response_format.json_schema")
     schema = wanted.json_schema.schema_
-    return Structured("json_schema", "{}" if schema is None else json.dumps(schema))
+    return Structured("json_schema", "{}" if schema is None else json.dumps(without_annotations(schema)))
 
 
 def _of_schema(schema: Schema | None) -> Structured | None:
     if schema is None:
         return None
-    return Structured("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+    text = schema if isinstance(schema, str) else json.dumps(without_annotations(schema))
+    return Structured("json_schema", text)

@@ -132,15 +132,14 @@ def chat_request(request: PromptRequest) -> ChatRequest:
             "max_completion_tokens": request.max_tokens,
             "response_format": format
             and {"type": "json_schema", "json_schema": {"name": "output", "schema": format.schema_}},
+            "stop": request.stop_sequences or None,
             "user": request.user,
             **{
                 name: getattr(request, name)
                 for name in ("stream", "temperature", "top_k", "top_p", "cache_salt", "priority", "timeout")
             },
         }
-    chat = ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
-    stops = request.stop_sequences if isinstance(request, MessagesRequest) else None
-    return chat.model_copy(update={"stop": stops}) if stops else chat  # there may be more than OpenAI takes
+    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def in_messages(error: ApiError) -> ApiError:

@@ -17,6 +17,7 @@ from raytide.actors.serving.protocols.chat_api import ChatApi
 from raytide.actors.serving.protocols.models import Models
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request, in_responses
 from raytide.actors.serving.protocols.responses_api.stored import (
+    MAX_REFERRED,
     PASSED_ON,
     RESPONSE_ID,
     PassedOn,
@@ -25,6 +26,7 @@ from raytide.actors.serving.protocols.responses_api.stored import (
     StoredResponse,
     foreign_items,
     input_items,
+    response_of,
 )
 from raytide.actors.serving.protocols.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
@@ -83,7 +85,7 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
             assert response is not None
             await keep_response(response)
 
-        is_kept, is_continued = body.store is not False, body.previous_response_id is not None
+        is_kept, is_continued = body.store is not False, asked is not body
         whole = foreign_items(asked.input) if is_continued else None
         request.scope[PASSED_ON] = PassedOn(whole, keep_response if is_kept else None)
         return await _API.answer(models, body.model, asked, request, writer_of, keep if is_kept else None)
@@ -140,8 +142,35 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
             raise invalid(f"Response with id {response_id!r} not found.", param="response_id", status=404)
         return found
 
+    async def _with_items(body: ResponsesRequest, request: Request) -> ResponsesRequest:
+        """Returns the request with the items of stored responses in the places where it has only their ids."""
+        if isinstance(body.input, str) or not any(item.get("type") == "item_reference" for item in body.input):
+            return body
+        await models.server(body.model, request)  # an unknown model is the first problem to name
+        items: list[dict[str, Any]] = []
+        known: dict[str, dict[str, dict[str, Any]]] = {}
+        for item in body.input:
+            if item.get("type") != "item_reference":
+                items.append(item)
+                continue
+            response_id, own = response_of(item.get("id")), str(item.get("id"))
+            if response_id not in known:
+                if len(known) == MAX_REFERRED:
+                    message = f"input refers to items of more than {MAX_REFERRED} responses: send the items."
+                    raise invalid(message, param="input")
+                found = await _stored(response_id, request)
+                output = () if found is None else found.response["output"]
+                known[response_id] = {each["id"]: each for each in output if "id" in each}
+            if own not in known[response_id]:
+                raise invalid(f"Item with id {own!r} not found.", param="input", status=404)
+            items.append(known[response_id][own])
+        return body.model_copy(update={"input": items})
+
     async def _continued(body: ResponsesRequest, request: Request) -> ResponsesRequest:
-        """Returns the request with the items of its previous response, if it names one, put before its own items."""
+        """Returns the request with the items that it names by their ids, and with the items of its previous response,
+        if it names one, put before its own items.
+        """
+        body = await _with_items(body, request)
         if body.previous_response_id is None:
             return body
         await models.server(body.model, request)  # an unknown model is the first problem to name

@@ -14,6 +14,9 @@ from uuid import uuid4
 Item = dict[str, Any]
 
 RESPONSE_ID = re.compile(r"resp_[\w-]{1,100}", re.ASCII)
+_ITEM_ID = re.compile(r"[a-z]{2,4}_([\w-]{1,100})_\d{1,9}", re.ASCII)
+MAX_REFERRED = 256
+"""The most stored responses whose items one request names by their ids."""
 MAX_RESPONSE_BYTES = 4 << 20
 """The largest size in bytes of a response, including its input, that is stored."""
 KEEP_S = 30 * 86_400
@@ -122,6 +125,17 @@ class MemoryResponses:
 
     def _remove(self, key: tuple[str, str]) -> None:
         self._bytes -= len(self._kept.pop(key)[1])
+
+
+def item_id(prefix: str, response_id: str, place: int) -> str:
+    """Returns the id of item number `place` of a response's output, by which `response_of` finds the response."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{place}"
+
+
+def response_of(id: object) -> str:
+    """Returns the id of the response that an item belongs to; empty for an id that is none of `item_id`."""
+    found = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
+    return "" if found is None else f"resp_{found[1]}"
 
 
 def input_items(given: str | Sequence[Item]) -> list[Item]:

@@ -14,6 +14,7 @@ from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes, chat_logprobs
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest
+from raytide.actors.serving.protocols.responses_api.stored import item_id
 from raytide.actors.serving.tools.parser import OutputParser, Piece
 
 Item = dict[str, Any]
@@ -111,7 +112,8 @@ class ResponsesWriter:
 
     def _open(self, kind: str, prefix: str, fields: Item, out: list[bytes]) -> None:
         self._close(out, "completed")
-        item = {"type": kind, "id": f"{prefix}_{uuid4().hex[:24]}", "status": "in_progress", **fields}
+        id = item_id(prefix, self.id, len(self._items))
+        item = {"type": kind, "id": id, "status": "in_progress", **fields}
         self._items.append(item)
         out.append(self._event("response.output_item.added", item=item, output_index=len(self._items) - 1))
 

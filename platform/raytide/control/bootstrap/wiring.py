@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from raytide.autoscaler.nodes.energy import EnergyMeter
 from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
+from raytide.autoscaler.providers.cloud.orders import without_waits
 from raytide.autoscaler.providers.cloud.pages import with_all_pages
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp
@@ -210,9 +212,9 @@ def _cloud(
     *,
     only_ends: bool,
 ) -> Provider:
-    cloud = with_all_pages(
-        ray_internals.node_provider(file["provider"], file["cluster_name"]), file["provider"]["type"]
-    )
+    kind = file["provider"]["type"]
+    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
+    cloud = without_waits(with_all_pages(cloud, kind), kind)
     in_ray, token = GcsReader(cluster.gcs_address).nodes, cluster.ray_token_file
     set_up = SetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
     return CloudProvider(file, cloud, node_types, folder, clock, set_up, board_at(cluster.gcs_address))
@@ -236,6 +238,17 @@ def local_provider(cluster: LocalCluster) -> LocalProvider:
         temp_dir=cluster.ray_temp_dir,
         environment=cluster.node_environment(),
     )
+
+
+def end_head(cluster: RunningCluster) -> None:
+    """Has KubeRay's operator delete the head pod, whose container would be restarted and would start the cluster again.
+    Does nothing on other providers.
+    """
+    file: dict[str, Any] = load_yaml(cluster.config_path)
+    section = provider_section(file, where=str(cluster.config_path))
+    if section["type"] == "kuberay":
+        with closing(_kube_api(section)) as api:
+            api.patch_cluster(str(file["cluster_name"]), [{"op": "add", "path": "/spec/suspend", "value": True}])
 
 
 def bill(cluster: RunningCluster) -> Bill:

@@ -10,6 +10,11 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.gang import Shape
 
+FLOW_RUN = "RAYTIDE_FLOW_RUN"
+"""The environment variable of a flow's script that holds the id of its run."""
+ATTEMPTS, FAILURES = "raytide_attempts", "raytide_failures"
+"""The names in a job's progress under which its driver counts. A script reports its own numbers beside them."""
+
 
 class ScriptSpec(Config):
     command: tuple[str, ...] = Field(min_length=1)

@@ -109,16 +109,19 @@ class _Stream(SharedStream):
 
 class SharedAnswers:
     """Lets equal requests to one endpoint share answers. A request joins a running stream, or takes its answer from the
-    cache. `version` returns the version of the weights. Use this object from a single event loop only.
+    cache. `version` returns the version of the weights and of an adapter. Use this object from a single event loop
+    only.
     """
 
-    def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
+    def __init__(
+        self, generate: Generate, version: Callable[[str | None], str], on_reuse: Callable[[Reuse], None]
+    ) -> None:
         self.cache = AnswerCache()
         self._generate, self._version, self._on_reuse = generate, version, on_reuse
         self._streams: dict[bytes, _Stream] = {}
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        key = answer_key(request, self._version())
+        key = answer_key(request, self._version(request.lora))
         return self._generate(request) if key is None else self._answer(key, request)
 
     async def _answer(self, key: bytes, request: GenRequest) -> AsyncIterator[GenChunk]:

@@ -75,6 +75,12 @@ class Replica:
         stats = self.engine.status.stats
         return lora is None or (stats is not None and lora in stats.adapters)
 
+    def version(self, lora: str | None) -> str:
+        """Returns a text that differs if the weights, or the files of the adapter, do."""
+        stats = self.engine.status.stats
+        adapter = "" if lora is None or stats is None else stats.adapters.get(lora, "")
+        return f"{self.info.weights_version}+{adapter}" if adapter else self.info.weights_version
+
     async def ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
         with self._noticing_death():
             return await question(self.engine)

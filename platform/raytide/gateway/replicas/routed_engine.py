@@ -206,9 +206,9 @@ class RoutedEngine(Engine):
         """Closes the connections to the replicas. The replicas keep running."""
         await self._replicas.close()
 
-    def _version(self) -> str:
-        """Returns a text with the versions of the weights of all ready replicas."""
-        return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
+    def _version(self, lora: str | None) -> str:
+        """Returns a text with the versions of the weights and of the adapter of all ready replicas."""
+        return " ".join(sorted({replica.version(lora) for replica in self._replicas.ready}))
 
     async def _any(self, lora: str | None = None) -> Replica:
         """Returns the ready replica with the adapter `lora` that has the fewest requests."""

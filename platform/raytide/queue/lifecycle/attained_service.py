@@ -19,17 +19,18 @@ def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
     """Returns the job with its attained service up to date.
 
     A spell is a time in which the number of usable GPUs is constant. If the number has changed, the current spell ends
-    and a new one begins.
+    and a new one begins. A gang that asks for neither GPU nor CPU has spells too, with no GPUs.
     """
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
-    gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
-    if gpus == job.spell_gpus:
+    usable = len(lease.usable) if lease is not None and is_active else 0
+    gpus = lease.shape.gpus * usable if lease is not None else 0.0
+    if gpus == job.spell_gpus and bool(usable) == (job.spell_since_s is not None):
         return job
     return replace(
         job,
         attained_gpu_s=attained_gpu_s(job, now_s),
         held_s=job.held_for_s(now_s),
-        spell_since_s=now_s if gpus else None,
+        spell_since_s=now_s if usable else None,
         spell_gpus=gpus,
     )
 

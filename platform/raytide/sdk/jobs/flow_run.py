@@ -16,7 +16,7 @@ from raytide.core.io.html import framed, table
 from raytide.core.io.working_dir import pack
 from raytide.core.money import format_usd
 from raytide.core.objects.job import JobKind, JobSpec
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import FLOW_RUN, ScriptSpec
 from raytide.sdk.display import Glance
 from raytide.sdk.jobs.job_run import Run
 from raytide.workflows.driver import FAILED
@@ -25,7 +25,7 @@ from raytide.workflows.stages.configs import check
 from raytide.workflows.sweep.spec import Value
 from raytide.workflows.view import COLUMNS, FlowGraph, StageView, views_of
 
-_SPEC, _RUN = "RAYTIDE_FLOW", "RAYTIDE_FLOW_RUN"
+_SPEC = "RAYTIDE_FLOW"
 _RESTARTS = 100
 """The most restarts of a driver that was killed. A flow that failed is not restarted."""
 
@@ -41,7 +41,7 @@ class FlowRun(Run):
     @property
     def run(self) -> str:
         """The id of the run, under which its state is stored. A resumed run keeps its id."""
-        return _environment(self.view)[_RUN]
+        return _environment(self.view)[FLOW_RUN]
 
     @property
     def out(self) -> str:
@@ -110,7 +110,7 @@ def submit_flow(
     script = ScriptSpec(
         command=("python", "-m", "raytide.workflows.driver"),
         package=package,
-        env={_SPEC: text, _RUN: f"{flow.name}-{secrets.token_hex(4)}"},
+        env={_SPEC: text, FLOW_RUN: f"{flow.name}-{secrets.token_hex(4)}"},
         retries=_RESTARTS,
         final_exit_codes=(FAILED,),
     )

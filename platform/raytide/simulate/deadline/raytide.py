@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from raytide.autoscaler.deadlines.policy import DeadlineJob, ZoneView, decide
-from raytide.autoscaler.deadlines.value_iteration import Values, solve
+from raytide.autoscaler.deadlines.value_iteration import Values, solve, step_of
 from raytide.autoscaler.spot.availability_model import AvailabilityModel, Floats, ReclaimRates
 from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Terms, TickPolicy, TickView, Up, replay
+
+MOST_STEPS = 512
+"""The size of the value table in steps. A longer job is judged as a shorter one, as in deadlines/jobs.py."""
 
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
@@ -37,7 +40,9 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
         now = market(tick)
         if not known or known[0][0] is not now:
             price_ratio = terms.spot_usd_h / terms.ondemand_usd_h
-            table = solve(now, left_s=job.left_s, work_s=job.work_s, restart_s=job.restart_s, price_ratio=price_ratio)
+            step_s = step_of(job.restart_s, job.left_s, MOST_STEPS)
+            left_s, work_s = (min(long_s, MOST_STEPS * step_s) for long_s in (job.left_s, job.work_s))
+            table = solve(now, left_s=left_s, work_s=work_s, restart_s=step_s, price_ratio=price_ratio)
             known[:] = [(now, table)]
         return known[0][1]
 

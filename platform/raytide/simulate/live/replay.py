@@ -4,6 +4,7 @@ and the cost.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import median
 
@@ -56,7 +57,8 @@ def look_ahead(
     New nodes join after `launch_s` seconds (default: the median of the cluster's own nodes). Jobs end `job_hours` after
     their start (default: never).
     """
-    if hours <= 0 or (launch_s or 0.0) < 0 or (job_hours is not None and job_hours <= 0):
+    is_sane = 0 < hours < math.inf and 0 <= (launch_s or 0.0) < math.inf
+    if not is_sane or not (job_hours is None or job_hours > 0):
         raise UsageError("hours and job hours must be above zero, and the launch time not below it.")
     launch_s = usual_launch_s(seen) if launch_s is None else launch_s
     world = LiveWorld(seen, launch_s=launch_s, job_s=None if job_hours is None else job_hours * 3600)

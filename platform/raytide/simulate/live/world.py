@@ -124,9 +124,10 @@ class LiveWorld:
 
     def _view(self, node: Node) -> NodeView:
         total = self._ray.total(node)
-        new = NodeView(node, total, total, self._types[node.type].all_labels(node.zone))
+        if (view := self._views.get(node.id)) is None:
+            view = NodeView(node, total, total, self._types[node.type].all_labels(node.zone))
         return replace(
-            self._views.get(node.id, new),
+            view,
             node=node,
             available=self._ray.available(node),
             idle_s=self._idle.idle_s(node.id, self.clock.now_s()),

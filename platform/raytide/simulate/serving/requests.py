@@ -99,6 +99,11 @@ def _envelope(setup: ServingSetup) -> Floats:
     starts = range(0, max(len(smooth) - hours, 0) + 1, 24)
     first = max(starts, key=lambda start: float(smooth[start : start + hours].sum()))
     chosen = np.resize(smooth[first:] if first else smooth, hours)
+    if not chosen.any():
+        raise DataError(
+            f"{setup.envelope} has no requests in the hours to simulate.",
+            hint="A window begins with one of its days: give more days, or leave out its first hours.",
+        )
     shares: Floats = np.maximum(chosen / chosen.max(), LEAST_RATE)
     return shares
 

@@ -12,7 +12,7 @@ from raytide.core.errors import DataError
 from raytide.core.io.storage import exists, join, read_bytes
 from raytide.core.objects.gang import GangSpec
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import ATTEMPTS, FAILURES, ScriptSpec
 from raytide.workflows.stages import registry
 from raytide.workflows.stages.base import StageReport, StageTask
 from raytide.workflows.stages.configs import EvalSpec, ScriptStageSpec, compress_recipe, data_spec, train_spec
@@ -21,7 +21,7 @@ from raytide.workflows.sweep.halving import Curve
 METRICS_FILE = "metrics.json"
 _MOST_METRICS = 100
 _POINTS = 2000
-_OF_THE_RUNNER = frozenset({"attempts", "failures", "world", "exit_code", "restarts", "left_s", "redo_s", "lost_s"})
+_OF_THE_RUNNER = frozenset({ATTEMPTS, FAILURES, "world", "exit_code", "restarts", "left_s", "redo_s", "lost_s"})
 """Numbers in a job's progress that describe its run, not its result."""
 
 

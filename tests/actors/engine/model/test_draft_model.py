@@ -89,6 +89,23 @@ def test_sleep_and_eviction_lose_no_right_guess(model_dir: Path, expected: list[
     assert counts.draft_tokens == counts.accepted_tokens > 0
 
 
+def test_a_wrong_guess_is_computed_again_after_steps_without_room_for_drafts(model_dir: Path) -> None:
+    core = start(model_dir, model_dir)
+    add(core, "r")
+    core.step()
+    (seq,) = core.scheduler.running
+    seq.block_ids += core.pool.allocate(4)
+    model = core.runner.draft_model
+    assert model is not None
+    ((guess, *_),) = model.draft([seq], [3])
+    seq.tokens.append(guess + 1)
+    assert model.draft([seq], [0]) == [[]]
+    seq.tokens.append(7)
+    after = model.draft([seq], [8])
+    model.release(seq)
+    assert model.draft([seq], [8]) == after
+
+
 def test_a_model_that_is_always_wrong_changes_nothing_and_is_given_up(
     model_dir: Path, other_dir: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

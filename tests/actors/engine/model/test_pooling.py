@@ -15,6 +15,7 @@ from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import PooledOutput, RequestFailure
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import PooledPrompt, Pooling
@@ -144,6 +145,26 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(tmp_path: Path, mon
     assert isinstance(failure, RequestFailure)
     assert isinstance(failure.error, EngineError)
     assert isinstance(vector, PooledOutput)
+
+
+def test_a_vector_that_is_not_finite_leaves_nothing_in_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_family(tmp_path, "qwen3-tied")
+    core, hidden = core_of(tmp_path), PagedDecoder.hidden
+
+    def overflowing(self: PagedDecoder, step: StepInputs, cache: list[torch.Tensor]) -> torch.Tensor:
+        states = hidden(self, step, cache)
+        for kv in cache:
+            kv[:, step.batch.slots_T] = float("nan")
+        return states * float("nan")
+
+    monkeypatch.setattr(PagedDecoder, "hidden", overflowing)
+    core.add_pooled(GenRequest(request_id="p", prompt=[3] * 40), [3] * 40, PooledPrompt("mean"))
+    outputs = [output for _ in range(2) for output in core.step()]
+    assert [type(output) for output in outputs] == [RequestFailure]
+    assert core.pool.num_free == core.pool.num_blocks
+    assert all(kv.isfinite().all() for kv in core.runner.cache.layers)
 
 
 @pytest.mark.parametrize(

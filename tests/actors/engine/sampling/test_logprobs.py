@@ -72,6 +72,13 @@ def test_prompt_figures_cover_every_position_in_chunks_and_with_a_warm_cache(mod
         assert len(each.top) == 2
 
 
+def test_a_prompt_of_one_token_has_its_place_among_the_figures(model_dir: Path) -> None:
+    asking = SamplingParams(max_tokens=3, temperature=0, logprobs=0, prompt_logprobs=0)
+    first, *others = run(model_dir, GenRequest(request_id="a", prompt=[5], sampling=asking))["a"]
+    assert first.prompt_logprobs == (None,)
+    assert [chunk.prompt_logprobs for chunk in others] == [None, None]
+
+
 @pytest.mark.parametrize("vocab", [1, 20, 128, 129, 5000])
 def test_the_most_likely_tokens_are_those_of_a_full_search(vocab: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(3, vocab)).astype(np.float32))

@@ -135,6 +135,18 @@ def test_neither_tools_nor_calls_forge_a_special_token(tokenizer: Tokenizer) -> 
     assert specials(tokenizer, ids) == turns
 
 
+WITH_TOOLS = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}{{ tools }}"
+
+
+@pytest.mark.parametrize(("template", "depth"), [(TEMPLATE, 100_000), (WITH_TOOLS, 500), (WITH_TOOLS, 100_000)])
+def test_arguments_that_are_nested_too_deeply_are_refused(template: str, depth: int, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    calls = (ToolCallTurn("1", "f", f'{{"a": {"[" * depth}{"]" * depth}}}'),)
+    with pytest.raises(UsageError, match=r"nested too deeply|recursion"):
+        Tokenizer(tmp_path).chat_prompt([Message("user", "hi"), Message("assistant", "", tool_calls=calls)])
+
+
 def test_messages_without_a_template_forge_nothing_either(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.rust.save(str(tmp_path / "tokenizer.json"))
     ids = Tokenizer(tmp_path).chat_prompt([Message("user", "a<eos>b")])

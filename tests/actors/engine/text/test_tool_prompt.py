@@ -65,6 +65,7 @@ HISTORY = [
         (PLAIN, ChatFormat()),
         (f"{QWEN}{{# <think> #}}", ChatFormat("hermes", "tagged")),
         (f"{QWEN}<think>\n", ChatFormat("hermes", "open")),
+        ("{{ tools }}<tool_call>\n<function=NAME>\n<parameter=KEY>", ChatFormat("qwen3_coder")),
         ("{{ tools }}[TOOL_CALLS]", ChatFormat("mistral")),
         ("{{ tools }}<|python_tag|>", ChatFormat("llama3")),
         ("{{ tools }}<｜tool▁call▁begin｜>", ChatFormat("deepseek")),
@@ -93,6 +94,56 @@ def test_another_template_gets_them_as_text() -> None:
     assert question == {"role": "user", "content": "?"}
     assert call["content"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert result == {"role": "user", "content": "<tool_response>\nrain\n</tool_response>"}
+
+
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<' + m['role'] + '>' + m['content'] | trim + '</>' }}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_no_system_message_gets_tools_before_the_first_question() -> None:
+    template = ChatTemplate(GEMMA, {})
+    calls = tuple(ToolCallTurn(name, "f", "") for name in "ab")
+    results = [Message("tool", "rain", tool_call_id="a"), Message("tool", "sun", tool_call_id="b")]
+    messages = [HISTORY[0], Message("assistant", "", tool_calls=calls), *results, Message("user", "So?")]
+    turns = turns_of(messages, [TOOL], knows_tools=template.knows_tools, takes_system=template.takes_system)
+    text = template.render(turns, prompt=True, tools=[TOOL])
+    assert text.startswith("<user>You may call one or more functions.")
+    assert json.dumps(TOOL) in text.partition("</tool_call>\n\n?</><assistant>")[0]
+    assert text.count('{"name": "f", "arguments": {}}') == 2
+    told = "<tool_response>\n{}\n</tool_response>".format
+    assert text.endswith(f"<user>{told('rain')}\n{told('sun')}\nSo?</>")
+    assert template.takes_system is False
+    assert ChatTemplate(PLAIN, {}).takes_system is True
+
+
+LLAMA = (
+    "{{ tools }}{% for m in messages %}{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "<call>{{ m.tool_calls[0].id }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_several_calls_become_several_turns_if_the_template_takes_one() -> None:
+    template = ChatTemplate(LLAMA, {})
+    assert template.takes_one_call is True
+    assert not ChatTemplate(QWEN, {}).takes_one_call and not ChatTemplate(MISTRAL, {}).takes_one_call
+    calls = tuple(ToolCallTurn(name, "f", "{}") for name in "abc")
+    results = [Message("tool", f"of {name}", tool_call_id=name) for name in "bca"]
+    messages = [HISTORY[0], Message("assistant", "", tool_calls=calls), *results, Message("user", "So?")]
+    turns = turns_of(messages, [TOOL], knows_tools=True, takes_one_call=True)
+    text = template.render(turns, prompt=True)
+    assert text == "None<user>?<call>a<tool>of a<call>b<tool>of b<call>c<tool>of c<user>So?"
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    call = Message("assistant", "", tool_calls=(ToolCallTurn("call_1", "f", ""),))
+    (turn,) = turns_of([call], [TOOL], knows_tools=True)
+    (shown,) = turn["tool_calls"]  # type: ignore[misc]
+    assert shown["function"] == {"name": "f", "arguments": {}}
 
 
 def test_ids_of_calls_fit_the_template_and_results_keep_their_call() -> None:

@@ -64,7 +64,7 @@ def chat(messages: object, **fields: object) -> bytes:
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**31]}, "prompt"),
         ({"prompt": ["x"] * 3, "n": 100}, "n"),
-        ({"stop": ["x"] * 5}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 257}, "stop"),
         ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
         ({"bad_words": ["x"] * 257}, "bad_words"),

@@ -45,3 +45,9 @@ def test_the_schema_tells_the_type_of_a_field_that_only_other_requests_ignore() 
     properties = ChatRequest.model_json_schema()["properties"]
     assert {"type": "null"} in properties["reasoning_effort"]["anyOf"]
     assert properties["metadata"] == {}
+
+
+def test_the_stop_strings_of_continues_code_completion_are_taken() -> None:
+    names = ("endoftext", "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep", "im_end")
+    stop = (*(f"<|{name}|>" for name in names), "/src/", "#- coding: utf-8", "```")
+    assert sampling_of(chat(stop=list(stop))).stop == stop

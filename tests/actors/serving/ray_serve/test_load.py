@@ -158,7 +158,7 @@ class _Keys(dict[bytes, bytes]):
 def test_the_addresses_of_replicas_that_have_gone_are_forgotten_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = _Keys({load_key("e"): b'{"at_s": 1.0}', replica_key("e", "old"): b"", replica_key("e", "gone"): b""})
 
-    def look(_: float) -> dict[str, Application]:
+    def look(*_: object) -> dict[str, Application]:
         seen = Application(replica_ids=frozenset({"old"}))
         keys[replica_key("e", "new")] = b""  # it starts and registers after Serve has answered
         return {"e": seen}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.serving.tools.parser import JsonScanner, OutputParser, Piece, ToolSyntax, syntax_of
+from raytide.actors.serving.tools.json_scanner import JsonScanner
+from raytide.actors.serving.tools.parser import OutputParser, Piece, ToolSyntax, syntax_of
 
 Reasoning = Literal["", "tagged", "open"]
 DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"

@@ -20,6 +20,7 @@ from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.openai_api.chat.tool_choice import tool_use_of
 from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.fields.structure import structured_of
 from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
 
@@ -90,6 +91,61 @@ def test_each_template_may_write_calls_or_the_format_and_nothing_else(
     assert parser is not None
     pieces = [piece for character in '{"city":"Sunday"}' for piece in parser.feed(character)] + parser.finish()
     assert "".join(piece.text for piece in pieces) == '{"city":"Sunday"}' and not any(piece.call for piece in pieces)
+
+
+@structuring
+@pytest.mark.parametrize("template", ["hermes", "llama3"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"response_format": FORMAT},
+    ],
+)
+def test_schemas_as_pydantic_and_zod_write_them_are_compiled(
+    tmp_path: Path, template: Any, asked: dict[str, Any]
+) -> None:
+    """Formats of their own, `propertyNames` of records, an id, references to other parts of the schema."""
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    properties = {
+        "file": {"type": "string", "format": "path"},
+        "copy": {"$ref": "#/properties/file"},
+        "day": {"type": "string", "format": "date"},
+        "more": {"type": "array", "items": {"$ref": "#"}},
+        "format": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["file", "copy"], "additionalProperties": False}
+    schema["$id"] = "https://example.com/weather"
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    use = tool_use_of(ChatRequest.model_validate({**ASK, "tools": tools, **asked}), ChatFormat(template))
+    assert use.structured is not None
+    grammar = GrammarCompiler(tokenizer.to_str, VOCAB, [0]).compile(use.structured)
+    begin, end = '[{"name":"weather","arguments":', "}]"
+    if isinstance(asked.get("tool_choice"), dict):
+        begin = end = ""
+    elif template == "hermes" and "tool_choice" not in asked:
+        begin, end = '<tool_call>{"name":"weather","arguments":', "}</tool_call>"
+
+    def is_allowed(arguments: str) -> bool:
+        tokens = [*tokenizer.encode(begin + arguments + end).ids, 0]
+        return grammar.state().allowed(tokens) == len(tokens)
+
+    inner = '{"file":"a","copy":"b","day":"2026-01-01"'
+    assert is_allowed(f'{inner},"more":[{inner}}}],"format":{{"x":1}}}}')
+    assert not is_allowed('{"file":"a","copy":1}')
+    assert not is_allowed('{"file":"a","copy":"b","day":"soon"}')
+    assert not is_allowed('{"file":"a","copy":"b","more":[{"file":"a"}]}')
+
+
+def test_a_schema_beside_json_object_counts_as_elsewhere() -> None:
+    """As in llama.cpp's and Together's APIs."""
+    form = {"type": "json_object", "schema": PLACE}
+    request = ChatRequest.model_validate({"model": "m", "messages": ASK["messages"], "response_format": form})
+    found = structured_of(request)
+    assert found is not None and isinstance(found.spec, str)
+    assert json.loads(found.spec) == PLACE
 
 
 @pytest.fixture(scope="module")

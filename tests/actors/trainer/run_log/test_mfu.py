@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.architecture import Architecture, model_shape
 from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.run_log import mfu
@@ -51,6 +51,8 @@ def test_a_layer_with_a_window_computes_the_pairs_in_its_window() -> None:
     matrices = 6 * mfu.matrix_parameters(whole)
     assert mfu.flops_per_token(windowed, 256) - matrices == pytest.approx(12 * 2 * 32 * 2 * seen, rel=0.01)
     assert mfu.flops_per_token(windowed, 64) == mfu.flops_per_token(whole, 64)
+    for length in (64, 256):  # the planner counts the same
+        assert model_shape(windowed).flops_per_token(length) == mfu.flops_per_token(windowed, length)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.autoscaler.providers.kube_server import KubeServer
 
 from raytide.control.bootstrap import wiring
 from raytide.control.bootstrap.cluster_record import MARK, HeadCluster, run_dir_of
@@ -118,6 +119,19 @@ def test_down_ends_what_runs_here_and_closes_the_books(cluster: HeadCluster) -> 
     assert (closed.nodes, closed.differences) == ((), ())
     assert not any(cluster.is_alive(what) for what in ("supervisor", "controller", "api"))
     assert not cluster.client_file.exists()
+
+
+def test_down_in_a_pod_of_kuberay_ends_the_head_too(cluster: HeadCluster) -> None:
+    """Kubernetes restarts the container of `raytide head`, which would start the cluster again."""
+    kube = KubeServer({})
+    section = {"type": "kuberay", "api_url": kube.url, "namespace": "ml"}
+    file = yaml.safe_load(cluster.config_path.read_text()) | {"provider": section}
+    cluster.config_path.write_text(yaml.safe_dump(file))
+    try:
+        cloud_head.down(cluster)
+    finally:
+        kube.close()
+    assert kube.cluster["spec"]["suspend"] is True
 
 
 def test_tokens_of_users_outlive_down_and_up(cluster: HeadCluster) -> None:

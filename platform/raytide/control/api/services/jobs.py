@@ -30,7 +30,7 @@ from raytide.core.objects.ledger_entry import EntryKind
 from raytide.core.objects.node import PROVIDER_LABEL, NodeType
 from raytide.core.objects.plan import UNMANAGED
 from raytide.core.specs.data import DataSpec
-from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.script import FLOW_RUN, ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
@@ -45,7 +45,8 @@ _ALL = 2**31 - 1
 class JobService:
     """Submits, shows and changes jobs, and serves the jobs' drivers.
 
-    Each method reads the store a few times and writes to it at most once.
+    Each method reads the store a few times and writes to it at most once; only the stop of a flow writes for each of
+    its stages.
     """
 
     def __init__(
@@ -142,8 +143,17 @@ class JobService:
         return self.view(self._owned(job_id, caller))
 
     def stop(self, job_id: str, caller: Caller) -> JobView:
-        caller.acting_on(self._store.job(job_id))
-        return self.view(self._store.request_stop(job_id))
+        """Requests the end of a job. A flow ends its stages itself, but while it has no process, they end here."""
+        job = caller.acting_on(self._store.job(job_id))
+        stopped = self._store.request_stop(job_id)
+        if (run := flow_run(job)) and not job.is_final and not self._has_process(job):
+            for stage in self._store.census.with_key(f"{run}-", job.user, job.spec.team):
+                self._store.request_stop(stage)
+        return self.view(stopped)
+
+    def _has_process(self, job: Job) -> bool:
+        lease = self._store.lease_of(job.id)
+        return job.state is JobState.RUNNING and lease is not None and bool(lease.usable)
 
     def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
         """Submits the spec of an ended job again. A deadline that has passed is dropped.
@@ -323,6 +333,14 @@ def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
 def _nccl_paths(train: TrainSpec) -> list[str]:
     """Returns the settings of NCCL that may name a library, which the ranks would load, or a file."""
     return sorted(name for name, value in train.nccl.items() if "PLUGIN" in name or "/" in value)
+
+
+def flow_run(job: Job) -> str:
+    """Returns the run of a flow's job, with which the keys of its stages' jobs begin. Returns an empty text for any
+    other job.
+    """
+    env = job.spec.config.get("env") if job.spec.kind is JobKind.SCRIPT else None
+    return str(env.get(FLOW_RUN, "")) if isinstance(env, dict) else ""
 
 
 def _is_whole(lease: Lease) -> bool:

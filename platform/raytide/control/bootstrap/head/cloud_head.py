@@ -26,7 +26,7 @@ from raytide.control.bootstrap.control_plane import (
 )
 from raytide.control.bootstrap.exposure import check_running
 from raytide.control.bootstrap.head.ending import leading_to_the_end
-from raytide.control.bootstrap.wiring import provider
+from raytide.control.bootstrap.wiring import end_head, provider
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.clock import SystemClock
 from raytide.core.config import raytide_version
@@ -129,7 +129,7 @@ def run_foreground(cluster: HeadCluster) -> None:
 
 def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
     """Ends raytide's processes on this machine and every node that raytide bought, and returns the final accounts.
-    Ray's head keeps running, unless this machine is one of several heads."""
+    Ray's head keeps running, unless this machine is one of several heads, or a pod of KubeRay's."""
     with hold_lock(cluster.run_dir / "head.lock"), leading_to_the_end(cluster):
         cluster.client_file.unlink(missing_ok=True)
         cluster.gateway_file.unlink(missing_ok=True)
@@ -138,7 +138,9 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
         machines = end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         opened = closing(Store.open(cluster.state_url, head_epoch=cluster.head_epoch))
         with opened as store, sole_lead(store, cluster.holder):
-            return close_books(store, machines, SystemClock().now_s())
+            closed = close_books(store, machines, SystemClock().now_s())
+        end_head(cluster)
+        return closed
 
 
 def _file_token(run_dir: Path) -> None:

@@ -3,19 +3,33 @@ causes an entry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from raytide.core.money import month_of
 from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval, Spent
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import chunked
 
+_MOST_ADDED = 10_000
+"""The most entries that are added one by one to the sums of a month; beyond that, the totals are summed again."""
+
+
+class _Summed(NamedTuple):
+    month: str
+    last: int
+    """The number of the last entry in the sums."""
+    teams: Mapping[str, int]
+
 
 class LedgerQueries(DatabaseAccess):
+    _summed: _Summed | None = None
+
     def entries(
         self, *, node_id: str | None = None, subject: str | None = None, ending_after_us: int = 0
     ) -> tuple[Entry, ...]:
@@ -57,14 +71,31 @@ class LedgerQueries(DatabaseAccess):
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
         of_job = sa.select(s.subject, amount, in_month).where(s.kind.in_(_OF_JOB)).group_by(s.subject)
-        of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
             found = [row for part in chunked(jobs) for row in c.execute(of_job.where(s.subject.in_(part)))]
             return Spent(
                 jobs={row[0]: int(row[1]) for row in found},
                 jobs_month={row[0]: int(row[2]) for row in found},
-                teams_month={row[0]: int(row[1]) for row in c.execute(of_team)},
+                teams_month=self._teams_month(c, month),
             )
+
+    def _teams_month(self, c: sa.Connection, month: str) -> dict[str, int]:
+        """Returns what each team has spent in the month. The month's totals have a row for each job, so they are summed
+        only once; later calls add the entries that were booked since.
+        """
+        e, s, before = t.entries.c, t.totals.c, self._summed
+        last = int(c.execute(sa.select(sa.func.max(e.number))).scalar() or 0)
+        if before is not None and before.month == month and 0 <= last - before.last <= _MOST_ADDED:
+            sums = defaultdict(int, before.teams)
+            new = sa.select(e.team, e.from_us, e.amount_micro_usd).where(e.number > before.last)
+            for team, from_us, amount in c.execute(new):
+                if month_of(from_us) == month:
+                    sums[team] += int(amount)
+        else:
+            of_team = sa.select(s.team, sa.func.sum(s.amount_micro_usd)).where(s.month == month).group_by(s.team)
+            sums = defaultdict(int, {row[0]: int(row[1]) for row in c.execute(of_team)})
+        self._summed = _Summed(month, last, sums)
+        return dict(sums)
 
     def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
         """Returns sums in micro-dollars of the ledger entries that began at `since_us` or later. The sums are grouped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from tests.actors.engine.model.parallel.test_link import connected
 from tests.actors.engine.tiny import save_llama
 
+from raytide.actors.engine import EngineConfig, NativeEngine
+from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.model.parallel import leader as leader_module
 from raytide.actors.engine.model.parallel import link as link_module
 from raytide.actors.engine.model.parallel.launcher import LocalMembers
@@ -69,6 +72,33 @@ def test_discarded_weights_are_dropped_by_the_members(pair: tuple[GroupLeader, M
     model = object.__new__(LeaderDecoder)
     model._leader, model.number = leader, 7
     model.discard()
+    assert received(leader, member) == [{"drop_weights": 7}]
+
+
+async def test_weights_are_dropped_if_their_load_ends_after_its_caller(
+    pair: tuple[GroupLeader, MemberLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, member = pair
+    begun, may_end, dropped = threading.Event(), threading.Event(), asyncio.Event()
+    model, loop = object.__new__(LeaderDecoder), asyncio.get_running_loop()
+    model._leader, model.number = leader, 7
+
+    def read(*_: object) -> tuple[LeaderDecoder, None]:
+        begun.set()
+        may_end.wait(60)
+        loop.call_soon_threadsafe(loop.call_later, 0.1, dropped.set)
+        return model, None
+
+    monkeypatch.setattr(operations, "read_weights", read)
+    engine = NativeEngine(EngineConfig(model_dir="nowhere"))
+    engine._core = object()  # type: ignore[assignment]
+    loading = asyncio.create_task(engine.load_weights("other"))
+    await asyncio.to_thread(begun.wait, 60)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    may_end.set()
+    await dropped.wait()
     assert received(leader, member) == [{"drop_weights": 7}]
 
 

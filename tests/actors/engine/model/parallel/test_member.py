@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.actors.engine.model.parallel.test_link import connected
 from tests.actors.engine.tiny import save_llama
 
+from raytide.actors.engine.model.input_batch import StepInputs
+from raytide.actors.engine.model.lora import Adapter, LoraRows
+from raytide.actors.engine.model.parallel.link import StepArrays, pack_step
 from raytide.actors.engine.model.parallel.member import GroupMember
+from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.kernels.core import PagedBatch
 
 TERMS = {
     "device": "cpu",
@@ -71,5 +77,30 @@ def test_weights_are_kept_until_others_have_replaced_them(orders: list[dict[str,
     with pytest.raises(AttributeError, match="_order_nothing"):
         member.follow()
     assert sorted(member._models) == kept
+    leader.close()
+    link.close()
+
+
+@pytest.mark.parametrize("adapters", [[], [(2, 0, 1)]])
+def test_a_step_without_adapters_is_computed_as_one_process_computes_it(adapters: list[tuple[int, int, int]]) -> None:
+    seen: list[LoraRows | None] = []
+
+    class Model:
+        def hidden(self, step: StepInputs, cache: object) -> None:
+            seen.append(step.loras)
+
+        def new_cache(self, *_: int) -> list[torch.Tensor]:
+            return []
+
+    leader, link = connected("s", "s")
+    member = GroupMember(link, {})
+    member._models, member._used, member._shard = {1: Model()}, 1, ModelShard(0, 1, 1, 2)  # type: ignore[dict-item]
+    member._adapters = {2: Adapter({}, 2)}
+    batch = PagedBatch([1], [9], torch.tensor([[4, 2]]), torch.tensor([16]), 8)
+    loras = LoraRows([(Adapter({}, number), first, end) for number, first, end in adapters])
+    rows = torch.tensor([0])
+    packed = pack_step(StepInputs(rows, rows, batch, rows, loras), own_blocks=2, wants_logits=True)
+    member._compute(StepArrays(packed, torch.device("cpu")))
+    assert [each and each.spans for each in seen] == [[(member._adapters[2], 0, 1)] if adapters else None]
     leader.close()
     link.close()

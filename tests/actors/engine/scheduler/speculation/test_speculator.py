@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Sequence as Items
+from typing import Any
 
 import pytest
 
 from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.scheduler.speculation import speculator as speculator_module
 from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
 from raytide.actors.engine.scheduler.step_cost import StepCost
@@ -103,6 +105,35 @@ def test_an_answer_is_found_in_a_later_request_of_its_salt_alone() -> None:
     assert generate(speculator, [text], [1, 2, 3])[0] == 200
     assert generate(speculator, [text], [1, 2, 3], b"other")[0] == 200
     assert generate(speculator, [text], [1, 2, 3])[0] < 60
+
+
+def test_the_samples_of_a_long_prompt_are_indexed_one_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator_module, "_INDEXED_TOKENS", 40)
+    asked: list[int] = []
+
+    class Model:
+        def num_missing(self, seq: Sequence) -> int:
+            return 1
+
+        def seconds(self, rows: int) -> float:
+            return 0.0
+
+        def draft(self, seqs: list[Sequence], counts: list[int]) -> list[list[int]]:
+            asked.append(len(seqs))
+            return [[] for _ in seqs]
+
+    model: Any = Model()
+    speculator = Speculator(("ngram", "model"), lambda seq, draft: len(draft), cost=Costs(512), model=model)
+    seqs = [sequence(f"s{at}", [1, 2, 3, 4] * 15) for at in range(4)]
+    known = []
+    for _ in range(4):
+        for seq in seqs:
+            seq.tokens.append(seq.tokens[-4])
+        chunks = [ScheduledChunk(seq, len(seq.tokens) - 1, 1) for seq in seqs]
+        speculator.add_drafts(chunks, 4, 512, lambda seq, count: count)
+        known.append([chunk.seq.seq_id for chunk in chunks if chunk.draft])
+    assert known == [["s0"], ["s0", "s1"], ["s0", "s1", "s2"], ["s0", "s1", "s2", "s3"]]
+    assert asked == []
 
 
 def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:

@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from raytide.actors.engine import LLM
 from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.models.families import read_architecture
 
 pytest.importorskip("gguf", reason="the oracle, llama.cpp's gguf package, is not installed")
 
@@ -85,6 +86,22 @@ def test_rope_factors_of_a_file_divide_the_frequencies(tmp_path: Path) -> None:
         patch.setattr(gguf.GGUFWriter, "add_token_list", with_factors)
         save_gguf(tmp_path / "m.gguf", model, "F32")
     torch.testing.assert_close(LLM(tmp_path / "m.gguf").logits(PROMPT), expected_logits(model), atol=2e-4, rtol=1e-4)
+
+
+def test_the_fields_of_yarn_mean_what_they_mean_in_a_directory(tmp_path: Path) -> None:
+    import gguf
+
+    yarn = {"factor": 4.0, "attention_factor": 0.875, "beta_fast": 16.0, "beta_slow": 2.0}
+    fixed = {"rope_type": "yarn", "rope_theta": 5000.0, "original_max_position_embeddings": 64}
+    model = save_llama(tmp_path, **WIDE, rope_parameters=fixed | yarn)
+    names = {"factor": "factor", "attention_factor": "yarn_attn_factor"}
+    fields: dict[str, Any] = {
+        f"llama.rope.scaling.{names.get(name, f'yarn_{name}')}": (value, gguf.GGUFValueType.FLOAT32)
+        for name, value in yarn.items()
+    }
+    fields["llama.rope.scaling.original_context_length"] = (64, gguf.GGUFValueType.UINT32)
+    save_gguf(tmp_path / "m.gguf", model, "F32", **{"llama.rope.scaling.type": "yarn"}, **fields)
+    assert read_architecture(tmp_path / "m.gguf").ropes == read_architecture(tmp_path).ropes
 
 
 def test_its_tokenizer_and_template_come_from_the_file(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from raytide.queue.lifecycle.jobs import DriverKey
 PART_BYTES = 2**20
 TAIL_BYTES = 2**25
 """The bytes before the end of a log in which its last lines are searched, because lines may have any length."""
+MOST_ATTEMPTS = 100
+"""The most further attempts that one request reads. A job may have thousands, and each takes several requests to Ray.
+"""
 _BLOCK_BYTES = 2**18
 _PLACE = re.compile(r"(\d{1,9}):(\d{1,18})")
 _DROPPED = "[{} bytes were dropped here: only the last megabytes of a log are kept]\n"
@@ -44,13 +47,14 @@ class _Piece(NamedTuple):
 def part(printed: Printed, job: Job, after: str) -> LogPart:
     """Returns at most a megabyte of the log, beginning at the position `after`."""
     attempt, wanted = _parsed(after)
+    last = min(job.restarts, attempt + MOST_ATTEMPTS)
     piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
-    while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < job.restarts:
+    while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < last:
         attempt, wanted = attempt + 1, 0
         piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
     start, data, size = piece
     if before == len(data):  # empty, or only the first of Ray's lines
-        return LogPart("", f"{attempt}:{start}", has_more=False)
+        return LogPart("", f"{attempt}:{start}", has_more=attempt < job.restarts)
     has_more = start + len(data) < size
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     is_over = job.is_final or attempt < job.restarts
@@ -62,10 +66,11 @@ def part(printed: Printed, job: Job, after: str) -> LogPart:
 
 
 def tail(printed: Printed, job: Job, lines: int) -> str:
-    """Returns the position at which the last `lines` lines begin. Only the last 32 MiB are searched. If the lines begin
-    earlier, returns the beginning of the searched part."""
+    """Returns the position at which the last `lines` lines begin. Only the last 32 MiB and the last MOST_ATTEMPTS
+    attempts are searched. If the lines begin earlier, returns the beginning of the searched part."""
     left = TAIL_BYTES
-    for attempt in range(job.restarts, -1, -1):
+    oldest = max(0, job.restarts - MOST_ATTEMPTS)
+    for attempt in range(job.restarts, oldest - 1, -1):
         key = DriverKey(job.id, attempt)
         begin, head, size = _piece(printed, key, 0, _BLOCK_BYTES)
         preface = begin or _preface(head)
@@ -79,7 +84,7 @@ def tail(printed: Printed, job: Job, lines: int) -> str:
         left -= size
         if left <= 0:
             return f"{attempt}:{first}"
-    return ""
+    return f"{oldest}:0" if oldest else ""
 
 
 def _line_starts(printed: Printed, key: DriverKey, first: int, size: int) -> Iterator[int]:
