@@ -81,7 +81,9 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
 
     cpu_percent, cores = total("ray_node_cpu_utilization"), total("ray_node_cpu_count")
     used, free = total("ray_node_disk_usage"), total("ray_node_disk_free")
-    millijoules = total(TOTAL_ENERGY.name)
+    millijoules, gpus = total(TOTAL_ENERGY.name), samples.get(GPU_UTIL.name, ())
+    if gpus and len(samples.get(TOTAL_ENERGY.name, ())) < len(gpus):
+        millijoules = None  # a GPU that is missing once would return with all the energy of its life
     milliwatts = total("ray_node_gpu_power_milliwatts")
     return NodeReading(
         at_s=now_s,

@@ -47,6 +47,10 @@ class ActionRunner:
         self.counts: Counter[tuple[str, str]] = Counter()
         """Actions by kind and outcome, since this process began."""
 
+    def outcomes(self) -> Mapping[tuple[str, str], int]:
+        """Returns the actions by kind and outcome. The failures begin at 0, because an alert watches their increase."""
+        return {**{(action.do, "failed"): 0 for action in self._actions}, **self.counts}
+
     def resume(self, now_s: float) -> None:
         """Continues the actions that an earlier process left unfinished, or records them as interrupted."""
         entries = {(action.alert, action.do): action for action in self._actions}

@@ -32,7 +32,9 @@ def post_signed(url: str, message: Mapping[str, Any], secret: str, key: str, tim
     if secret:
         headers[SIGNATURE] = signature_of(body, secret)
     try:
-        response = httpx.post(url, content=body, headers=headers, timeout=timeout_s, follow_redirects=False)
+        post = httpx.stream("POST", url, content=body, headers=headers, timeout=timeout_s, follow_redirects=False)
+        with post as response:  # its body is not read: it may never end
+            pass
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # the address may be a secret: its host is enough
         raise ClusterError(f"{_host(url)} did not answer: {type(error).__name__}.") from None
     if not response.is_success:

@@ -41,7 +41,12 @@ Unit = Literal[
 
 VARIABLES = ("endpoint", "job", "node", "team")
 """The labels that a dashboard may be narrowed by."""
-_LABELS = {metric.exposed_name: metric.labels for metric in METRICS.values()}
+_LABELS = {
+    f"{metric.exposed_name}{end}": metric.labels
+    for metric in METRICS.values()
+    for end in ("", *(("_bucket", "_sum", "_count") if metric.type == "histogram" else ()))
+}
+"""The labels of each series, by its name in queries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,13 @@ def downsampled(rows: Sequence[Row], is_counter: bool, before: float | None) -> 
 def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
     """Yields the increase of a counter in each row.
 
-    If a row has several points, the increase is its `sum`. If a row has one point, the increase is that point's
-    difference from the previous value. A counter that fell has restarted at 0.
+    If a row has several points, the increase is its `sum`, or the difference from the previous value if that is more:
+    where the resolution changes, time may have passed between the rows. If a row has one point, the increase is that
+    point's difference from the previous value. A counter that fell has restarted at 0.
     """
     for row in rows:
         if row.count > 1:
-            yield row.sum
+            yield row.sum if before is None else max(row.sum, row.last - before)
         elif before is not None:
             yield row.last - before if row.last >= before else row.last
         else:

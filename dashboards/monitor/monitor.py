@@ -109,7 +109,7 @@ class Monitor:
             yield MetricSample(m.SCRAPE_UP, float(is_up), (job, instance))
         for (name, severity), count in self._alerting.firing.items():
             yield MetricSample(m.ALERTS, float(count), (name, severity))
-        for (kind, outcome), count in self._runner.counts.items():
+        for (kind, outcome), count in self._runner.outcomes().items():
             yield MetricSample(m.ACTIONS, float(count), (kind, outcome))
         yield from self._anomalies.samples()
         yield from self._more()

@@ -24,7 +24,8 @@ class RaplCollector:
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
-        self._packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+        zones = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+        self._packages = [zone for zone in zones if _is_package(zone)]
         self._lock = threading.Lock()
         self._last: dict[Path, int] = {}
         self._joules: dict[Path, float] = {}
@@ -57,3 +58,11 @@ class RaplCollector:
         passed = now - self._last.get(zone, now)
         self._joules[zone] = self._joules.get(zone, 0.0) + (passed if passed >= 0 else passed + turn) / 1e6
         self._last[zone] = now
+
+
+def _is_package(zone: Path) -> bool:
+    """Returns False for the zone of the whole machine (`psys`), whose energy includes that of the packages."""
+    try:
+        return (zone / "name").read_text().startswith("package")
+    except OSError:
+        return True

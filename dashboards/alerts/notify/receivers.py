@@ -5,6 +5,7 @@ from __future__ import annotations
 import smtplib
 import ssl
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
@@ -97,12 +98,17 @@ class _Email(_Configured[EmailSection]):
         config = self._config
         message = email_of(alerts, config, self._cluster)
         try:
-            with self._connected() as smtp:
+            smtp = self._connected()
+            try:
                 if config.tls == "starttls":
                     smtp.starttls(context=ssl.create_default_context())
                 if config.user:
                     smtp.login(config.user, self._password())
                 smtp.send_message(message)
+            finally:
+                with suppress(OSError, smtplib.SMTPException):
+                    smtp.quit()  # whatever the server answers, the mail was taken or not before
+                smtp.close()
         except (OSError, smtplib.SMTPException) as error:
             code = f" ({error.smtp_code})" if isinstance(error, smtplib.SMTPResponseException) else ""
             raise ClusterError(f"{config.host}:{config.port} took no mail: {type(error).__name__}{code}.") from None

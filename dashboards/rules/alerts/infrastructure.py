@@ -6,6 +6,7 @@ from raytide.core.telemetry.catalogue import gpu, infrastructure, ray
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
     Aggregation,
+    Arithmetic,
     Condition,
     OverTime,
     PredictLinear,
@@ -29,6 +30,13 @@ _IS_NEW = Condition(
     sum_by(OverTime("count", _EVICTIONS, 600), *_EVICTED),
 )
 """All values of a counter are of the last minutes. Ray's begin at their first count, which an increase does not see."""
+
+_FREE_GPUS = SetOperation(
+    sum_by(select(infrastructure.GPUS, use=("idle", "starting"))),
+    "or",
+    Arithmetic(sum_by(select(infrastructure.GPUS)), "*", 0),
+)
+"""The number of free GPUs. While all are held, no series says so."""
 
 _rule = partial(AlertRule, layer="infrastructure")
 
@@ -158,7 +166,7 @@ ALERTS = (
         Condition(
             Aggregation("count", Condition(max_by(OverTime("avg", select(gpu.GPU_UTIL), 1800), *_GPU), "<", 5)),
             ">",
-            sum_by(select(infrastructure.GPUS, use=("idle", "starting"))),
+            _FREE_GPUS,
         ),
         600,
         "{value} GPUs did nothing for half an hour, more than are free",

@@ -39,9 +39,9 @@ ALERTS = (
     _rule(
         "EngineFailing",
         "warning",
-        Condition(sum_by(OverTime("increase", select(model.ENGINE_FAILURES), 600), "endpoint"), ">", 0),
+        Condition(sum_by(OverTime("increase", select(model.ENGINE_FAILURES), 600), *_REPLICA), ">", 0),
         0,
-        "Engine steps of {endpoint} failed in the last ten minutes",
+        "Engine steps of replica {replica} of {endpoint} failed in the last ten minutes",
         "The replicas' logs have the error (`raytide logs`).",
         "restart_replica",
     ),

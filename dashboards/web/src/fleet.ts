@@ -60,7 +60,16 @@ export function burnOf(endpoint: Endpoint, before?: Record<string, number>): num
   return Math.max(0, late) / Math.max(finished, late, 1) / (1 - (endpoint.slo_target ?? 0.99));
 }
 
-const budgetOf = (team: Team): number | null => team.hard_usd ?? team.soft_usd;
+export const budgetOf = (team: Team): number | null => team.hard_usd ?? team.soft_usd;
+
+/** What each team and the teams below it have spent this month: what its budget pays for. */
+export function spentOf(teams: Team[]): Map<string, number> {
+  const known = new Map(teams.map((team) => [team.team, team]));
+  const sums = new Map<string, number>();
+  for (const team of teams)
+    for (let at: Team | undefined = team; at; at = known.get(at.parent)) sums.set(at.team, (sums.get(at.team) ?? 0) + team.spent_micro_usd);
+  return sums;
+}
 
 /** This month's budgets, and what was spent of them. A team's budget also pays for the teams below it, whose own are parts of it; what teams without one spend is no part. */
 export function budgetsOf(teams: Map<string, Team>): { usd: number; spent_micro_usd: number } {

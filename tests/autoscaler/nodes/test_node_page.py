@@ -77,6 +77,15 @@ def test_power_counts_until_the_next_reading_but_not_for_ever_and_a_reset_counte
     assert meter.joules() == {"n": {"nvml": 6027.0, "estimate": 2.0}}
 
 
+def test_a_gpu_that_tells_no_energy_once_does_not_return_with_that_of_its_life() -> None:
+    both = EXPORTER + 'DCGM_FI_DEV_GPU_UTIL{gpu="0"} 50\nDCGM_FI_DEV_GPU_UTIL{gpu="1"} 50\n'
+    one = "".join(line for line in both.splitlines(True) if "7.0e6" not in line)
+    meter = EnergyMeter()
+    for at_s, page in ((0.0, both), (2.0, one), (4.0, both.replace("5.0e6", "6.0e6").replace("7.0e6", "8.0e6"))):
+        meter.add("n", reading_of(read_page(page, at_s), at_s))
+    assert meter.joules() == {"n": {"nvml": 1200.0}}, "four seconds at 300 W"
+
+
 @pytest.mark.parametrize(
     ("machine_s", "skew_s"), [(1000.0, 0.0), (1000.9, 0.0), (1005.5, 4.8), (990.0, -9.2), (999.9, -0.2)]
 )

@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email import message_from_bytes, policy
 from email.message import EmailMessage
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,7 +24,7 @@ from raytide.core.telemetry.settings import NotifySection
 from raytide.dashboards.alerts.notify.dispatch import Dispatcher, due_alerts
 from raytide.dashboards.alerts.notify.receivers import receivers_of
 from raytide.dashboards.alerts.records import AlertRecords, Silence
-from raytide.dashboards.alerts.signing import SIGNATURE, signature_of
+from raytide.dashboards.alerts.signing import SIGNATURE, post_signed, signature_of
 from raytide.dashboards.alerts.states import Alert, Observed, advance
 
 
@@ -42,9 +42,20 @@ class Mailbox:
         return "250 taken"
 
 
+class Closing(Mailbox):
+    """A server that takes mails, and then ends the connection in its own way."""
+
+    async def handle_QUIT(  # noqa: N802 # aiosmtpd's name
+        self, server: Any, session: Session, envelope: Envelope
+    ) -> str:
+        return "421 too busy for a farewell"
+
+
 @contextmanager
-def smtp(ssl_context: ssl.SSLContext | None = None, **options: Any) -> Iterator[tuple[Mailbox, int]]:
-    box, loop = Mailbox(), asyncio.new_event_loop()
+def smtp(
+    ssl_context: ssl.SSLContext | None = None, box: Mailbox | None = None, **options: Any
+) -> Iterator[tuple[Mailbox, int]]:
+    box, loop = box or Mailbox(), asyncio.new_event_loop()
     listening = socket.create_server(("127.0.0.1", 0))
     made = loop.create_server(lambda: SMTP(box, loop=loop, **options), sock=listening, ssl=ssl_context)
     server = loop.run_until_complete(made)
@@ -111,6 +122,12 @@ def test_a_mail_arrives_at_a_local_smtp_server(tmp_path: Path) -> None:
     assert second["Subject"] == "[local] 1 resolved: NodeSick"
 
 
+def test_a_mail_that_was_taken_is_not_sent_again_whatever_the_farewell(tmp_path: Path) -> None:
+    with smtp(box=Closing()) as (box, port):
+        assert send(mail_to(port), tmp_path, firing()) == 1
+    assert len(box.mails) == 1
+
+
 @pytest.mark.parametrize("tls", ["starttls", "implicit"])
 def test_a_server_whose_certificate_is_unknown_gets_neither_mail_nor_password(tmp_path: Path, tls: str) -> None:
     from tests.dashboards.alerts.self_signed import server_context
@@ -165,6 +182,38 @@ def test_slack_pagerduty_and_webhooks_get_their_formats(tmp_path: Path) -> None:
     assert (hook["version"], hook["status"], hook["alerts"][0]["labels"]["alertname"]) == ("4", "firing", "NodeSick")
     headers, body = got[2]
     assert headers[SIGNATURE] == signature_of(body, "k3y")
+
+
+def test_an_answer_without_end_holds_nothing_up() -> None:
+    left = threading.Event()
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b".")
+                    if left.wait(0.1):
+                        break
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Endless)
+    serving = threading.Thread(target=server.handle_request)
+    serving.start()
+    said: list[str] = []
+    url = f"http://127.0.0.1:{server.server_port}/"
+    posting = threading.Thread(target=lambda: said.append(post_signed(url, {}, "", "", 20.0)))
+    posting.start()
+    posting.join(5.0)
+    try:
+        assert said == ["127.0.0.1 answered 200"]
+    finally:
+        left.set()
+        posting.join()
+        serving.join()
+        server.server_close()
 
 
 def test_what_is_not_delivered_is_sent_again_with_jitter_and_nothing_is_lost(tmp_path: Path) -> None:

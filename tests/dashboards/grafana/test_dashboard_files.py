@@ -97,6 +97,9 @@ def test_a_query_is_narrowed_by_the_variables_that_its_metrics_have() -> None:
         'sum by (outcome) (rate(raytide_requests_total{endpoint=~"$endpoint"}[$__rate_interval]))'
     )
     assert queries["Error budget burn"] == 'endpoint:raytide_slo_burn:rate5m{endpoint=~"$endpoint"}'
+    assert queries["Distribution of the first token"] == (
+        'sum by (le) (rate(raytide_time_to_first_token_seconds_bucket{endpoint=~"$endpoint"}[$__rate_interval]))'
+    )
     assert queries["Refused by limits"].endswith(" or on() vector(0)")
 
 

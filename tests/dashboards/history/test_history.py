@@ -80,6 +80,17 @@ def test_old_points_come_from_coarser_levels_and_a_counter_rises_through_restart
     assert len(curve.points) == 31
 
 
+def test_a_rate_does_not_dip_where_the_resolution_changes(tmp_path: Path) -> None:
+    history = HistoryWriter(tmp_path / "h", days=7, low_bytes=0)
+    changes_s, end_s = 205 * 60.0, 2 * 86_400.0 + 205 * 60.0  # rows of a minute are kept for two days
+    for after_s in (*range(0, 240 * 60, 30), *range(240 * 60, int(end_s), 600)):
+        write(history, NOW_S + after_s, "n_total", 2.0 * after_s, is_counter=True)
+    history._prune(NOW_S + end_s)
+    start_s = NOW_S + changes_s
+    (curve,) = HistoryReader(tmp_path / "h").query("n", {}, start_s - 3600, start_s + 1500, 300.0, is_rate=True)
+    assert [value for _, value in curve.points[-6:]] == pytest.approx([2.0] * 6)
+
+
 def test_a_counter_does_not_restart_when_the_clock_is_set_back(tmp_path: Path) -> None:
     history = HistoryWriter(tmp_path / "h", low_bytes=0)
     at_s, value = NOW_S, 1000.0

@@ -4,14 +4,17 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.dashboards.alerts.alert_examples import firing
 from tests.dashboards.alerts.test_actions import World
 
 from raytide.core.telemetry.metrics import render
@@ -22,11 +25,12 @@ from raytide.dashboards.alerts.records import FILE, AlertRecords
 from raytide.dashboards.alerts.runner import ActionRunner
 from raytide.dashboards.history.reader import HistoryReader
 from raytide.dashboards.history.writer import HistoryWriter
-from raytide.dashboards.monitor.alerting import Alerting
+from raytide.dashboards.monitor.alerting import Alerting, StoredSeries
 from raytide.dashboards.monitor.anomalies import Anomalies
 from raytide.dashboards.monitor.monitor import Monitor
 from raytide.dashboards.monitor.scraper import PREFIXES, RAY, PageReader, Scraper, targets_from_discovery
 from raytide.dashboards.rules.alerts import ALERTS
+from raytide.dashboards.rules.evaluation import evaluate
 
 NOW_S = 1_700_000_000.0
 GPU_RULES = [rule for rule in ALERTS if rule.name.startswith("Gpu")]
@@ -172,6 +176,18 @@ def test_rising_ecc_errors_quarantine_the_node_once_though_the_monitor_restarts(
     assert f'raytide_scrape_up{{instance="{watched.address}",job="raytide-gpu"}} 1.0' in watched.text
 
 
+def test_the_first_action_that_fails_raises_the_counter_of_failures(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, World(), QUARANTINE)
+    failed = 'raytide_actions_total{action="quarantine_node",outcome="failed"}'
+    watched.world.is_away = True
+    with pages(watched.page) as watched.address:
+        watched.watch(4)
+        assert f"{failed} 0.0" in watched.text.splitlines()
+        watched.gpu = 3.0
+        watched.watch(2)
+        assert f"{failed} 1.0" in watched.text.splitlines()
+
+
 def test_beside_an_alertmanager_the_own_evaluator_only_records(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text('{"monitoring": true}')
     watched = Watched(tmp_path, World(), QUARANTINE)
@@ -248,3 +264,29 @@ def test_a_ratio_to_zero_is_an_alert_that_json_can_hold(tmp_path: Path) -> None:
     assert (alert.state, alert.value) == ("pending", None)
     assert alert.summary == "chat preempts inf% of its requests for lack of KV blocks"
     json.dumps(alert_json(alert), allow_nan=False)
+
+
+def test_each_day_counts_alike_in_an_average_over_a_week(tmp_path: Path) -> None:
+    history, reader = HistoryWriter(tmp_path / "h", low_bytes=0), HistoryReader(tmp_path / "h")
+    price = history.series("raytide_endpoint_usd_per_mtoken", (("endpoint", "chat"),), False)
+    rises_s, end_s = 5 * 86_400, 7 * 86_400
+    for after_s in (*range(0, rises_s, 600), *range(rises_s, end_s + 120, 120)):  # of the last days more is kept
+        history.write(NOW_S + after_s, [(price, 1.0 if after_s < rises_s else 2.0)])
+    (rule,) = [rule for rule in ALERTS if rule.name == "PricePerMTokRegressed"]
+    found = evaluate(rule.expr, StoredSeries(reader, 300.0), NOW_S + end_s)
+    history.close()
+    assert found == {(("endpoint", "chat"),): pytest.approx(2.0 / (9.0 / 7.0), rel=0.02)}
+
+
+def test_an_alert_that_alertmanager_no_longer_repeats_ends(tmp_path: Path) -> None:
+    records, reader = AlertRecords(tmp_path / FILE), HistoryReader(tmp_path / "h")
+    runner, dispatcher = ActionRunner(records, [], World, {}), Dispatcher(records, [], NotifySection())
+    alerting = Alerting(tmp_path, [], records, runner, dispatcher, reader, 15.0)
+    forgotten, repeated = firing("Forgotten"), firing("Repeated")
+    records.save([replace(alert, source="alertmanager") for alert in (forgotten, repeated)], NOW_S)
+    for hour in range(7):
+        at_s = NOW_S + 8 * 3600.0 + 3600.0 * hour  # the head was away for eight hours
+        records.save([replace(repeated, source="alertmanager")], at_s)
+        alerting.evaluate(at_s)
+        states = {alert.name: str(alert.state) for alert in records.alerts("alertmanager")}
+        assert states == {"Forgotten": "firing" if hour < 5 else "resolved", "Repeated": "firing"}

@@ -234,8 +234,8 @@ MODEL = (
         "EngineFailing",
         6,
         one("raytide_engine_failures_total", REPLICA, "0x3 1x5"),
-        CHAT,
-        "Engine steps of chat failed in the last ten minutes",
+        REPLICA,
+        "Engine steps of replica r1 of chat failed in the last ten minutes",
         one("raytide_engine_failures_total", REPLICA, "4x10"),
     ),
     AlertCase(

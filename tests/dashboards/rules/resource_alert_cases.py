@@ -133,8 +133,8 @@ INFRASTRUCTURE = (
         {
             **one("DCGM_FI_DEV_GPU_UTIL", GPU, "0x60"),
             **one("DCGM_FI_DEV_GPU_UTIL", SECOND_GPU, "0x60"),
-            **one("raytide_gpus", {"use": "idle", "market": "spot"}, "1x60"),
-            **one("raytide_gpus", {"use": "training", "market": "spot"}, "1x60"),
+            **one("raytide_gpus", {"use": "idle", "market": "spot"}, "1x20 stale"),  # then none is free
+            **one("raytide_gpus", {"use": "training", "market": "spot"}, "1x20 2x40"),
         },
         {},
         "2 GPUs did nothing for half an hour, more than are free",

@@ -122,6 +122,14 @@ def test_the_evaluator_judges_as_promtool_does(case: AlertCase) -> None:
     assert firing(case, case.quiet) == {}
 
 
+def test_an_alert_names_what_its_action_is_done_to() -> None:
+    labels = {"quarantine_node": "node", "replace_node": "node", "rollback": "endpoint", "pause_budget": "team"}
+    needed = {"restart_replica": {"endpoint", "replica"}, **{action: {label} for action, label in labels.items()}}
+    for case in CASES:
+        if action := RULES[case.alert].action:
+            assert needed[action] <= case.labels.keys(), case.alert
+
+
 def test_a_case_is_near_its_bound() -> None:
     """Each quiet case has samples, or it would say nothing."""
     assert [case.alert for case in CASES if not case.quiet or case.quiet == case.fires] == []

@@ -101,3 +101,11 @@ def test_what_was_spent_of_budgets_leaves_out_teams_without_one_and_counts_a_par
     ]
     found = in_node(tmp_path, "fleet", "m.budgetsOf(new Map(given))", teams)
     assert found == {"usd": 1500, "spent_micro_usd": 250 * 10**6}
+    below = dict(in_node(tmp_path, "fleet", "[...m.spentOf(given.map(([, team]) => team))]", teams))
+    assert {name: spent // 10**6 for name, spent in below.items()} == {
+        "infra": 5000,
+        "research": 250,
+        "vision": 200,
+        "interns": 40,
+        "chat": 0,
+    }

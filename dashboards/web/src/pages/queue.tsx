@@ -1,6 +1,7 @@
 // Who waits, in which place, why and for how long; and how the teams share the fleet.
 import { useMemo, useState } from "preact/hooks";
 
+import { budgetOf, spentOf } from "../fleet";
 import { num, percent, plural, span, usd } from "../format";
 import { now as clock, useLive } from "../live";
 import type { Place } from "../routes";
@@ -113,6 +114,7 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
     .map((team) => ({ team, used: team.used[resource] ?? 0, own: team.own[resource] ?? team.quota[resource] ?? 0 }))
     .sort((a, b) => b.used - a.used || a.team.team.localeCompare(b.team.team));
   const shown = useFilter("Teams", rows, ({ team }) => team.team);
+  const spent = spentOf(teams);
   const most = Math.max(1, ...rows.map((row) => Math.max(row.used, row.own)));
   return (
     <Card title={resource ? `Fair shares of ${resource}s` : "Fair shares"} cmd="raytide quota" flush aside="used, of its own quota, and borrowed beyond it">
@@ -138,7 +140,8 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
             <tbody>
               {shown.rows.map(({ team, used, own }) => {
                 const borrowed = own ? Math.max(0, used - own) : 0;
-                const budget = team.hard_usd ?? team.soft_usd;
+                const budget = budgetOf(team);
+                const share = budget == null ? 0 : spent.get(team.team)! / 1e6 / budget;
                 return (
                   <tr key={team.team}>
                     <td class="strong">{team.team}</td>
@@ -161,9 +164,9 @@ function FairShares({ teams, isKnown }: { teams: Team[]; isKnown: boolean }) {
                       {budget != null && (
                         <>
                           <span class="sub-line">
-                            {percent(team.spent_micro_usd / 1e6 / budget)} of ${num(budget)}
+                            {percent(share)} of ${num(budget)}
                           </span>
-                          <Meter share={team.spent_micro_usd / 1e6 / budget} label={`${percent(team.spent_micro_usd / 1e6 / budget)} of the budget`} />
+                          <Meter share={share} label={`${percent(share)} of the budget`} />
                         </>
                       )}
                     </td>

@@ -220,6 +220,9 @@ def test_counters_of_cpus_turn_and_their_parts_do_not_count_twice(tmp_path: Path
     write_package(tmp_path, "intel-rapl:0", 999_000_000)
     write_package(tmp_path, "intel-rapl:1", 1_000_000)
     write_package(tmp_path, "intel-rapl:0:0", 5)  # the cores of package 0
+    write_package(tmp_path, "intel-rapl:2", 1_000_000_000)  # the whole machine
+    for number, name in enumerate(("package-0", "package-1", "psys")):
+        (tmp_path / f"intel-rapl:{number}" / "name").write_text(f"{name}\n")
     collector = RaplCollector(tmp_path)
     write_package(tmp_path, "intel-rapl:0", 2_000_000)
     write_package(tmp_path, "intel-rapl:1", 4_000_000)

@@ -192,6 +192,19 @@ def test_budgets_show_what_is_used_and_what_will_be_at_the_end_of_the_month(stor
     assert page("raytide_booked_usd", "job") == 5.0
 
 
+def test_the_budget_of_a_team_pays_for_the_teams_below_it(store: Store) -> None:
+    now_us = 20 * DAY_US  # eleven days of the month are left
+    entry = Entry("node-1", now_us, now_us + 1, EntryKind.JOB, "job-1", "vision", 1, amount_micro_usd=19_000_000)
+    opened = OpenInterval("node-1", 1_000_000, now_us, now_us, (Share(EntryKind.JOB, "job-1", "vision", 1.0),))
+    store.commit(Changes(at_s=0.0, entries=(entry,), intervals=(opened,)))
+    budgets = {"research": {"budget": {"hard_usd": 20.0}}, "vision": {"parent": "research"}}
+    teams = {name: TeamSpec.parse(spec, where=name) for name, spec in budgets.items()}
+    page = Page(cost_samples(store.books, teams, store.books.intervals(), now_us))
+    assert page("raytide_team_budget_used_ratio", "research") == 0.95
+    assert page("raytide_team_budget_forecast_ratio", "research") == pytest.approx((19 + 11 * 24) / 20)
+    assert page("raytide_team_budget_used_ratio", "vision") is None
+
+
 def test_lost_work_moves_from_jobs_to_waste_in_the_history_too(store: Store, tmp_path: Path) -> None:
     entry = Entry("node-1", 0, 60_000_000, EntryKind.JOB, "job-1", "red", 1, amount_micro_usd=5_000_000)
     moved = lost([entry], until_us=60_000_000, lost_us=24_000_000, cause="node-2")

@@ -161,20 +161,29 @@ def cost_samples(
     books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
 ) -> Iterator[MetricSample]:
     """Yields the booked cost in dollars by kind of ledger entry. For each team with a budget, yields the share of the
-    monthly budget that is spent now, and the share that will be spent by the month's end at the present rate."""
+    monthly budget that is spent now, and the share that will be spent by the month's end at the present rate. A team's
+    budget also pays for the teams below it."""
     booked = books.booked("kind")
     yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
-    spent = books.spent([], month_of(now_us)).teams_month
-    burn: Counter[str] = Counter()
+    spent, burn = Counter[str](), Counter[str]()
+    for team, booked_micro_usd in books.spent([], month_of(now_us)).teams_month.items():
+        spent.update(dict.fromkeys(_payers(team, teams), booked_micro_usd))
     for (_, _, team, _), micro_usd_h in rates(intervals).items():
-        burn[team] += round(micro_usd_h)
+        burn.update(dict.fromkeys(_payers(team, teams), round(micro_usd_h)))
     for name, spec in sorted(teams.items()):
         budget_usd = spec.budget.soft_usd if spec.budget.hard_usd is None else spec.budget.hard_usd
         if budget_usd:
-            amount = spent.get(name, 0)
+            amount = spent[name]
             at_end = amount + burn[name] * hours_left_in_month(now_us)
             yield MetricSample(cost.BUDGET_USED, amount / MICRO / budget_usd, (name,))
             yield MetricSample(cost.BUDGET_FORECAST, at_end / MICRO / budget_usd, (name,))
+
+
+def _payers(team: str, teams: Mapping[str, TeamSpec]) -> Iterator[str]:
+    """Yields the team and its ancestors."""
+    while team in teams:
+        yield team
+        team = teams[team].parent
 
 
 def backup_samples(settings: BackupSection, results: BackupResults, now_s: float) -> Iterator[MetricSample]:
