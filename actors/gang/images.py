@@ -106,7 +106,7 @@ def prepare(image: str) -> dict[str, Any]:
             _check_versions(image, json.loads(output.strip().splitlines()[-1]), here)
             is_fit.touch()
     marks = {name: value for name, value in passed(os.environ, MARKS).items() if "'" not in value}  # Ray quotes with it
-    return {"image_uri": pinned, "env_vars": {VARIABLE: pinned, **marks}}
+    return {"image_uri": pinned, "env_vars": {VARIABLE: pinned, "PYTHONUNBUFFERED": "1", **marks}}
 
 
 def name_of(image: str) -> str:

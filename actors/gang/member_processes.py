@@ -7,6 +7,7 @@ Each process runs under a shim, which ends the process when the actor's process 
 from __future__ import annotations
 
 import codecs
+import fcntl
 import io
 import json
 import os
@@ -21,13 +22,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raytide.actors.gang import process_shim
+from raytide.actors.gang import images, process_shim
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import MARKS, WITH_COMMANDS, passed
+from raytide.core.io.private_folder import take
 from raytide.core.io.process import free_port
 from raytide.core.io.working_dir import unpack
 
@@ -39,7 +41,8 @@ is full.
 LINE_CHARS = 8192
 """The most characters of a line; longer lines are split."""
 TAIL_LINES = 10
-TAIL_CHARS = 8192
+TAIL_CHARS = 3000
+"""The most characters of the last lines: more would not fit into a job's reason, which is cut at its end."""
 _ALL = 2**20
 """A number of bytes that no pipe's buffer exceeds."""
 
@@ -100,7 +103,8 @@ class MemberProcesses:
     """
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))
+        self._folder, self._held = _new_folder()
+        threading.Thread(target=_remove_left, name="left folders", daemon=True).start()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._events: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
 
@@ -125,7 +129,7 @@ class MemberProcesses:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     bufsize=0,
-                    pass_fds=(fd,),
+                    pass_fds=(fd, self._held),
                 )
             self._running[launch.rank] = process
             listener = (launch.rank, process, os.pidfd_open(process.pid))
@@ -183,6 +187,31 @@ class MemberProcesses:
         self._events.put(ProcessExit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
 
 
+def _prefix() -> str:
+    return f"raytide-run-{os.geteuid()}-"
+
+
+def _new_folder() -> tuple[Path, int]:
+    """Makes a folder, and returns it with the descriptor of a lock on it. The lock is held by this process and by the
+    shims, which inherit it. The folder gets its final name last, so no folder with such a name ever lacks its lock.
+    """
+    made = Path(tempfile.mkdtemp(prefix="raytide-run-"))
+    held = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # where folders cannot be locked, as on NFS, they are never removed as left
+        take(held, fcntl.LOCK_EX)
+    return made.rename(made.with_name(_prefix() + made.name.removeprefix("raytide-run-"))), held
+
+
+def _remove_left() -> None:
+    """Removes the folders that nobody holds: their actors and shims were killed together, as by `raytide down`."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with suppress(OSError):  # another process removes it, or it is no folder
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if take(handle, fcntl.LOCK_EX):
+                process_shim.remove(str(left))
+            os.close(handle)
+
+
 @contextmanager
 def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
     """Yields a file descriptor from which a shim reads the command's environment and user.
@@ -201,13 +230,18 @@ def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int
 
 
 def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
-    """Returns a command's environment. A job cannot change the marks by which raytide finds its processes."""
+    """Returns a command's environment. A job cannot change the marks by which raytide finds its processes. In a
+    container, the environment includes the image's own variables.
+    """
     rights, own = launch.rights, {}
     if rights.user:
         account = account_of(rights.user)
         home = account.pw_dir if os.path.isdir(account.pw_dir) else str(folder)
         own = {"HOME": home, "USER": rights.user, "LOGNAME": rights.user, "SHELL": account.pw_shell}
     inherited = passed(os.environ, WITH_COMMANDS, rights.named)
+    if image := os.environ.get(images.VARIABLE):
+        of_image = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTIDE_"))}
+        inherited |= {**of_image, images.VARIABLE: image}
     marks = passed(os.environ, MARKS)
     return {**inherited, **own, **rights.environment, **launch.environment, **marks}
 

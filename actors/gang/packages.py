@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from raytide.actors.gang.process_shim import NOT_STARTED
@@ -45,6 +46,11 @@ reports them as a package that does not exist.
 """
 _READY = "ready"
 _LOG = "pip.log"
+_BY_PYTHON = re.compile(rb"#!%b/python[0-9.]*\n" % re.escape(os.fsencode(Path(sys.executable).parent)))
+"""The first line of a program that raytide's interpreter runs."""
+_LINE_BYTES = 4096
+_FORMAT = 2
+"""The number of the environments' present form: others are not used."""
 _IN_USE: dict[Path, int] = {}
 """The descriptors that keep environments from being removed while this process lives."""
 _KEPT_S = 30 * 86_400.0
@@ -91,7 +97,7 @@ def content_key(requirements: Sequence[str]) -> str:
     the versions of raytide, Ray and torch.
     """
     below = {name: installed_version(name) or "" for name in ("raytide", "ray", "torch")}
-    content = [sorted(requirements), sys.version, sys.prefix, below]
+    content = [_FORMAT, sorted(requirements), sys.version, sys.prefix, below]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -167,7 +173,21 @@ def _make(path: Path, requirements: Sequence[str], *, is_quiet: bool) -> None:
     log.unlink(missing_ok=True)
     if done.returncode:
         raise _install_error(requirements, f"{done.stdout or ''}\n{logged}", done.returncode)
+    _copy_programs(path / "bin")
     (path / _READY).touch()
+
+
+def _copy_programs(into: Path) -> None:
+    """Copies the Python programs of raytide's own environment, such as `torchrun`, unless the packages have their own.
+    The first line of a program names its interpreter, and raytide's interpreter does not have the packages.
+    """
+    for program in Path(sys.executable).parent.iterdir():
+        if (into / program.name).exists() or not program.is_file():
+            continue
+        with suppress(PermissionError), program.open("rb") as file:
+            if _BY_PYTHON.fullmatch(file.readline(_LINE_BYTES)):
+                (into / program.name).write_bytes(b"#!%b\n%b" % (os.fsencode(into / "python"), file.read()))
+                (into / program.name).chmod(0o755)
 
 
 def _install_error(requirements: Sequence[str], output: str, code: int) -> RaytideError:

@@ -7,8 +7,9 @@ cannot change to another user.
 
 The owner is the process that holds the other end of the shim's stdin. Stdin closes when the owner closes it or dies.
 The command's processes then get SIGTERM, and a few seconds later SIGKILL. FOLDER, their working directory, is
-removed. A SIGTERM to the shim is passed on to the command's processes. If stdin closes after such a SIGTERM, SIGKILL
-follows at once. The shim exits as the command did: with its exit code, or with 128 plus the signal's number.
+removed. A SIGTERM to the shim is passed on to the command's process group. The shim then waits for the whole group: a
+shell ends at once, while what it started still saves its state. If stdin closes after such a SIGTERM, SIGKILL follows
+at once. The shim exits as the command did: with its exit code, or with 128 plus the signal's number.
 
 The shim imports nothing of raytide, since it is run as a file and must start quickly. It consists of two processes.
 The owner starts the first process, and Ray kills the first process together with the owner. The second process is
@@ -21,18 +22,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import pwd
 import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ORPHAN_GRACE_S = 5.0
 """The seconds from SIGTERM to SIGKILL once the owner has ended: its resources may be leased again soon."""
 REMOVAL_S = 300.0
+_LOOK_S = 0.1
 NOT_STARTED = 127
 OOM_SCORE = 1000
 """The `oom_score_adj` of the command: when memory runs out, the kernel ends it before raytide's and Ray's processes."""
@@ -61,6 +66,8 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in all of its processes
     with contextlib.suppress(OSError):  # a system without this file, or which does not let it be written
         Path("/proc/self/oom_score_adj").write_text(f"{OOM_SCORE}\n")
     try:
@@ -88,9 +95,11 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
             _reap(child.pid)
         elif parent in ready or not os.read(0, 100):
             is_orphan = True
-    if is_orphan and not is_asked:
+    if is_asked and not is_orphan:
+        is_orphan = _wait_for_group(child.pid, (0, parent))
+    elif is_orphan and not is_asked:
         _kill(-child.pid, signal.SIGTERM)
-        select.select([ended], [], [], ORPHAN_GRACE_S)
+        _wait_for_group(child.pid, (), ORPHAN_GRACE_S)
     _kill(-child.pid, signal.SIGKILL)
     code = child.wait()
     _end_children()  # what the command started and left behind
@@ -139,15 +148,31 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    return [pid for pid, _, parent, _ in _processes() if parent == os.getpid()]
+
+
+def _wait_for_group(group: int, signs: Sequence[int], timeout_s: float = math.inf) -> bool:
+    """Waits until no process of the group runs, for at most `timeout_s` seconds. Returns True at once if one of the
+    file descriptors `signs` becomes readable.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(each == group and state not in "ZX" for _, state, _, each in _processes()):
+        if select.select(signs, [], [], _LOOK_S)[0]:
+            return True
+        if time.monotonic() > deadline:
+            break
+    return False
+
+
+def _processes() -> Iterator[tuple[int, str, int, int]]:
+    """Yields the pid, the state, the parent and the group of each process."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             stat = Path("/proc", pid, "stat").read_text(errors="replace")
         except OSError:
             continue  # it has ended
-        if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-            found.append(int(pid))
-    return found
+        state, parent, group = stat.rpartition(")")[2].split()[:3]
+        yield int(pid), state, int(parent), int(group)
 
 
 def _kill(pid: int, signum: signal.Signals) -> bool:

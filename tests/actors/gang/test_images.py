@@ -219,7 +219,10 @@ def test_an_image_is_pulled_and_compared_once_and_named_by_its_digest(
     monkeypatch.setenv("RAYTIDE_NODE", "/nodes/n1")
     monkeypatch.setenv("RAYTIDE_CLUSTER", "/ana's")
     environment = prepare(IMAGE)
-    assert environment == {"image_uri": PINNED, "env_vars": {"RAYTIDE_IMAGE": PINNED, "RAYTIDE_NODE": "/nodes/n1"}}
+    assert environment == {
+        "image_uri": PINNED,
+        "env_vars": {"RAYTIDE_IMAGE": PINNED, "PYTHONUNBUFFERED": "1", "RAYTIDE_NODE": "/nodes/n1"},
+    }
     calls = podman.calls()
     assert [call[0] for call in calls] == ["info", "image", "pull", "image", "run"]
     assert PINNED in calls[-1] and "--userns=keep-id" in calls[-1], "as Ray will start it"

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +130,34 @@ def test_processes_of_another_user_end_with_their_owner(member: MemberProcesses)
     member.stop(0.1)
     assert psutil.wait_procs(below, timeout=120)[1] == []
     assert not member._folder.exists()
+
+
+def test_the_folder_of_a_killed_machine_is_removed_by_the_next_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, orphaned, used = MemberProcesses(), MemberProcesses(), MemberProcesses()
+    (left._folder / "of the script").mkdir()
+    orphaned.start(None, [ProcessLaunch(0, ("sleep", "600"), {})])
+    for gone in (left, orphaned):
+        os.close(gone._held)  # as its actor was killed; the shim of the second one lives
+    new = MemberProcesses()
+    deadline = time.monotonic() + 60
+    while left._folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {orphaned._folder, used._folder, new._folder}
+    orphaned.stop(0.0)
+
+
+def test_a_script_in_a_container_has_the_variables_of_the_image(
+    member: MemberProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_MODELS", "/opt/models")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster")
+    code = "import os; print(*(os.environ.get(name) for name in ('OUR_MODELS', 'RAYTIDE_IMAGE', 'RAY_AUTH_TOKEN')))"
+    assert ran(member, code)[0] == ["None None None"], "on a node, they are the operator's"
+    monkeypatch.setenv("RAYTIDE_IMAGE", "registry.example.com/train:1")
+    assert ran(member, code)[0] == ["/opt/models registry.example.com/train:1 None"]
 
 
 def test_a_folder_is_removed_however_deep_it_is() -> None:

@@ -4,6 +4,7 @@ be."""
 from __future__ import annotations
 
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -69,6 +70,13 @@ def test_packages_are_installed_once_beside_those_of_raytide_whatever_the_workin
     assert (end.code, again) == (0, ["1.0 True numpy"])
     other, end = ran(["tidelib==2.0"], "sh", "-c", f'exec python -c "{SHOW}"')
     assert (end.code, other[-1]) == (0, "2.0 True numpy")
+
+
+def test_programs_of_raytides_environment_have_the_packages_too(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as torchrun; pytest is quicker, and imports the module as a plugin."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    lines, end = ran(["tidelib==1.0"], "sh", "-c", "pytest -p tidelib --collect-only")
+    assert end.code == pytest.ExitCode.NO_TESTS_COLLECTED, lines
 
 
 def test_packages_that_cannot_be_installed_end_the_script_with_pips_words(ran: Ran) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,60 @@ def test_an_owner_that_is_gone_takes_everything_with_it(tmp_path: Path) -> None:
         gone, alive = psutil.wait_procs([child], timeout=120)
         assert (gone, alive) == ([child], [])
     assert not (tmp_path / "there").exists()
+
+
+SAVES = """
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_shell_started_has_the_time_to_save_although_the_shell_ends_at_once(tmp_path: Path) -> None:
+    with guarded(tmp_path / "there", "sh", "-c", f'"{sys.executable}" -c "$0"; echo over', SAVES) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(15)
+        assert process.communicate(timeout=60)[0] == "saved\n"
+        assert process.returncode == 143
+
+
+STAYS = f'''"{sys.executable}" -c "import signal; signal.signal(15, lambda *_: print('asked', flush=True))
+print('ready', flush=True)
+while True: signal.pause()"; echo over'''
+
+
+def test_what_a_shell_started_ends_with_its_owner_although_the_shell_has_ended(tmp_path: Path) -> None:
+    with guarded(tmp_path / "there", "sh", "-c", STAYS) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(15)
+        assert process.stdout.readline() == "asked\n"
+        process.stdin.close()
+        assert process.wait(60) == 143
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("how", ["blocked", "ignored"])
+def test_a_command_can_be_interrupted_whatever_its_owner_does_with_that_signal(tmp_path: Path, how: str) -> None:
+    """Ray blocks the signal, and a cluster that a shell started in the background ignores it."""
+    mask, handler = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGINT)
+    try:
+        if how == "blocked":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        process = guarded(tmp_path / "there", sys.executable, "-c", "import os; os.kill(os.getpid(), 2)")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with process:
+        assert process.wait(60) == 130
 
 
 DAEMON = """

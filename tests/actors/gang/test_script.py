@@ -19,6 +19,7 @@ from raytide.actors.gang.images import ImagePullError
 from raytide.actors.gang.member_actor import pass_on
 from raytide.actors.gang.member_processes import MemberProcesses, ProcessExit, ProcessReport
 from raytide.actors.gang.script_runner import ScriptRunner
+from raytide.core.bounds import reportable
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, LeaseLostError, RaytideError, ScriptError
 from raytide.core.io.process import free_port
@@ -287,6 +288,11 @@ def test_a_failing_rank_ends_the_others_and_is_named_with_its_code_and_last_line
     assert "before" in str(error)
     assert run.platform.progress["exit_code"] == 7
     assert len(run.hosts) == 2
+
+
+def test_the_reason_of_a_failure_ends_with_the_last_line_however_long_the_lines_before_are(start: Start) -> None:
+    run = start("for _ in range(9): print('x' * 900)\nraise SystemExit('no such file')", ONE)
+    assert str(reportable(str(run.result.exception(60)))).endswith("\nno such file")
 
 
 def test_a_script_is_tried_again_as_often_as_it_says(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import site
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.mixed import MixedProvider
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
 from raytide.autoscaler.providers.slurm.provider import SlurmProvider
+from raytide.control.bootstrap import cluster_record
 from raytide.control.bootstrap.cluster_record import HeadCluster, LocalCluster, RunningCluster, load
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.bootstrap.wiring import bill, provider
@@ -69,6 +71,18 @@ def test_the_nodes_of_an_embedded_cluster_are_processes_whatever_the_file_names(
     assert isinstance(provider(make(embedded(), local=True)), LocalProvider)
     with pytest.raises(ConfigError, match="provider local is for this machine alone"):
         provider(make(embedded()))
+
+
+def test_packages_beside_an_installed_raytide_do_not_go_before_those_of_a_script(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make(embedded(), local=True)
+    checkout = str(Path(cluster_record.__file__).parents[3])
+    assert cluster.with_cluster_mark({"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{checkout}:/own"
+    (inside, *_) = site.getsitepackages()
+    monkeypatch.setattr(cluster_record, "__file__", f"{inside}/raytide/control/bootstrap/cluster_record.py")
+    assert cluster.with_cluster_mark({"PYTHONPATH": "/own"})["PYTHONPATH"] == "/own"
+    assert cluster.with_cluster_mark({})["PYTHONPATH"] == ""
 
 
 @pytest.mark.parametrize("local", [True, False])

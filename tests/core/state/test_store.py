@@ -14,7 +14,8 @@ import pytest
 import sqlalchemy as sa
 
 from raytide.control.accounting.lost_work import book_losses, on_disruption
-from raytide.core.errors import ConfigError, ConflictError, NotFoundError, QuotaError, StorageError
+from raytide.core.bounds import MOST_REPORTED_CHARS
+from raytide.core.errors import ConfigError, ConflictError, NotFoundError, QuotaError, StorageError, UsageError
 from raytide.core.money import to_us
 from raytide.core.objects.endpoint import UPDATE_FAILED, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -282,6 +283,15 @@ def test_reports_add_up_and_keep_numbers_that_json_lacks(store: Store) -> None:
     assert job.progress == {"step": 2, "loss": "nan", "who": "a\0b"}
     assert job.heartbeat_at_s == 3.0
     assert store.heartbeat("job-1", 4.0).heartbeat_at_s == 4.0
+
+
+def test_a_report_in_any_script_may_have_as_many_characters(store: Store) -> None:
+    store.submit_job(SPEC, "ada", 1.0)
+    text = "\u753b" * MOST_REPORTED_CHARS
+    store.report("job-1", {"error": text}, 2.0)
+    assert store.job("job-1").progress == {"error": text}
+    with pytest.raises(UsageError, match="larger than 16 KiB"):
+        store.report("job-1", {"more": text}, 3.0)
 
 
 def test_a_reason_with_a_nul_is_kept_without_it(store: Store) -> None:

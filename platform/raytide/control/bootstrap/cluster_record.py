@@ -4,6 +4,7 @@ cloud."""
 from __future__ import annotations
 
 import os
+import site
 import socket
 import sys
 from collections.abc import Mapping
@@ -265,10 +266,14 @@ def load(run_dir: Path) -> RunningCluster | None:
 
 
 def _import_root() -> str:
-    """Returns the folder of the package `raytide`, for interpreters in which it is not installed."""
-    return str(Path(__file__).parents[3])
+    """Returns the folder of the package `raytide`, for interpreters in which it is not installed. Returns an empty text
+    if it is installed: on PYTHONPATH, all packages beside it would go before those of a script's own environment.
+    """
+    folder = str(Path(__file__).parents[3])
+    installed = (*site.getsitepackages(), site.getusersitepackages())
+    return "" if os.path.realpath(folder) in map(os.path.realpath, installed) else folder
 
 
 def _led_by(first: str, path: str) -> str:
     rest = [part for part in path.split(os.pathsep) if part and part != first]
-    return os.pathsep.join([first, *rest])
+    return os.pathsep.join(filter(None, [first, *rest]))

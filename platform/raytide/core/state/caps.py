@@ -83,7 +83,7 @@ def check_progress(job_id: str, merged: Mapping[str, object]) -> None:
             f"{job_id} has reported {len(merged)} values; {bounds.MOST_REPORTED} are kept.",
             hint="Reuse the names of earlier reports.",
         )
-    if len(json.dumps(merged)) > bounds.MOST_REPORTED_BYTES:
+    if len(json.dumps(merged, ensure_ascii=False).encode(errors="replace")) > bounds.MOST_REPORTED_BYTES:
         raise UsageError(
             f"the progress of {job_id} is larger than {bounds.MOST_REPORTED_BYTES >> 10} KiB.",
             hint="Report fewer or shorter values.",
