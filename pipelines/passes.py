@@ -106,7 +106,7 @@ class Passes:
         self.done_bytes = 0
         """The bytes of input in the encoded chunks."""
         self.corpus: Corpus | None = None
-        own = [4, asdict(self.options), spec.filter.model_dump(mode="json")]
+        own = [5, asdict(self.options), spec.filter.model_dump(mode="json")]
         if spec.cleaning is not None and cleaner is not None:
             own += [spec.cleaning.model_dump(mode="json"), cleaner.identity()]
         self._identity = json.dumps(own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ Turn = Mapping[str, object]
 """A message: `role`, `content`, and other fields that the template uses."""
 
 MOST_TEMPLATE_CHARS = 256 << 10
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text contains
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 
 
 class ChatTemplate:
@@ -84,12 +84,17 @@ class ChatTemplate:
         """
         return self._marked(turns, prompt, tools, variables or {}).replace(_BEGIN, "").replace(_END, "")
 
-    def answers(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
+    def answers(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of the whole conversation, and the character ranges of the assistant's answers in it."""
-        marked = self._marked(turns, prompt=False)
-        return _unmark(marked) if _BEGIN in marked else self._by_prefix(turns, marked)
+        turns, tools = map_texts([[*turns], [*tools]], lambda text: text.replace(_BEGIN, "").replace(_END, ""))
+        marked = self._marked(turns, False, tools)
+        return _unmark(marked) if _BEGIN in marked else self._by_prefix(turns, tools, marked)
 
-    def _by_prefix(self, turns: Sequence[Turn], text: str) -> tuple[str, list[tuple[int, int]]]:
+    def _by_prefix(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], text: str
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Finds each answer as the difference between the conversation up to it and its prompt. It includes the end
         mark, as in serving.
         """
@@ -97,7 +102,7 @@ class ChatTemplate:
         for index, turn in enumerate(turns):
             if turn.get("role") != "assistant":
                 continue
-            before, after = self._marked(turns[:index], True), self._marked(turns[: index + 1], False)
+            before, after = self._marked(turns[:index], True, tools), self._marked(turns[: index + 1], False, tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UsageError(
                     f"the chat template renders turn {index + 1} differently when other turns follow, so it cannot be "
@@ -162,6 +167,15 @@ def _generation() -> Any:
             return f"{_BEGIN}{caller()}{_END}"
 
     return Generation
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value of JSON with `change` applied to each of its texts, keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): map_texts(each, change) for key, each in value.items()}
+    return [map_texts(each, change) for each in value] if isinstance(value, list) else value
 
 
 def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -1,7 +1,7 @@
 """Chat datasets. Sequence i is conversation i, rendered by the model's chat template.
 
-Lines are checked when the file is opened. They are tokenized when a step needs them, so that a rank keeps no text in
-memory.
+Lines are checked and rendered when the file is opened, so that a line that the template refuses costs no training. They
+are tokenized when a step needs them, so that a rank keeps no text in memory.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytide.actors.models.chat_template import ChatTemplate, Turn
+from raytide.actors.models.chat_template import ChatTemplate, Turn, map_texts
 from raytide.actors.models.model_config import as_ids, read_bytes, read_json, read_text
 from raytide.actors.models.tokenizer_files import chat_template, tokenizer_files
 from raytide.actors.trainer.data.local_copy import local_file_copy
@@ -29,6 +29,8 @@ from raytide.core.specs.model import ChatSpec
 
 TEMPLATE = "chat_template.jinja"
 _CHECK = "Check chat.tokenizer and chat.template."
+_MARKS = tuple(map(chr, range(0xFDD2, 0xFDF0)))
+"""Noncharacters of Unicode, without the two that mark answers."""
 
 
 class ChatDataset:
@@ -37,14 +39,15 @@ class ChatDataset:
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:
         self.name, self.seq_len = chat.file, seq_len
         self._file = _staged(chat.file)
-        self._lines = _index(self._file, _version(self._file.stat()), chat.file)
-        self.n_sequences = len(self._lines.starts)
         self.tokenizer_file = tokenizer / "tokenizer.json"
         self._config = _optional(tokenizer / CONFIG)
         self.template = {} if chat.template is None else {TEMPLATE: Path(chat.template)}
         self.files: Mapping[str, Path] = tokenizer_files(tokenizer)
         source = self._template(tokenizer)
-        self._chat = ChatTemplate(source, {key: self._special(key) for key in ("bos_token", "eos_token")})
+        specials = tuple((key, self._special(key)) for key in ("bos_token", "eos_token"))
+        self._chat = ChatTemplate(source, dict(specials))
+        self._lines = _index(self._file, _version(self._file.stat()), chat.file, source, specials)
+        self.n_sequences = len(self._lines.starts)
         parts = (
             self._lines.digest,
             source,
@@ -52,7 +55,7 @@ class ChatDataset:
             hashlib.sha256(read_bytes(self.tokenizer_file, _CHECK)).hexdigest(),
         )
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        self._tokens(0)  # fail early if the template cannot mark the answers
+        self._tokens(0)  # fail early if the tokenizer cannot be used
 
     @cached_property
     def vocab_size(self) -> int:
@@ -79,14 +82,17 @@ class ChatDataset:
 
     def _tokens(self, index: int) -> tuple[Ids, np.ndarray[Any, np.dtype[np.bool_]]]:
         """Returns up to `seq_len` + 1 tokens, and a mask of those that begin inside an assistant's answer."""
-        number, turns = self._lines.read(self._file, index)
-        try:
-            text, answers = self._chat.answers(turns)
-        except UsageError as error:
-            raise DataError(f"{self.name}, line {number}: {error}", hint=error.hint) from None
+        number, talk = self._lines.read(self._file, index)
+        talk, mark = _without_names(talk, *self._special_names)
+        text, answers = _answers(self._chat, talk, f"{self.name}, line {number}")
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = np.asarray(encoded.ids[: self.seq_len + 1], np.int64)
-        begins = np.asarray([begin for begin, _ in encoded.offsets[: self.seq_len + 1]], np.int64)
+        found = [
+            (token, begin)
+            for token, (begin, end) in zip(encoded.ids, encoded.offsets, strict=True)
+            if not mark or mark not in text[begin:end]
+        ][: self.seq_len + 1]
+        ids = np.asarray([token for token, _ in found], np.int64)
+        begins = np.asarray([begin for _, begin in found], np.int64)
         learnt = np.zeros(len(ids), np.bool_)
         for first, end in answers:
             learnt |= (begins >= first) & (begins < end)
@@ -110,6 +116,13 @@ class ChatDataset:
         tokenizer.no_padding()
         return tokenizer
 
+    @cached_property
+    def _special_names(self) -> tuple[list[str], list[str]]:
+        """The names of all special tokens, and of those that the template writes."""
+        names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        written = (self._special("bos_token"), self._special("eos_token"))
+        return names, [name for name in names if name in written or name in self._chat.source]
+
     def _template(self, tokenizer: Path) -> str:
         given = self.template.get(TEMPLATE)
         if given is not None:
@@ -125,10 +138,17 @@ class ChatDataset:
         return str((value.get("content") if isinstance(value, dict) else value) or "")
 
 
+class _Talk(NamedTuple):
+    """A conversation: its turns, and the tools that the model may call in it."""
+
+    turns: list[Turn]
+    tools: list[Mapping[str, Any]]
+
+
 class _Lines:
     """The file offset and line number of each conversation."""
 
-    def __init__(self, file: Path, name: str) -> None:
+    def __init__(self, file: Path, name: str, chat: ChatTemplate) -> None:
         self.name = name
         digest, at, self.starts, self.numbers = hashlib.sha256(), 0, list[int](), list[int]()
         with open(file, "rb", opener=safe_opener) as body:
@@ -136,7 +156,7 @@ class _Lines:
             for number, line in enumerate(body, 1):
                 digest.update(line)
                 if line.strip():
-                    _turns(line, f"{name}, line {number}")
+                    _answers(chat, _talk(line, f"{name}, line {number}"), f"{name}, line {number}")
                     self.starts.append(at)
                     self.numbers.append(number)
                 at += len(line)
@@ -144,14 +164,14 @@ class _Lines:
             raise DataError(f"{name} holds no conversation.", hint="Write one JSON object to a line.")
         self.digest = digest.hexdigest()
 
-    def read(self, file: Path, index: int) -> tuple[int, list[Turn]]:
+    def read(self, file: Path, index: int) -> tuple[int, _Talk]:
         with open(file, "rb", opener=safe_opener) as body:
             if _version(os.fstat(body.fileno())) != self.version:
                 raise DataError(
                     f"{self.name} was changed during training.", hint="Restore the file, or start a new run."
                 )
             body.seek(self.starts[index])
-            return self.numbers[index], _turns(body.readline(), str(file))
+            return self.numbers[index], _talk(body.readline(), str(file))
 
 
 def _version(about: os.stat_result) -> tuple[int, int, int]:
@@ -159,12 +179,27 @@ def _version(about: os.stat_result) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=2)
-def _index(file: Path, version: tuple[int, int, int], name: str) -> _Lines:
+def _index(
+    file: Path, version: tuple[int, int, int], name: str, template: str, specials: tuple[tuple[str, str], ...]
+) -> _Lines:
     """Returns the index of the file's lines. It is cached, because a gang that forms again opens the same file."""
-    return _Lines(file, name)
+    return _Lines(file, name, ChatTemplate(template, dict(specials)))
 
 
-def _turns(line: bytes, where: str) -> list[Turn]:
+def _answers(chat: ChatTemplate, talk: _Talk, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a conversation's text and the ranges of its answers. Raises DataError if the template cannot show it."""
+    if not chat.knows_tools and (talk.tools or any(turn.get("tool_calls") for turn in talk.turns)):
+        raise DataError(
+            f"{where} has tools, which the chat template does not show.",
+            hint="Give a template that shows tools (chat.template), or remove the line.",
+        )
+    try:
+        return chat.answers(talk.turns, talk.tools)
+    except UsageError as error:
+        raise DataError(f"{where}: {error}", hint=error.hint) from None
+
+
+def _talk(line: bytes, where: str) -> _Talk:
     try:
         body = json.loads(line)
     except ValueError as error:
@@ -172,20 +207,75 @@ def _turns(line: bytes, where: str) -> list[Turn]:
     turns = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where} has no messages.", hint='Write {"messages": [{"role": ..., "content": ...}]}.')
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools is not a list of objects.", hint="Write them as a request has them.")
+    turns = [_called(turn) for turn in turns]
     for place, turn in enumerate(turns, 1):
         good = isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         if not good:
             raise DataError(f"{where}: message {place} lacks a role or content.", hint="Both are strings.")
     if all(turn["role"] != "assistant" for turn in turns):
         raise DataError(f"{where} has no assistant message to train on.", hint="Remove the line.")
-    if b"\\u" in line and _has_half_a_pair(turns):  # only an escape can be one
+    if b"\\u" in line and _has_half_a_pair([turns, tools]):  # only an escape can be one
         raise DataError(f"{where} has half a surrogate pair, which is no text.", hint="Write whole characters.")
-    return turns
+    return _Talk(turns, tools)
 
 
-def _has_half_a_pair(turns: list[Turn]) -> bool:
+def _without_names(talk: _Talk, names: Sequence[str], own: Sequence[str]) -> tuple[_Talk, str]:
+    """Returns the conversation with a mark in each special token's name that a message spells out, and the mark. Such a
+    name is then encoded as text, as in serving, so that no message forges a turn. In answers, only the names in `own`
+    are marked, those that the template writes: an answer may have special tokens that are to be learnt. The mark is a
+    noncharacter that no message has; "" if no message has a name.
+    """
+    texts: list[str] = []
+
+    def seen(text: str) -> str:
+        texts.append(text)
+        return text
+
+    map_texts([talk.turns, talk.tools], seen)
+    spelled = [name for name in names if any(name in text for text in texts)]
+    mark = next((char for char in _MARKS if not any(char in text for text in texts)), "") if spelled else ""
+    if not mark:
+        return talk, ""
+
+    def broken(value: Any, among: Sequence[str]) -> Any:
+        def change(text: str) -> str:
+            for name in among:
+                text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
+            return text
+
+        return map_texts(value, change)
+
+    turns = [broken(turn, own if turn["role"] == "assistant" else spelled) for turn in talk.turns]
+    return _Talk(turns, broken(talk.tools, spelled)), mark
+
+
+def _called(turn: Any) -> Any:
+    """Returns a turn as a server passes it to the template: the arguments of tool calls are objects, and a turn that
+    only calls has an empty content.
+    """
+    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+    if not calls or not isinstance(calls, list):
+        return turn
+    content = turn.get("content")
+    return {**turn, "content": "" if content is None else content, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
     try:
-        json.dumps(turns, ensure_ascii=False).encode()
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (ValueError, RecursionError):
+        return call
+
+
+def _has_half_a_pair(body: object) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return True
     return False

@@ -9,6 +9,13 @@ _LICENCE = re.compile(
 )
 _BLOCKS = (("/*", "*/"), ("<!--", "-->"), ('"""', '"""'), ("'''", "'''"), ("{-", "-}"), ("(*", "*)"))
 _LINE_MARKS = ("#", "//", "--", ";", "%", "REM ", '"')
+_NOT_COMMENT = re.compile(
+    r"#(?:include|import|define|undef|if|ifdef|ifndef|elif|else|endif|pragma|error|warning|line|region|endregion)\b"
+    r'|"\S'
+)
+"""Lines of code that begin like a comment: a directive of C or C#, and a quoted text, as in CSV. A comment of Vim has a
+space after its quote.
+"""
 _FIRST_LINES = re.compile(r"(?:#![^\n]*\n|#[^\n]*coding[:=][^\n]*\n|<\?(?:php|xml)[^\n]*\n|\s*\n)*")
 
 
@@ -30,11 +37,11 @@ def _comment_end(text: str, start: int) -> int | None:
             end = rest.find(closing, indent + len(opening))
             return None if end < 0 else start + end + len(closing)
     mark = next((mark for mark in _LINE_MARKS if rest.startswith(mark, indent)), None)
-    if mark is None:
+    if mark is None or _NOT_COMMENT.match(rest, indent):
         return None
     length = 0
     for line in rest.splitlines(keepends=True):
-        if not line.lstrip().startswith(mark.strip()):
+        if not line.lstrip().startswith(mark.strip()) or _NOT_COMMENT.match(line.lstrip()):
             break
         length += len(line)
     return start + length

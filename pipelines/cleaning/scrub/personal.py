@@ -14,16 +14,23 @@ from typing import Any
 
 from raytide.core.specs.cleaning import PiiKind
 
+_DAY, _MONTH, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:0?[1-9]|1[0-2])", r"(?:19|20)\d\d"
+_DATE = rf"{_YEAR}[ .\-]{_MONTH}[ .\-]{_DAY}|{_DAY}[ .\-]{_DAY}[ .\-]{_YEAR}"
 _PATTERNS: dict[PiiKind, str] = {
     "email": r"\b[A-Za-z0-9][A-Za-z0-9._%+\-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,62})\.){1,8}[A-Za-z]{2,24}\b",
     "iban": r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b",
     "credit_card": r"\b\d(?:[ \-]?\d){12,18}\b",
     "ssn": r"\b\d{3}-\d{2}-\d{4}\b",
-    "phone": r"(?:\+\d{1,3}[ .\-]?)?(?:\(\d{2,4}\)|\b\d{2,4})[ .\-]\d{2,4}[ .\-]\d{2,4}(?:[ .\-]\d{2,4})?\b"
-    r"|\+\d{8,15}\b",
-    "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9A-Fa-f]{1,4}:){7}[0-9A-Fa-f]{1,4}\b",
+    # A date is found as a whole, so that the hour after it is not taken for a part of a number.
+    "phone": rf"\b(?:{_DATE})\b|"
+    r"(?:\+\d{1,3}[ .\-]?)?(?:\(\d{2,4}\)|\b\d{2,4})[ .\-]\d{2,4}[ .\-]\d{2,4}(?:[ .\-]\d{2,4})?\b"
+    r"|\+[1-9]\d{0,2}(?:[ \-]?(?:\(\d{1,4}\)|\d{1,8})){1,6}\b|\+\d{8,15}\b",
+    # A short form of IPv6 is one of today's public range, 2000::/3: `a::b` is code.
+    "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9A-Fa-f]{1,4}:){7}[0-9A-Fa-f]{1,4}\b"
+    r"|\b[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{1,4}\b",
 }
 _NOT_DIGIT = re.compile(r"\D")
+_HAS_DATE = re.compile(rf"\b(?:{_DATE})\b")
 
 
 def scrub_personal(text: str, kinds: Sequence[PiiKind]) -> tuple[str, Counter[str]]:
@@ -33,10 +40,11 @@ def scrub_personal(text: str, kinds: Sequence[PiiKind]) -> tuple[str, Counter[st
     def replace(match: Any) -> str:
         found: str = match.group()
         kind: PiiKind = match.lastgroup
-        if not _CHECKS[kind](found):
+        length = _iban_length(found) if kind == "iban" else len(found) * _CHECKS[kind](found)
+        if not length:
             return found
         counts[kind] += 1
-        return f"<{kind.upper()}>"
+        return f"<{kind.upper()}>{found[length:]}"
 
     for pattern in _compiled(tuple(kinds)):
         text = pattern.sub(replace, text)
@@ -68,18 +76,26 @@ def is_iban(text: str) -> bool:
     return int("".join(str(int(char, 36)) for char in number[4:] + number[:4])) % 97 == 1
 
 
+def _iban_length(found: str) -> int:
+    """Returns the length of the account number with which the match begins, since words may follow it; 0 if there is
+    none.
+    """
+    ends = [len(found), *(i for i in range(len(found) - 1, 0, -1) if found[i] == " ")]
+    return next((end for end in ends if is_iban(found[:end])), 0)
+
+
 def _is_card(found: str) -> bool:
     digits = _NOT_DIGIT.sub("", found)
     return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and digits[0] in "23456" and is_luhn(digits)
 
 
 def _is_phone(found: str) -> bool:
-    """Returns whether the match has the digits of an international number (E.164) and is not a date such
-    as 2024-05-17.
+    """Returns whether the match has the digits of an international number (E.164) and has no date in it, such as
+    2024-05-17.
     """
     digits = _NOT_DIGIT.sub("", found)
-    is_date = re.fullmatch(r"(?:19|20)\d\d[ .\-]\d{1,2}[ .\-]\d{1,2}|\d{1,2}[ .\-]\d{1,2}[ .\-](?:19|20)\d\d", found)
-    return not is_date and (9 <= len(digits) <= 15 if found.startswith("+") else 10 <= len(digits) <= 11)
+    least, most = (9, 15) if found.startswith("+") else (10, 11)
+    return least <= len(digits) <= most and not _HAS_DATE.search(found)
 
 
 def _is_ssn(found: str) -> bool:

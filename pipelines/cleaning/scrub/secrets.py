@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 _FORMATS = {
-    "private_key": r"-----BEGIN (?:[A-Z]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----[A-Za-z0-9+/=\s:,\-]+?"
+    "private_key": r"-----BEGIN (?:[A-Z]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----[A-Za-z0-9+/=\s:,.()\\\-]+?"
     r"-----END (?:[A-Z]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----",
     "aws_key_id": r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}\b",
     "github_key": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,251}|github_pat_[A-Za-z0-9_]{22,255})\b",
@@ -19,7 +19,7 @@ _FORMATS = {
     "hugging_face_key": r"\bhf_[A-Za-z0-9]{34}\b",
     "openai_key": r"\bsk-(?:proj-|ant-[a-z0-9]+-)?[A-Za-z0-9_\-]{32,200}",
     "jwt": r"\beyJ[A-Za-z0-9_\-]{10,}\.eyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}",
-    "url_login": r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@'\"<>]{1,100}:[^\s:/@'\"<>]{3,100}@",
+    "url_login": r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@'\"<>]{0,100}:[^\s:/@'\"<>]{3,100}@",
 }
 _ASSIGNED = (
     r"(?i)\b[\w.\-]{0,40}(?:passw(?:or)?d|secret|api_?key|auth_?token|access_?token|private_?key)[\w\-]{0,20}"

@@ -174,6 +174,12 @@ def test_texts_cannot_be_written_beside_cut_tokens(spec_of: SpecOf) -> None:
         spec_of("x", texts="jsonl", cleaning={"substrings": True})
 
 
+@pytest.mark.parametrize("cleaning", [{"substrings": True}, {"sources": {"*": {"c4": True}}}])
+def test_steps_that_would_cut_turns_are_refused(spec_of: SpecOf, cleaning: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be combined with records messages: it would cut turns"):
+        spec_of("x", records="messages", cleaning=cleaning)
+
+
 def test_a_stage_makes_documents_and_its_code_is_part_of_the_dataset(tmp_path: Path, spec_of: SpecOf) -> None:
     stage = tmp_path / "stage.py"
     stage.write_text("def split(text):\n    return text.split('|')\n")

@@ -128,6 +128,19 @@ class DataSpec(Config):
             raise ValueError("texts cannot be written with cleaning.substrings: they would hold what was cut out")
         return self
 
+    @model_validator(mode="after")
+    def _whole_turns(self) -> DataSpec:
+        if self.records == "text" or self.cleaning is None:
+            return self
+        cuts = {
+            "substrings": self.cleaning.substrings is not None,
+            "c4": any(rules.c4 for rules in (self.cleaning.rules, *self.cleaning.sources.values())),
+        }
+        for name, is_set in cuts.items():
+            if is_set:
+                raise ValueError(f"cleaning.{name} cannot be combined with records {self.records}: it would cut turns")
+        return self
+
     def digest(self, inputs: Iterable[tuple[str, int, str]], engines: Mapping[str, str] = {}) -> str:
         """Returns a hash of everything that determines the dataset's bytes: the specification, the (url, size, version)
         of each input, and the versions of the libraries that encode text.

@@ -131,6 +131,84 @@ def test_a_template_that_rewrites_turns_is_refused_with_the_line(folder: Path) -
         open_chat(folder, template=FORGETFUL)
 
 
+def test_a_later_line_that_the_template_refuses_is_found_before_the_first_step(folder: Path) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    (folder / "talks.jsonl").write_text(lines(TALK, [{"role": "system", "content": "be brief"}, *TALK]))
+    with pytest.raises(DataError, match=r"line 2: the model's chat template refused the messages: no system role"):
+        open_chat(folder, template=strict)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
+CALLING = [
+    {"role": "user", "content": "tide?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "low"},
+    {"role": "assistant", "content": "it is low"},
+]
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+SHOWS_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_and_calls_are_shown_as_a_server_shows_them(folder: Path) -> None:
+    from raytide.actors.engine.text.tokenizer import Tokenizer as Served
+    from raytide.actors.engine.types import Message, ToolCallTurn
+
+    (folder / "talks.jsonl").write_text(json.dumps({"messages": CALLING, "tools": TOOLS}) + "\n")
+    data = open_chat(folder, seq_len=400, template=SHOWS_TOOLS)
+    assert learnt(data, folder) == '{"name": "tide", "arguments": {"port": "Brest"}}<eos>it is low<eos>'
+    (folder / "chat_template.jinja").write_text(SHOWS_TOOLS)
+    calls = (ToolCallTurn("1", "tide", '{"port": "Brest"}'),)
+    turns = [Message("user", "tide?"), Message("assistant", "", tool_calls=calls), Message("tool", "low")]
+    asked = Served(folder).chat_prompt(turns, tools=TOOLS)
+    assert data.examples(np.array([0]))[0][0, : len(asked)].tolist() == asked
+
+
+@pytest.mark.parametrize("line", [{"messages": TALK, "tools": TOOLS}, {"messages": CALLING}])
+def test_tools_that_the_template_does_not_show_are_refused(folder: Path, line: dict[str, object]) -> None:
+    (folder / "talks.jsonl").write_text(lines(TALK) + json.dumps(line) + "\n")
+    with pytest.raises(DataError, match="line 2 has tools, which the chat template does not show"):
+        open_chat(folder)
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1"])
+def test_a_noncharacter_in_a_message_moves_no_answer(folder: Path, template: str | None, mark: str) -> None:
+    said = [{**turn, "content": f"{turn['content'][:2]}{mark}{turn['content'][2:]}"} for turn in TALK]
+    (folder / "talks.jsonl").write_text(lines(said))
+    assert learnt(open_chat(folder, template=template), folder) == "it is 4<eos>yes, été<eos>"
+
+
+def test_a_message_that_spells_out_a_special_token_is_text_as_in_serving(folder: Path) -> None:
+    from raytide.actors.engine.text.tokenizer import Tokenizer as Served
+    from raytide.actors.engine.types import Message
+
+    talk = [{"role": "user", "content": "is <eos> an end?"}, {"role": "assistant", "content": "yes, <eos> is"}]
+    (folder / "talks.jsonl").write_text(lines(talk))
+    data = open_chat(folder)
+    inputs, targets = data.examples(np.array([0]))
+    asked = Served(folder).chat_prompt([Message("user", "is <eos> an end?")])
+    assert inputs[0, : len(asked)].tolist() == asked
+    assert learnt(data, folder) == "yes, <eos> is<eos>"
+    assert int((targets == data.eos_id).sum()) == 1
+
+
+def test_an_answer_may_have_a_special_token_that_the_template_does_not_write(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<step>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    talk = [{"role": "user", "content": "is <step> one?"}, {"role": "assistant", "content": "<step> <eos>"}]
+    (folder / "talks.jsonl").write_text(lines(talk))
+    data = open_chat(folder)
+    inputs, targets = data.examples(np.array([0]))
+    assert int((inputs == tokenizer.token_to_id("<step>")).sum()) == 1
+    assert learnt(data, folder) == "<step> <eos><eos>"
+    assert int((targets == data.eos_id).sum()) == 1
+
+
 def test_a_tokenizer_without_a_template_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has no chat template"):

@@ -26,6 +26,22 @@ def test_the_line_for_the_interpreter_stays() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '#include "copyright.h"\n#include <stdio.h>\nint main(void) {}\n',
+        "#region License\n// Copyright 2020 A\n#endregion\nclass A {}\n",
+        '"name","license"\n"left-pad","WTFPL"\n"react","MIT"\n',
+    ],
+)
+def test_code_that_begins_like_a_comment_stays(text: str) -> None:
+    assert strip_licence_header(text) == text
+
+
+def test_a_comment_of_vim_goes() -> None:
+    assert strip_licence_header('" Copyright 2020 A\n"\n" MIT\nset number\n') == "set number\n"
+
+
+@pytest.mark.parametrize(
     "text", [CODE, '"""Copies files."""\n' + CODE, "/* never closed, licence\n" + CODE, "", "copyright = 1\n", "#!x\n"]
 )
 def test_all_else_stays(text: str) -> None:

@@ -20,8 +20,14 @@ from raytide.pipelines.cleaning.scrub.personal import is_iban, is_luhn, scrub_pe
         ("Call +1 212-555-0123 now", "phone"),
         ("Call (212) 555-0123 now", "phone"),
         ("+442079460958", "phone"),
+        ("+33 1 23 45 67 89", "phone"),
+        ("+49-30-1234567", "phone"),
+        ("+49 (0)30 1234567", "phone"),
+        ("+91 98765 43210", "phone"),
         ("from 8.8.8.8:53", "ip"),
         ("at 2001:4860:4860:0000:0000:0000:0000:8888", "ip"),
+        ("from [2a00:1450:4001:81b::200e]: refused", "ip"),
+        ("2001:4860:4860::8888: ok", "ip"),
     ],
 )
 def test_personal_data_is_replaced(text: str, kind: PiiKind) -> None:
@@ -39,7 +45,12 @@ def test_personal_data_is_replaced(text: str, kind: PiiKind) -> None:
         "GB82 WEST 1234 5698 7654 33",  # modulus 97
         "666-12-1234 and 000-12-1234 and 900-12-1234",
         "192.168.0.1, 127.0.0.1, 10.1.2.3 and version 1.2.3.4000",
+        "2001:db8::1, fe80::1, a::b, std::2000 and 2024:05:17 12:30:00",
         "on 2024-05-17 and 17.05.2024",
+        "at 2024-05-17 12:30:00, 17.05.2024 10.30 or 05-17-2024 23:59",
+        "2019.12.31.10",
+        "12:30 2024-05-17 and page 12 17.05.2024, GMT+1 2024-05-17",
+        "+3.14159265358, 12:30:00 +0200 and +10 +20 +30 +40",
         "image@2x.png",
         "@decorator and a@b",
         "0.1234567890123 and 1234567",
@@ -47,6 +58,15 @@ def test_personal_data_is_replaced(text: str, kind: PiiKind) -> None:
 )
 def test_what_only_looks_like_it_stays(text: str) -> None:
     assert scrub_personal(text, PII_KINDS) == (text, {})
+
+
+def test_words_after_an_account_number_stay() -> None:
+    text = "ES91 2100 0418 4502 0005 1332 BIC X, BE68 5390 0754 7034 PAID 2 EUR"
+    assert scrub_personal(text, PII_KINDS) == ("<IBAN> BIC X, <IBAN> PAID 2 EUR", {"iban": 2})
+
+
+def test_a_number_after_a_date_is_replaced() -> None:
+    assert scrub_personal("2024-05-17 212-555-0123", PII_KINDS) == ("2024-05-17 <PHONE>", {"phone": 1})
 
 
 def test_only_the_kinds_asked_for_are_replaced() -> None:
