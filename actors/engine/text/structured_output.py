@@ -26,9 +26,15 @@ from tokenizers import Tokenizer
 
 from raytide.actors.engine.limits import MAX_COMPILING, MAX_GRAMMAR_CHARS, MAX_KEPT_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.text.json_schemas import readable, readable_grammar
+from raytide.actors.engine.text.optional_parts import check_optional_parts
 from raytide.core.errors import ConfigError, OverloadedError, RaytideError, UsageError
 
 _THREADS = 2
+_STACK_BYTES = 256 << 20
+"""The stack of a thread that compiles: llguidance recurses along references of a schema and rules of a grammar, and an
+overflow ends the process. Memory is used only as far as a grammar needs it.
+"""
 _LOOK_S = 0.1
 _MOST_WAIT_S = 120.0
 """The seconds for which a request waits for its grammar on a machine that is too busy to compile it."""
@@ -222,7 +228,11 @@ class GrammarCompiler:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
             job = self._compiling[key] = _Compilation()
-            self._pool.submit(self._run, job, structured, key, len(spec))
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                self._pool.submit(self._run, job, structured, key, len(spec))
+            finally:
+                threading.stack_size(before)
         return job
 
     def _run(self, job: _Compilation, structured: Structured, key: bytes, chars: int) -> None:
@@ -241,6 +251,8 @@ class GrammarCompiler:
         with self._lock:
             self._compiling.pop(key, None)
             if isinstance(result, Grammar):
+                if chars > MAX_KEPT_GRAMMAR_CHARS:
+                    return  # it would drive out all others, and then itself
                 self._kept[key] = result, max(chars, _LEAST_CHARS)
             elif isinstance(result, UsageError) and not isinstance(result, ConfigError):
                 self._kept[key] = copy(result), len(result.message)
@@ -253,6 +265,7 @@ class GrammarCompiler:
     def _compile(self, structured: Structured) -> Grammar:
         import llguidance
 
+        check_optional_parts(structured)
         try:
             text = _grammar_text(structured, self._any_whitespace)
             limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
@@ -302,7 +315,7 @@ def _grammar_text(structured: Structured, any_whitespace: bool) -> str:
     spec, grammars = _spec_text(structured), list[dict[str, Any]]()
     if structured.kind == "json_schema":
         text = "start: @schema"
-        schema = json.loads(spec)
+        schema = readable(json.loads(spec))
         if not any_whitespace and schema is not False:
             schema = {} if schema is True else schema
             schema = {**schema, "x-guidance": {**_COMPACT, **schema.get("x-guidance", {})}}
@@ -312,7 +325,7 @@ def _grammar_text(structured: Structured, any_whitespace: bool) -> str:
     elif structured.kind == "regex":
         text = json.loads(llguidance.grammar_from("regex", spec))["grammars"][0]["lark_grammar"]
     else:
-        text = llguidance.grammar_from("grammar", spec)
+        text = llguidance.grammar_from("grammar", readable_grammar(spec))
     return json.dumps({"grammars": [{"lark_grammar": _NO_FORCING + text}, *grammars]})
 
 

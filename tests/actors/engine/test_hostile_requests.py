@@ -285,6 +285,9 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
         grammars.compile(Structured("regex", str(place) * 300))
     assert (len(grammars._kept), grammars._kept_chars) == (3, 900)
     assert grammars.compile(Structured("regex", "0" * 300)) is not first
+    kept = list(grammars._kept)
+    grammars.compile(Structured("regex", "a" * 1001))
+    assert list(grammars._kept) == kept
 
 
 def test_short_grammars_count_for_what_they_grow_to(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
 from raytide.actors.engine.backends.vllm.output import SampleOutput
 from raytide.actors.engine.backends.vllm.request import (
     call,
-    check_resumable,
+    check_request,
     died,
     lost_on_resume,
     sample_id,
@@ -306,7 +306,7 @@ class VllmEngine(Engine):
         check_features(request, core.features, self.backend)
         check_prompt(f"request {name}", prompt, max_len=core.max_model_len, vocab_size=core.vocab_size)
         params = request.sampling
-        check_resumable(request)
+        check_request(request)
         check_resume(
             request,
             len(prompt),

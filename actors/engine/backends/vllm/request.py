@@ -4,12 +4,17 @@ from vLLM's form to raytide's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+from raytide.actors.engine.backends.vllm.depth import check_depth
 from raytide.actors.engine.backends.vllm.launch import VllmCore
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
+from raytide.actors.engine.text.json_schemas import readable, readable_grammar
+from raytide.actors.engine.text.optional_parts import check_optional_parts
 from raytide.actors.engine.types import GenRequest, TokenLogprobs
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError, UsageError
 
@@ -69,8 +74,11 @@ def lost_on_resume(params: SamplingParams) -> list[str]:
     return [name for name, wanted in asked.items() if wanted]
 
 
-def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request that vLLM cannot continue."""
+def check_request(request: GenRequest) -> None:
+    """Raises UsageError for a resumed request that vLLM cannot continue, and for a constraint that would kill it."""
+    if request.sampling.structured is not None:
+        check_depth(request.sampling.structured)
+        check_optional_parts(request.sampling.structured)
     lost = lost_on_resume(request.sampling)
     if lost and any(each.token_ids for each in request.resume):
         raise UsageError(
@@ -148,8 +156,18 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
     if structured.kind == "choice":
         return {"choice": [structured.spec] if isinstance(structured.spec, str) else list(structured.spec)}
     if structured.kind == "json_schema":
-        return {"json": "{}" if structured.spec in ("", "true") else structured.spec}
+        return {"json": "{}" if structured.spec in ("", "true") else _readable(str(structured.spec))}
+    if structured.kind == "grammar":
+        return {"grammar": readable_grammar(str(structured.spec))}
     return {structured.kind: structured.spec}
+
+
+@lru_cache(maxsize=16)  # each sample is a request of its own
+def _readable(schema: str) -> str:
+    try:
+        return json.dumps(readable(json.loads(schema)))
+    except (ValueError, RecursionError):
+        return schema  # which vLLM refuses itself
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:

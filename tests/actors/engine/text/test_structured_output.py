@@ -1,8 +1,11 @@
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -252,6 +255,40 @@ def test_a_grammar_that_cannot_be_used_is_refused_by_name(grammars: GrammarCompi
     for _ in range(2):  # the second time from what is kept
         with pytest.raises(UsageError, match=poison.kind):
             grammars.compile(poison)
+
+
+def chain(length: int) -> str:
+    definitions: dict[str, Any] = {
+        f"a{place}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{place + 1}"}}}
+        for place in range(length)
+    }
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": "integer"}}})
+
+
+LONG_CHAINS = [
+    Structured("json_schema", chain(1500)),
+    Structured("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "a"'),
+    Structured("grammar", "start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(6000)) + 'T6000: "a"'),
+]
+
+
+@pytest.mark.parametrize("spec", LONG_CHAINS, ids=["references", "rules", "terminals"])
+def test_a_long_chain_of_definitions_does_not_end_the_process(tmp_path: Path, spec: Structured) -> None:
+    """llguidance recursed along it until the stack overflowed."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "spec").write_text(str(spec.spec))
+    code = f"""
+from pathlib import Path
+from tokenizers import Tokenizer
+from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.text.structured_output import GrammarCompiler
+
+tokenizer = Tokenizer.from_file("tokenizer.json")
+grammars = GrammarCompiler(tokenizer.to_str, {VOCAB}, [{EOS}])
+grammars.compile(Structured("{spec.kind}", Path("spec").read_text())).state()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 SPECIAL = [

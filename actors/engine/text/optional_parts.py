@@ -1,0 +1,68 @@
+"""Refuses regular expressions and grammars with so many optional parts in one token that llguidance would use gigabytes
+of memory and minutes of a processor for them. For each part of `a?b?c?...` it keeps all that may follow, which its own
+limits do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from graphlib import CycleError, TopologicalSorter
+from math import isqrt
+
+from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.text.json_schemas import split_schemas
+from raytide.core.errors import UsageError
+
+_MOST_OPTIONAL = 1000
+"""The most optional parts: those of `.?.?.?...` take 20 MB and 0.1 s; 8 times as many take 64 times as much."""
+_OPTIONAL = re.compile(
+    r'\\.|\(\?|(?P<optional>[?*]|\{(?=\s*[0,])|~(?=\s*0)|\|\s*(?=[|)\]]|\Z)|(?<=[(\[])\s*\||"")', re.DOTALL
+)
+_DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_][\w-]*+)[^:\n]*+:", re.MULTILINE)
+_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*+"|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\])++/|\b(?P<name>[A-Z_][A-Z0-9_]*+)\b', re.DOTALL
+)
+"""A token, or a text in which names of tokens mean nothing."""
+
+
+def check_optional_parts(structured: Structured) -> None:
+    """Raises UsageError for a regular expression or a grammar with a token of too many optional parts."""
+    if structured.kind == "regex":
+        most = _optional(str(structured.spec))
+    elif structured.kind == "grammar":
+        most = _of_tokens("".join(split_schemas(str(structured.spec))[0]))
+    else:
+        return  # in a schema, such parts are behind a quotation mark, where limits count them
+    if most > _MOST_OPTIONAL:
+        raise UsageError(
+            f"the {structured.kind} of structured output has more than {_MOST_OPTIONAL} optional parts in one token.",
+            hint="Make it simpler.",
+        )
+
+
+def _optional(text: str) -> int:
+    return sum(found["optional"] is not None for found in _OPTIONAL.finditer(text))
+
+
+def _of_tokens(rules: str) -> int:
+    """Returns the optional parts of one token that would take as much memory as all tokens of a grammar. The parts of
+    the tokens in a token are parts of it too.
+    """
+    rules = _TOKEN.sub(lambda text: text[0].replace("\n", " "), rules)
+    found = list(_DEFINITION.finditer(rules))
+    ends = [*(each.start() for each in found[1:]), len(rules)][: len(found)]
+    bodies = {each[1]: rules[each.end() : end] for each, end in zip(found, ends, strict=True)}
+    tokens = {name: body for name, body in bodies.items() if not re.search("[a-z]", name)}
+    inner = {
+        name: [each["name"] for each in _TOKEN.finditer(body) if each["name"] in tokens]
+        for name, body in tokens.items()
+    }
+    counts: dict[str, int] = {}
+    try:
+        for name in TopologicalSorter(inner).static_order():
+            own = _optional(tokens[name]) + tokens[name].count("[")
+            counts[name] = min(own + sum(counts[each] for each in inner[name]), _MOST_OPTIONAL + 1)
+    except CycleError as error:
+        raise UsageError(f"token {error.args[1][0]} of the grammar contains itself.", hint="Make it a rule.") from None
+    alone = (_optional(body) + body.count("[") for name, body in bodies.items() if name not in tokens and "/" in body)
+    return isqrt(sum(count * count for count in (*counts.values(), *alone)))
