@@ -106,9 +106,9 @@ class Passes:
         self.done_bytes = 0
         """The bytes of input in the encoded chunks."""
         self.corpus: Corpus | None = None
-        own = [5, asdict(self.options), spec.filter.model_dump(mode="json")]
+        own = [4, asdict(self.options), spec.filter.model_dump(mode="json")]
         if spec.cleaning is not None and cleaner is not None:
-            own += [spec.cleaning.model_dump(mode="json"), cleaner.identity()]
+            own += [5, spec.cleaning.model_dump(mode="json"), cleaner.identity()]  # 5: of the scrubs
         self._identity = json.dumps(own)
         """Everything except a chunk's parts that decides its texts."""
         self._stored = store.names()

@@ -169,13 +169,13 @@ def _generation() -> Any:
     return Generation
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     """Returns a value of JSON with `change` applied to each of its texts, keys of objects included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {change(key): map_texts(each, change) for key, each in value.items()}
-    return [map_texts(each, change) for each in value] if isinstance(value, list) else value
+    return type(value)(map_texts(each, change) for each in value) if isinstance(value, list | tuple) else value
 
 
 def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -46,7 +46,7 @@ class Values:
     price_ratio: float
     """The spot price divided by the on-demand price."""
     max_left: int
-    """The size of the table in steps; a deadline that is further away counts as this far."""
+    """The size of the table in steps; `steps_of` shortens a job that is longer."""
 
     def steps_of(self, slack_s: float, work_s: float) -> tuple[float, float]:
         """Returns the slack and the work of a job in steps. If the job is longer than the table, both are those of a

@@ -50,7 +50,6 @@ CREATE TABLE IF NOT EXISTS messages (
     receiver TEXT NOT NULL, source TEXT NOT NULL, id TEXT NOT NULL, episode TEXT NOT NULL, state TEXT NOT NULL,
     at_s REAL NOT NULL, PRIMARY KEY (receiver, source, id)
 );
-CREATE TABLE IF NOT EXISTS heard (id TEXT PRIMARY KEY, at_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS sent (receiver TEXT NOT NULL, at_s REAL NOT NULL);
 """
 
@@ -144,8 +143,6 @@ class AlertRecords:
                     alert = replace(alert, fired_at_s=before["fired_at_s"])
                 elif before is None and self._count(c, alert.source) >= MOST_ALERTS:
                     continue
-                if alert.source == "alertmanager":
-                    c.execute("INSERT OR REPLACE INTO heard VALUES (?, ?)", (alert.id, now_s))
                 named = (*key, alert.name, json.dumps(alert.labels), alert.severity, alert.state)
                 rest = (alert.since_s, alert.fired_at_s, alert.value, alert.summary, alert.page)
                 c.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*named, *rest))
@@ -153,15 +150,6 @@ class AlertRecords:
                     noted = (now_s, alert.source, alert.name, json.dumps(dict(alert.labels)), alert.state)
                     insert = "INSERT INTO episodes (at_s, source, name, labels, state, value, summary)"
                     c.execute(f"{insert} VALUES (?, ?, ?, ?, ?, ?, ?)", (*noted, alert.value, alert.summary))
-
-    def unheard(self, since_s: float) -> list[Alert]:
-        """Returns the firing alerts of Alertmanager that none of its messages since `since_s` contained."""
-        query = """
-            SELECT * FROM alerts WHERE source = 'alertmanager' AND state = 'firing'
-            AND NOT EXISTS (SELECT 1 FROM heard WHERE heard.id = alerts.id AND heard.at_s >= ?)
-        """
-        with self._database.read() as c:
-            return [_alert(row) for row in c.execute(query, (since_s,))]
 
     def _count(self, c: sqlite3.Connection, source: AlertSource) -> int:
         """Returns the number of a source's alerts. If there are too many, it deletes the resolved ones first."""
@@ -250,7 +238,6 @@ class AlertRecords:
         with self._database.write() as c:
             c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))
             c.execute("DELETE FROM messages WHERE at_s < ?", (old_s,))
-            c.execute("DELETE FROM heard WHERE at_s < ?", (old_s,))
             c.execute("DELETE FROM sent WHERE at_s < ?", (now_s - 7200.0,))
             last = c.execute("SELECT max(seq) FROM episodes").fetchone()[0] or 0
             c.execute("DELETE FROM episodes WHERE at_s < ? OR seq <= ?", (old_s, last - _MOST_ROWS))

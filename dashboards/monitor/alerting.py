@@ -30,10 +30,6 @@ log = logger(__name__)
 _TEST_S = 60.0
 """The time for which a test alert fires."""
 _PRUNE_S = 3600.0
-_UNHEARD_S = 5 * 3600.0
-"""Alerts of Alertmanager end if no message has repeated them for this time. It repeats them every hour, and by default
-every four hours. If it restarts together with Prometheus, it never tells the end of what ended meanwhile.
-"""
 _STALE_SCRAPES, _LEAST_STALE_S = 2.5, 15.0
 """The series of a page end once the page was missed for that many scrape intervals, and for at least that many seconds.
 """
@@ -59,8 +55,6 @@ class Alerting:
         self._run_dir, self._rules, self._records = run_dir, list(rules), records
         self._runner, self._dispatcher, self._history = runner, dispatcher, history
         self._stale_s, self._pruned_s = max(_LEAST_STALE_S, _STALE_SCRAPES * scrape_s), 0.0
-        self._began_s = math.inf
-        """The time of the first evaluation: the messages of the time before may be missing."""
         self.firing: Counter[tuple[str, str]] = Counter()
         """The alerts that fire now, by name and severity."""
 
@@ -73,7 +67,6 @@ class Alerting:
         try:
             source = StoredSeries(self._history, self._stale_s)
             stored = self._records.alerts()
-            unheard = self._unheard(now_s)
         except RaytideError as error:
             log.warning("the rules cannot be evaluated", extra={"error": str(error)})
             return
@@ -85,8 +78,7 @@ class Alerting:
                 changed += _changes(rule, found, known, now_s)
             except (RaytideError, ArithmeticError, ValueError, KeyError) as error:
                 log.warning("a rule cannot be evaluated", extra={"alert": rule.name, "error": repr(error)})
-        over = [*self._over(stored, now_s), *unheard]
-        ended = [replace(alert, state=AlertState.RESOLVED, since_s=now_s) for alert in over]
+        ended = [replace(alert, state=AlertState.RESOLVED, since_s=now_s) for alert in self._over(stored, now_s)]
         if changed or ended:
             self._guarded("alerts", lambda: self._records.save([*changed, *ended], now_s))
         if now_s - self._pruned_s >= _PRUNE_S:
@@ -107,10 +99,6 @@ class Alerting:
         tests = [alert for alert in live if alert.is_test and now_s - alert.since_s >= _TEST_S]
         own = [alert for alert in live if alert.source == "raytide" and not alert.is_test]
         return [*tests, *(alert for alert in own if alert.name not in names)]
-
-    def _unheard(self, now_s: float) -> list[Alert]:
-        self._began_s = min(self._began_s, now_s)
-        return self._records.unheard(now_s - _UNHEARD_S) if now_s - self._began_s >= _UNHEARD_S else []
 
     def _count(self, alerts: Iterable[Alert]) -> None:
         self.firing = Counter((alert.name, alert.severity) for alert in alerts if alert.state is AlertState.FIRING)

@@ -25,7 +25,7 @@ def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done
     If a call is killed, the next call continues after the last finished step. An rtn, prune or mask step continues
     after its last finished layer. A distill step continues from its last checkpoint. Any other unfinished step
     starts from its beginning. Raises ConflictError while another process works on the same `out`, or if `out` has
-    the result of another recipe.
+    the result of another recipe, or of a distillation from other data.
     """
     parent = model_directory(recipe.model)
     out = Path(recipe.out)

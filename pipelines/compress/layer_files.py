@@ -70,7 +70,7 @@ class LayerFiles:
         with full_disk_is_an_error(str(self._target)):
             for name, file in tokenizer_files(source).items():
                 shutil.copyfile(file, self.folder / name)
-            copy_pooling(source, self.folder)
+            copy_pooling(source, self.folder, config.get("hidden_size"))
             self._json("config.json", config)
             write_record(self.folder, self._digest, record)
             publish(self.folder, self._target)
@@ -80,13 +80,20 @@ class LayerFiles:
             (self.folder / name).write_text(json.dumps(body, indent=2) + "\n")
 
 
-def copy_pooling(source: Path, folder: Path) -> None:
-    """Copies the files that say how a model's hidden states become an embedding. Does nothing if there are none."""
+def copy_pooling(source: Path, folder: Path, width: object = None) -> None:
+    """Copies the files that say how a model's hidden states become an embedding, with the model's new `width` if there
+    is one. Does nothing if there are none, or if a module has weights of its own, which are not copied.
+    """
+    if any(source.glob("[1-9]*_*/*.safetensors")) or any(source.glob("[1-9]*_*/pytorch_model.bin")):
+        return
     with full_disk_is_an_error(str(folder)):
         for name in POOLING_FILES:
             if (source / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, folder / name)
+        pooling = folder / "1_Pooling" / "config.json"
+        if width is not None and pooling.is_file():
+            pooling.write_text(json.dumps({**read_json(pooling), "word_embedding_dimension": width}))
 
 
 def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:

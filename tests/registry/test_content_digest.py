@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raytide.core.errors import DataError, StorageError
 from raytide.registry import content_digest
-from raytide.registry.content_digest import digest_of_directory
+from raytide.registry.content_digest import digest_of_directory, digest_to_compare
 
 
 @pytest.fixture
@@ -107,7 +107,13 @@ def test_a_link_to_a_file_counts_as_the_file(model: Path, tmp_path: Path) -> Non
         link.symlink_to(blob)
     before = digest_of_directory(str(linked))
     assert before == digest_of_directory(str(model))
-    (blobs / "config.json").unlink()
+    (linked / "config.json").unlink()
+    (linked / "config.json").write_bytes((model / "config.json").read_bytes())
+    earlier = digest_of_directory(str(linked), with_links=False)  # as earlier releases stored it
+    assert digest_to_compare(str(linked), earlier.sha256) == earlier != before
+    assert digest_to_compare(str(linked), before.sha256) == before
+    (linked / "config.json").unlink()
+    (linked / "config.json").symlink_to(blobs / "nothing")
     with pytest.raises(DataError, match=r"config.json is a link to nothing"):
         digest_of_directory(str(linked))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,8 +112,9 @@ def test_a_flow_whose_stages_were_stopped_for_it_goes_on_with_them_when_it_is_re
         "spec": {"command": ["true"], "env": {"LR": "0"}},
         "sweep": {"space": space, "trials": 1, "metric": "loss"},
     }
-    for stages, name in (({"a": {}}, "flow-a"), ({"a": sweep}, "flow-a-0")):
-        flow = flow_of(stages, out=str(tmp_path / name))
+    flows: Any = (({"a": {}}, "flow-a"), ({"b": {"retries": 2}}, "flow-b"), ({"a": sweep}, "flow-a-0"))
+    for number, (stages, name) in enumerate(flows):
+        flow = flow_of(stages, out=str(tmp_path / str(number)))
         own = api.add()
         driver_of(flow, api, job=own).tick()
         stage = f"job-{len(api.jobs_by_id)}"
@@ -122,6 +124,19 @@ def test_a_flow_whose_stages_were_stopped_for_it_goes_on_with_them_when_it_is_re
         assert resumed.tick() is None
         assert api.jobs_by_id[f"job-{len(api.jobs_by_id)}"].spec.name == name
         assert resumed.tick() is None
+
+
+def test_a_resumed_flow_waits_for_a_stopped_stage_that_still_saves_its_state(tmp_path: Path, api: FakeApi) -> None:
+    flow = flow_of({"a": {}}, out=str(tmp_path))
+    driver_of(flow, api, job=api.add()).tick()
+    stage = f"job-{len(api.jobs_by_id)}"
+    api.jobs_by_id[stage] = replace(api.jobs_by_id[stage], stop_requested=True)
+    ending = threading.Timer(0.3, lambda: api.end(stage, JobState.STOPPED, "stopped on request"))
+    ending.start()
+    resumed = driver_of(flow, api, job=api.add())
+    assert resumed.tick() is None
+    assert not ending.is_alive()
+    assert len(api.jobs_by_id) > int(stage.removeprefix("job-")) + 1, "the stage runs again"
 
 
 def test_a_submission_while_the_api_is_away_is_made_once_it_is_back(

@@ -15,18 +15,25 @@ _LEAST_INTEGER = -9223372036854774784
 _MOST_NUMBER = 10**18
 """The largest bound of numbers that llguidance compiles."""
 _OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_OF_VALUES = ("enum", "const", "default", "examples", "x-guidance")
+_OF_VALUES = ("enum", "const", "default", "example", "examples", "x-guidance")
+_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+"""The formats that llguidance enforces."""
+_ANY_NAME: tuple[object, ...] = (True, {}, {"type": "string"})
 
 
 def readable(schema: Any) -> Any:
     """Returns a copy of a schema whose references are URIs, as the names of types in other languages (`List[int]`,
-    `Größe`) are not, and whose bounds are not those of 64-bit numbers. The new bounds are a little narrower.
+    `Größe`) are not, and whose bounds are not those of 64-bit numbers. The new bounds are a little narrower. Keywords
+    that allow every value are left out: formats that are only annotations, such as pydantic's `path`, and the
+    `propertyNames` of zod's records.
     """
     if isinstance(schema, list):
         return [readable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    written = {key: _readable_part(key, value) for key, value in schema.items()}
+    written = {key: _readable_part(key, value) for key, value in schema.items() if not _allows_all(key, value)}
     is_whole = schema.get("type") == "integer"
     for key in ("minimum", "exclusiveMinimum"):
         least = _LEAST_INTEGER if is_whole else -_MOST_NUMBER
@@ -71,6 +78,12 @@ def _readable_part(key: str, value: Any) -> Any:
     if key in _OF_NAMES and isinstance(value, dict):
         return {name: readable(each) for name, each in value.items()}
     return value if key in _OF_VALUES else readable(value)
+
+
+def _allows_all(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return key == "propertyNames" and value in _ANY_NAME
 
 
 def _is_number(value: Any) -> bool:

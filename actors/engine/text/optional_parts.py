@@ -30,7 +30,7 @@ def check_optional_parts(structured: Structured) -> None:
     if structured.kind == "regex":
         most = _optional(str(structured.spec))
     elif structured.kind == "grammar":
-        most = _of_tokens("".join(split_schemas(str(structured.spec))[0]))
+        most = _of_tokens("".join(split_schemas(_lark(str(structured.spec)))[0]))
     else:
         return  # in a schema, such parts are behind a quotation mark, where limits count them
     if most > _MOST_OPTIONAL:
@@ -38,6 +38,16 @@ def check_optional_parts(structured: Structured) -> None:
             f"the {structured.kind} of structured output has more than {_MOST_OPTIONAL} optional parts in one token.",
             hint="Make it simpler.",
         )
+
+
+def _lark(grammar: str) -> str:
+    """Returns a grammar in Lark's syntax, as llguidance writes it: names in GBNF do not tell tokens from rules."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception:  # which llguidance refuses itself
+        return ""
 
 
 def _optional(text: str) -> int:

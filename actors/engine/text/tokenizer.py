@@ -4,7 +4,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from raytide.actors.engine.text.tool_prompt import checked_variables, format_of, left_open, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import PLAIN_PROMPT, ChatFormat, Message, PromptOptions, as_request_error
-from raytide.actors.models.chat_template import ChatTemplate
+from raytide.actors.models.chat_template import ChatTemplate, map_texts
 from raytide.actors.models.components.llava import VisionSpec
 from raytide.actors.models.model_config import Fields, as_ids
 from raytide.actors.models.tokenizer_files import WITH_TOKENIZER, TokenizerSource
@@ -215,7 +215,7 @@ class Tokenizer:
         if no name occurs.
         """
         texts: list[str] = []
-        _map_texts(value, texts.append)
+        map_texts(value, texts.append)
         # Few prefixes for hundreds of names: a long text is searched a few times only.
         starts = {start for start in {name[:4] for name in self._special_names} if any(start in text for text in texts)}
         names = [name for name in self._special_names if name[:4] in starts and any(name in text for text in texts)]
@@ -230,7 +230,7 @@ class Tokenizer:
                 text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
             return text
 
-        return _map_texts(value, broken), mark
+        return map_texts(value, broken), mark
 
     def _encode_without(self, mark: str, text: str, plain: bool) -> list[int]:
         """Returns the token ids of a marked text, leaving out the tokens of its marks."""
@@ -258,17 +258,6 @@ class Tokenizer:
         value = self._config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else None
-
-
-def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Returns a JSON-like value with `change` applied to each of its texts, keys of objects included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _map_texts(each, change) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_texts(each, change) for each in value)
-    return value
 
 
 def _with_images(ids: list[int], vision: VisionSpec, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Chat datasets. Sequence i is conversation i, rendered by the model's chat template.
 
-Lines are checked and rendered when the file is opened, so that a line that the template refuses costs no training. They
-are tokenized when a step needs them, so that a rank keeps no text in memory.
+Lines are checked when the file is opened, and the first ones rendered, so that what the template refuses costs no
+training. They are tokenized when a step needs them, so that a rank keeps no text in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from raytide.core.specs.model import ChatSpec
 
 TEMPLATE = "chat_template.jinja"
 _CHECK = "Check chat.tokenizer and chat.template."
+_RENDERED = 10_000
+"""The number of conversations that are rendered when the file is opened. Templates may be slow."""
 _MARKS = tuple(map(chr, range(0xFDD2, 0xFDF0)))
 """Noncharacters of Unicode, without the two that mark answers."""
 
@@ -86,6 +89,11 @@ class ChatDataset:
         talk, mark = _without_names(talk, *self._special_names)
         text, answers = _answers(self._chat, talk, f"{self.name}, line {number}")
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        if mark and any(end - begin > 1 and mark in text[begin:end] for begin, end in encoded.offsets):
+            raise DataError(
+                f"{self.name}, line {number} names a special token, which this tokenizer cannot read as text.",
+                hint="Remove the line.",
+            )
         found = [
             (token, begin)
             for token, (begin, end) in zip(encoded.ids, encoded.offsets, strict=True)
@@ -118,10 +126,15 @@ class ChatDataset:
 
     @cached_property
     def _special_names(self) -> tuple[list[str], list[str]]:
-        """The names of all special tokens, and of those that the template writes."""
+        """The names of all special tokens, and of those that the template writes around turns of text."""
         names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         written = (self._special("bos_token"), self._special("eos_token"))
-        return names, [name for name in names if name in written or name in self._chat.source]
+        user, answer = {"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": "x"}
+        try:
+            around = self._chat.render([user, answer, user], prompt=False).partition(_MARKS[0])[2]
+        except UsageError:
+            around = self._chat.source
+        return names, [name for name in names if name in written or name in around]
 
     def _template(self, tokenizer: Path) -> str:
         given = self.template.get(TEMPLATE)
@@ -156,7 +169,9 @@ class _Lines:
             for number, line in enumerate(body, 1):
                 digest.update(line)
                 if line.strip():
-                    _answers(chat, _talk(line, f"{name}, line {number}"), f"{name}, line {number}")
+                    talk = _talk(line, f"{name}, line {number}")
+                    if len(self.starts) < _RENDERED:
+                        _answers(chat, talk, f"{name}, line {number}")
                     self.starts.append(at)
                     self.numbers.append(number)
                 at += len(line)
@@ -188,7 +203,8 @@ def _index(
 
 def _answers(chat: ChatTemplate, talk: _Talk, where: str) -> tuple[str, list[tuple[int, int]]]:
     """Returns a conversation's text and the ranges of its answers. Raises DataError if the template cannot show it."""
-    if not chat.knows_tools and (talk.tools or any(turn.get("tool_calls") for turn in talk.turns)):
+    has_calls = any(turn.get("tool_calls") for turn in talk.turns)
+    if not chat.knows_tools and (talk.tools or (has_calls and "tool_calls" not in chat.source)):
         raise DataError(
             f"{where} has tools, which the chat template does not show.",
             hint="Give a template that shows tools (chat.template), or remove the line.",
@@ -197,6 +213,8 @@ def _answers(chat: ChatTemplate, talk: _Talk, where: str) -> tuple[str, list[tup
         return chat.answers(talk.turns, talk.tools)
     except UsageError as error:
         raise DataError(f"{where}: {error}", hint=error.hint) from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply.", hint="Remove the line.") from None
 
 
 def _talk(line: bytes, where: str) -> _Talk:
@@ -208,6 +226,9 @@ def _talk(line: bytes, where: str) -> _Talk:
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where} has no messages.", hint='Write {"messages": [{"role": ..., "content": ...}]}.')
     tools = body.get("tools") or []
+    if isinstance(tools, str):  # as exporters of flat columns write them
+        with suppress(ValueError):
+            tools = json.loads(tools) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: tools is not a list of objects.", hint="Write them as a request has them.")
     turns = [_called(turn) for turn in turns]
@@ -229,16 +250,13 @@ def _without_names(talk: _Talk, names: Sequence[str], own: Sequence[str]) -> tup
     noncharacter that no message has; "" if no message has a name.
     """
     texts: list[str] = []
-
-    def seen(text: str) -> str:
-        texts.append(text)
-        return text
-
-    map_texts([talk.turns, talk.tools], seen)
+    map_texts([talk.turns, talk.tools], texts.append)
     spelled = [name for name in names if any(name in text for text in texts)]
-    mark = next((char for char in _MARKS if not any(char in text for text in texts)), "") if spelled else ""
-    if not mark:
+    if not spelled:
         return talk, ""
+    mark = next((char for char in _MARKS if not any(char in text for text in texts)), "")
+    if not mark:
+        raise DataError("a conversation has every noncharacter of Unicode.", hint="Remove its line.")
 
     def broken(value: Any, among: Sequence[str]) -> Any:
         def change(text: str) -> str:
@@ -268,7 +286,8 @@ def _with_object(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        text = function["arguments"]
+        return {**call, "function": {**function, "arguments": json.loads(text) if text.strip() else {}}}
     except (ValueError, RecursionError):
         return call
 

@@ -8,6 +8,7 @@ node passes the notice on (raytide.autoscaler.providers.notices).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,6 +30,8 @@ from raytide.core.objects.node import Node, NodeType
 
 NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
 _POLL_S = 10.0
+_ORDERS_S = 5.0
+"""The seconds between two questions about orders, as Ray asks."""
 _UNLISTED_S = 60.0
 """The time after a purchase for which a cloud may not list the machine yet."""
 
@@ -61,6 +64,7 @@ class CloudProvider:
         self._orders: dict[str, GoogleOrder] = {}
         """The machines that Google still makes, by node id. Until then they are neither listed nor billed."""
         self._refusals: dict[str, ProviderError] = {}
+        self._asked_s = -math.inf
         self._given_up: set[str] = set()
         """Nodes that were given up while Google made their machines, which end once they are listed."""
         self._types = {node_type.name: node_type for node_type in node_types}
@@ -99,6 +103,7 @@ class CloudProvider:
 
     def terminate(self, node_id: str) -> None:
         with self._lock:
+            self._refusals.pop(node_id, None)
             if self._orders.pop(node_id, None) is not None:
                 self._given_up.add(node_id)
             cloud_ids = self._running().get(node_id)
@@ -135,8 +140,15 @@ class CloudProvider:
 
     def _settle_orders(self, now_s: float) -> None:
         """Records the machines that Google has made since, and those that it could not make."""
+        if now_s < self._asked_s + _ORDERS_S:
+            return
+        self._asked_s = now_s
         for node_id, order in list(self._orders.items()):
-            outcome = self._ask(f"ask for the order of {node_id}", partial(order.outcome, self._cloud))
+            try:
+                outcome = self._ask(f"ask for the order of {node_id}", partial(order.outcome, self._cloud))
+            except ClusterError as error:  # the next pass asks again
+                log.warning("an order was not answered", extra={"node": node_id, "error": str(error)})
+                continue
             if outcome is None:
                 continue
             if isinstance(outcome, ProviderError):

@@ -24,13 +24,13 @@ _PATTERNS: dict[PiiKind, str] = {
     # A date is found as a whole, so that the hour after it is not taken for a part of a number.
     "phone": rf"\b(?:{_DATE})\b|"
     r"(?:\+\d{1,3}[ .\-]?)?(?:\(\d{2,4}\)|\b\d{2,4})[ .\-]\d{2,4}[ .\-]\d{2,4}(?:[ .\-]\d{2,4})?\b"
-    r"|\+[1-9]\d{0,2}(?:[ \-]?(?:\(\d{1,4}\)|\d{1,8})){1,6}\b|\+\d{8,15}\b",
+    r"|\+\d{8,15}\b|\+[1-9]\d{0,2}(?:[ \-]?(?:\(\d{1,4}\)|\d{1,8})){1,6}\b",
     # A short form of IPv6 is one of today's public range, 2000::/3: `a::b` is code.
     "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9A-Fa-f]{1,4}:){7}[0-9A-Fa-f]{1,4}\b"
     r"|\b[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{1,4}\b",
 }
 _NOT_DIGIT = re.compile(r"\D")
-_HAS_DATE = re.compile(rf"\b(?:{_DATE})\b")
+_HAS_DATE = re.compile(rf"\b(?:{_DATE.replace(' ', '')})\b")  # one with spaces may be a part of a number
 
 
 def scrub_personal(text: str, kinds: Sequence[PiiKind]) -> tuple[str, Counter[str]]:

@@ -209,7 +209,7 @@ class HostedApis:
         asked, passed_on = dict(await request.json()), request.scope.get(PASSED_ON, PassedOn(None, None))
         if passed_on.input is not None:  # the API does not have the responses that are stored here
             asked["input"] = passed_on.input
-            del asked["previous_response_id"]
+            asked.pop("previous_response_id", None)
         deadline_s = deadline_of(timeout_s, request)
         body, most = _body(backend, path, asked)
         most_prompt, likely_prompt = _prompt_tokens(body)

@@ -27,25 +27,35 @@ class ContentDigest:
     bytes: int
 
 
-def digest_of_directory(url: str) -> ContentDigest:
+def digest_of_directory(url: str, *, with_links: bool = True) -> ContentDigest:
     """Returns the digest of a model directory.
 
     It is the SHA-256 of a JSON list with one entry [relative path, size in bytes, SHA-256] for each file, sorted by
     path. A link to a file counts as the file, as in the snapshots of Hugging Face's cache. Files and folders whose
     names begin with a dot are ignored. Raises DataError if the directory is not a model, or if the content of a file
-    does not have the listed size. Raises StorageError if a file or a folder cannot be read.
+    does not have the listed size. Raises StorageError if a file or a folder cannot be read. Without `with_links`, links
+    are left out, as in the digests of earlier releases.
     """
     with named_failures(url):
-        return _digest_of_directory(url)
+        return _digest_of_directory(url, with_links)
 
 
-def _digest_of_directory(url: str) -> ContentDigest:
+def digest_to_compare(url: str, sha256: str) -> ContentDigest:
+    """Returns the digest of a model directory, without its links if only that one can be `sha256`."""
+    try:
+        found = digest_of_directory(url)
+    except DataError:
+        return digest_of_directory(url, with_links=False)
+    return found if found.sha256 == sha256 else digest_of_directory(url, with_links=False)
+
+
+def _digest_of_directory(url: str, with_links: bool) -> ContentDigest:
     fs, root = open_url(url)
     prefix = root.rstrip("/") + "/"
     fs.invalidate_cache()  # this process may have listed the folder before
     try:
         if is_local(url):
-            found = dict(_local_sizes(root))
+            found = dict(_local_sizes(root, with_links))
         else:
             listed = fs.find(root, detail=True).items()
             # A path that ends with a slash is the empty object that consoles of object stores make for a folder.
@@ -79,7 +89,7 @@ def _digest_of_directory(url: str) -> ContentDigest:
     return ContentDigest(hashlib.sha256(json.dumps(rows).encode()).hexdigest(), len(rows), total_bytes)
 
 
-def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
+def _local_sizes(root: str, with_links: bool) -> Iterator[tuple[str, int]]:
     """Yields the path and the size of each file below a local folder. Raises OSError if a folder cannot be read, which
     fsspec's `find` would leave out, as it leaves out links.
     """
@@ -91,7 +101,7 @@ def _local_sizes(root: str) -> Iterator[tuple[str, int]]:
         folders[:] = [name for name in folders if name[:1] != "."]
         for name in names:
             path = os.path.join(folder, name)
-            if name[:1] == ".":
+            if name[:1] == "." or (not with_links and os.path.islink(path)):
                 continue
             try:
                 info = os.stat(path)

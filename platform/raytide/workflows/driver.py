@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -147,11 +147,18 @@ class FlowDriver:
             if self._flow.schedule is not None and not self._flow.schedule.at_once:
                 state = changes.postponed(state)
         elif state.driver != self._job:
+            # Its stages may have been stopped while the flow had no process, and may still save their state.
+            while any(map(self._is_stopping, _jobs_of(self._flow, state))) and not self._stopped.wait(POLL_S):
+                pass
             before = self._executor_of(state)
-            before.look()  # its stages may have been stopped while the flow had no process
+            before.look()
             state = changes.resumed(before.state, self._job)
         self._file.save(state)
         return state
+
+    def _is_stopping(self, job: str) -> bool:
+        found = self._client.job(job).job
+        return found.stop_requested and not found.is_final
 
     def _executor_of(self, state: FlowState) -> Executor:
         runner = ApiRunner(self._client, self._package)
@@ -208,6 +215,14 @@ def main() -> int:
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return 1 if isinstance(error, ClusterError | StorageError) else FAILED
+
+
+def _jobs_of(flow: FlowSpec, state: FlowState) -> Iterator[str]:
+    """Yields the jobs of the running stages and trials."""
+    for name, stage in state.stages.items():
+        if stage.status == "running" and flow.stages[name].kind not in ("register", "serve"):
+            trials = (trial.job for trial in stage.trials if trial.status == "running")
+            yield from filter(None, (stage.job, *trials))
 
 
 def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:

@@ -139,7 +139,8 @@ def resumed(state: FlowState, driver: str) -> FlowState:
     """
     stages = {}
     for name, stage in state.stages.items():
-        if stage.status in ("failed", "skipped") and state.cycle:
+        is_retry = stage.status == "waiting" and stage.retry_at_s is not None
+        if (stage.status in ("failed", "skipped") or is_retry) and state.cycle:
             trials = tuple(_tried_again(trial) for trial in stage.trials)
             stage = StageState(attempt=stage.attempt, trials=trials)
         elif stage.status == "running":
@@ -213,7 +214,7 @@ def metric_of(state: FlowState) -> Callable[[str, str], float]:
 
 
 def _tried_again(trial: TrialState) -> TrialState:
-    if trial.status != "failed":
+    if trial.status != "failed" and trial.retry_at_s is None:
         return trial
     changes = {"status": "running", "attempt": trial.attempt + 1, "failures": 0, "job": "", "reason": ""}
-    return trial.model_copy(update=changes)
+    return trial.model_copy(update={**changes, "retry_at_s": None})

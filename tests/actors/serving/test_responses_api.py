@@ -241,6 +241,17 @@ def test_more_stored_answers_than_a_request_may_name_are_refused(
         client.responses.create(model="fake", input=named)
 
 
+def test_a_request_may_not_name_items_that_are_too_large_together(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_RESPONSE_BYTES", 1000)
+    answer = client.responses.create(model="fake", input="x", max_output_tokens=1).output[0].id
+    named: Any = [{"type": "item_reference", "id": answer}] * 20
+    assert client.responses.create(model="fake", input=named[:2], max_output_tokens=1).id
+    with pytest.raises(openai.BadRequestError, match="too large together"):
+        client.responses.create(model="fake", input=named)
+
+
 def test_the_items_of_an_input_are_listed_in_pages(client: OpenAI) -> None:
     turns: Any = [{"role": "user", "content": str(number)} for number in range(5)]
     answer = client.responses.create(model="fake", input=turns, max_output_tokens=1)

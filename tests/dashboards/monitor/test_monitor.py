@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,7 +13,6 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.dashboards.alerts.alert_examples import firing
 from tests.dashboards.alerts.test_actions import World
 
 from raytide.core.telemetry.metrics import render
@@ -276,17 +274,3 @@ def test_each_day_counts_alike_in_an_average_over_a_week(tmp_path: Path) -> None
     found = evaluate(rule.expr, StoredSeries(reader, 300.0), NOW_S + end_s)
     history.close()
     assert found == {(("endpoint", "chat"),): pytest.approx(2.0 / (9.0 / 7.0), rel=0.02)}
-
-
-def test_an_alert_that_alertmanager_no_longer_repeats_ends(tmp_path: Path) -> None:
-    records, reader = AlertRecords(tmp_path / FILE), HistoryReader(tmp_path / "h")
-    runner, dispatcher = ActionRunner(records, [], World, {}), Dispatcher(records, [], NotifySection())
-    alerting = Alerting(tmp_path, [], records, runner, dispatcher, reader, 15.0)
-    forgotten, repeated = firing("Forgotten"), firing("Repeated")
-    records.save([replace(alert, source="alertmanager") for alert in (forgotten, repeated)], NOW_S)
-    for hour in range(7):
-        at_s = NOW_S + 8 * 3600.0 + 3600.0 * hour  # the head was away for eight hours
-        records.save([replace(repeated, source="alertmanager")], at_s)
-        alerting.evaluate(at_s)
-        states = {alert.name: str(alert.state) for alert in records.alerts("alertmanager")}
-        assert states == {"Forgotten": "firing" if hour < 5 else "resolved", "Repeated": "firing"}

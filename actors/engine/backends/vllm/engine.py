@@ -26,6 +26,7 @@ from raytide.actors.engine.backends.vllm.request import (
 )
 from raytide.actors.engine.backends.vllm.weights import ServedWeights
 from raytide.actors.engine.base import Engine, check_features, check_prompt, check_resume, refuse
+from raytide.actors.engine.model.lora import adapter_digest
 from raytide.actors.engine.model.parallel.launcher import LocalMembers
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ class VllmEngine(Engine):
         self._core: VllmCore | None = None
         self._live: dict[str, _Live] = {}
         self._weights: ServedWeights | None = None
-        self._loras: dict[str, Any] = {}
+        self._loras: dict[str, tuple[Any, str]] = {}  # with the digest of its files
         self._loras_loaded = 0
         self._counters = EngineStats()
         self._idle = asyncio.Event()
@@ -198,7 +199,7 @@ class VllmEngine(Engine):
             steps=core.recorder.steps,
             step_ms=core.recorder.step_ms,
             preemptions=core.recorder.preemptions,
-            adapters={name: adapter.lora_name for name, adapter in self._loras.items()},
+            adapters={name: digest for name, (_, digest) in self._loras.items()},
             weights_version=self._weights_version,
         )
 
@@ -230,15 +231,14 @@ class VllmEngine(Engine):
             )
         self._loras_loaded += 1  # never used again. vLLM's prefix cache knows adapters by name and path alone
         adapter = core.modules["lora"].LoRARequest(f"{name}#{self._loras_loaded}", self._loras_loaded, path)
-        if not await asyncio.to_thread((Path(path) / "adapter_config.json").exists):
-            raise DataError(f"{path} holds no adapter_config.json.", hint="Name a directory in PEFT's format.")
+        digest = await asyncio.to_thread(adapter_digest, Path(path))
         try:
             await core.llm.add_lora(adapter)
         except Exception as error:
             raise DataError(
                 f"vLLM cannot load adapter {name} from {path}: {error}", hint="Check the adapter."
             ) from error
-        self._loras[name] = adapter
+        self._loras[name] = adapter, digest
 
     async def unload_lora(self, name: str) -> None:
         core = self._offering("lora")
@@ -246,7 +246,7 @@ class VllmEngine(Engine):
             raise NotFoundError(f"adapter {name} is not loaded.", hint="It may have been unloaded.")
         if any(live.request.lora == name for live in self._live.values()):
             raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
-        await core.llm.remove_lora(self._loras.pop(name).lora_int_id)
+        await core.llm.remove_lora(self._loras.pop(name)[0].lora_int_id)
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False
@@ -325,7 +325,7 @@ class VllmEngine(Engine):
 
     async def _sample(self, core: VllmCore, live: _Live, sample: SampleOutput) -> AsyncGenerator[GenChunk, None]:
         request = live.request
-        lora = self._loras[request.lora] if request.lora else None
+        lora = self._loras[request.lora][0] if request.lora else None
         arguments = call(core, request, live.prompt, sample.index, self._end_ids, lora)
         async with aclosing(core.llm.generate(**arguments)) as outputs:  # closed early, it ends in vLLM too
             async for output in outputs:

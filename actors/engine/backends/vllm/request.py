@@ -156,18 +156,18 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
     if structured.kind == "choice":
         return {"choice": [structured.spec] if isinstance(structured.spec, str) else list(structured.spec)}
     if structured.kind == "json_schema":
-        return {"json": "{}" if structured.spec in ("", "true") else _readable(str(structured.spec))}
+        return {"json": "{}" if structured.spec in ("", "true") else _readable("json", str(structured.spec))}
     if structured.kind == "grammar":
-        return {"grammar": readable_grammar(str(structured.spec))}
+        return {"grammar": _readable("grammar", str(structured.spec))}
     return {structured.kind: structured.spec}
 
 
 @lru_cache(maxsize=16)  # each sample is a request of its own
-def _readable(schema: str) -> str:
+def _readable(kind: str, text: str) -> str:
     try:
-        return json.dumps(readable(json.loads(schema)))
+        return readable_grammar(text) if kind == "grammar" else json.dumps(readable(json.loads(text)))
     except (ValueError, RecursionError):
-        return schema  # which vLLM refuses itself
+        return text  # which vLLM refuses itself
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:

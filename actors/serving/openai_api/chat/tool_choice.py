@@ -12,7 +12,6 @@ from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.fields.schemas import without_annotations
 from raytide.actors.serving.openai_api.fields.structure import constraint_field, structured_of
 from raytide.actors.serving.openai_api.wire import AllowedToolsChoice, ChatRequest, NamedToolChoice, Tool
 from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
@@ -111,7 +110,7 @@ def _check(tools: Sequence[Tool]) -> None:
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, which are always an object."""
-    schema = without_annotations(tool.function.parameters or {})
+    schema = tool.function.parameters or {}
     return {"type": "object", **schema} if schema else {"type": "object", "maxProperties": 0}
 
 
@@ -141,6 +140,8 @@ def _calls_or_answer(
     and answer as it has learned to. Otherwise they are an array, because special tokens cannot be part of a grammar.
     """
     calls = _any_call(tools, most)
+    if syntax.body == "tagged":  # no grammar has its arguments, but its calls begin alike
+        syntax = syntax_of("hermes")
     if syntax.body == "object" and syntax.end.startswith("</"):
         call = {**calls["items"], "$defs": calls.get("$defs", {})}
         written = "call" if most == 1 else f"call (ws call){{0,{most - 1}}}"

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.fields.schemas import without_annotations
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -98,15 +97,18 @@ def _of_format(wanted: ResponseFormat | None) -> Structured | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return _of_schema((wanted.model_extra or {}).get("schema") or ANY_OBJECT)
+        schema = (wanted.model_extra or {}).get("schema")
+        if not isinstance(schema, dict | None):
+            raise invalid("response_format.schema is not an object.", param="response_format.schema")
+        return _of_schema(schema or ANY_OBJECT)
     if wanted.json_schema is None:
         raise invalid("response_format.json_schema is missing.", param="response_format.json_schema")
     schema = wanted.json_schema.schema_
-    return Structured("json_schema", "{}" if schema is None else json.dumps(without_annotations(schema)))
+    return Structured("json_schema", "{}" if schema is None else json.dumps(schema))
 
 
 def _of_schema(schema: Schema | None) -> Structured | None:
     if schema is None:
         return None
-    text = schema if isinstance(schema, str) else json.dumps(without_annotations(schema))
+    text = schema if isinstance(schema, str) else json.dumps(schema)
     return Structured("json_schema", text)

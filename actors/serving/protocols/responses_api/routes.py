@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from raytide.actors.serving.protocols.models import Models
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request, in_responses
 from raytide.actors.serving.protocols.responses_api.stored import (
     MAX_REFERRED,
+    MAX_RESPONSE_BYTES,
     PASSED_ON,
     RESPONSE_ID,
     PassedOn,
@@ -148,7 +150,8 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
             return body
         await models.server(body.model, request)  # an unknown model is the first problem to name
         items: list[dict[str, Any]] = []
-        known: dict[str, dict[str, dict[str, Any]]] = {}
+        known: dict[str, dict[str, tuple[dict[str, Any], int]]] = {}  # each item with its size
+        size = 0
         for item in body.input:
             if item.get("type") != "item_reference":
                 items.append(item)
@@ -160,10 +163,14 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
                     raise invalid(message, param="input")
                 found = await _stored(response_id, request)
                 output = () if found is None else found.response["output"]
-                known[response_id] = {each["id"]: each for each in output if "id" in each}
+                known[response_id] = {each["id"]: (each, len(json.dumps(each))) for each in output if "id" in each}
             if own not in known[response_id]:
                 raise invalid(f"Item with id {own!r} not found.", param="input", status=404)
-            items.append(known[response_id][own])
+            referred, chars = known[response_id][own]
+            size += chars
+            if size > MAX_RESPONSE_BYTES:
+                raise invalid("the items to which input refers are too large together: name fewer.", param="input")
+            items.append(referred)
         return body.model_copy(update={"input": items})
 
     async def _continued(body: ResponsesRequest, request: Request) -> ResponsesRequest:

@@ -40,8 +40,8 @@ class ResponseOwner:
 class PassedOn:
     """The parts of a request that an API of somebody else does not know.
 
-    `input` is the whole conversation if the request continues a stored response, else None. `keep` stores the answer.
-    It is None if the answer is not to be stored.
+    `input` is the whole input if the request names a stored response, or items of one; else None. `keep` stores the
+    answer. It is None if the answer is not to be stored.
     """
 
     input: list[Item] | None

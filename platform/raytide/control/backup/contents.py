@@ -30,7 +30,7 @@ from raytide.core.objects.job import FINAL_STATES, JobKind
 from raytide.core.state.database import Database
 from raytide.core.state.registry import tables as registry
 from raytide.core.state.tables import endpoints, jobs
-from raytide.registry.content_digest import digest_of_directory
+from raytide.registry.content_digest import digest_to_compare
 
 FolderKind = Literal["checkpoint", "dataset", "model", "run", "path"]
 _PINNED = ".backup"
@@ -185,7 +185,7 @@ def problem_of(folder: SavedFolder, path: Path) -> str:
             token_dataset.verify(str(path))
             found = token_dataset.sha256_of(str(path))
         elif folder.kind == "model" and folder.sha256:
-            found = digest_of_directory(str(path)).sha256
+            found = digest_to_compare(str(path), folder.sha256).sha256
         else:
             return "" if path.exists() else f"{folder.path} was not restored."
     except (CheckpointError, DataError, StorageError, OSError) as error:
@@ -247,6 +247,8 @@ def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
             sha256 = token_dataset.sha256_of(str(path))
             if sha256 != (named.sha256 or sha256):
                 return None
+        elif named.kind == "model" and _leads_out(path.resolve()):
+            return None  # restic saves a link, not the file to which it leads
     except (DataError, StorageError, OSError):
         return None
     if not path.exists() or (named.kind != "path" and not path.is_dir()):
@@ -255,6 +257,11 @@ def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
     return SavedFolder(
         kind=named.kind, path=str(path.absolute()), stored_as=stored_as, sha256=sha256, owner=named.owner
     )
+
+
+def _leads_out(folder: Path) -> bool:
+    """Returns True if a file of the folder is a link to one elsewhere, as in the snapshots of Hugging Face's cache."""
+    return any(each.is_symlink() and not each.resolve().is_relative_to(folder) for each in folder.rglob("*"))
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

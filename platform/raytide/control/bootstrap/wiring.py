@@ -214,7 +214,9 @@ def _cloud(
 ) -> Provider:
     kind = file["provider"]["type"]
     cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
-    cloud = without_waits(with_all_pages(cloud, kind), kind)
+    cloud = with_all_pages(cloud, kind)
+    if not only_ends:  # a process that only ends machines has no later tick in which to try again
+        cloud = without_waits(cloud, kind)
     in_ray, token = GcsReader(cluster.gcs_address).nodes, cluster.ray_token_file
     set_up = SetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
     return CloudProvider(file, cloud, node_types, folder, clock, set_up, board_at(cluster.gcs_address))

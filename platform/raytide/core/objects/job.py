@@ -133,8 +133,8 @@ class Job:
     held_s: float = 0.0
     """The seconds for which it held its gang in earlier spells."""
     spell_since_s: float | None = None
-    """The start of the current spell: the time since which it has held its current number of GPUs; None if it holds
-    none.
+    """The start of the current spell: the time since which it has held its current number of GPUs, which may be 0;
+    None if it holds no gang.
     """
     spell_gpus: float = 0.0
     preemptions: int = 0

@@ -22,7 +22,7 @@ from raytide.core.specs.model_version import (
     PromotionRule,
     RegisteredModel,
 )
-from raytide.registry.content_digest import ContentDigest, digest_of_directory
+from raytide.registry.content_digest import ContentDigest, digest_of_directory, digest_to_compare
 from raytide.registry.lineage import FieldChange, differences, exported_model
 
 _JOB = re.compile("job-[0-9]+")
@@ -116,7 +116,7 @@ class ModelRegistry:
         they were registered.
         """
         version = self.get(reference)
-        found = digest_of_directory(version.spec.location)
+        found = digest_to_compare(version.spec.location, version.spec.sha256)
         if found.sha256 != version.spec.sha256:
             raise DataError(
                 f"the files at {version.spec.location} are not those of {version.id}: "

@@ -15,7 +15,7 @@ from raytide.autoscaler.spot.availability_model import AvailabilityModel, Floats
 from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Terms, TickPolicy, TickView, Up, replay
 
 MOST_STEPS = 512
-"""The size of the value table in steps. A longer job is judged as a shorter one, as in deadlines/jobs.py."""
+"""The size of the value table in steps: twice that of a live cluster, which solves tables for many jobs."""
 
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:

@@ -1,4 +1,4 @@
-"""What vLLM would die of is refused before it sees it."""
+"""Constraints of which vLLM would die are refused before it sees them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raytide.actors.engine import GenRequest, SamplingParams, Structured
-from raytide.actors.engine.backends.vllm.request import check_resumable, rest_of
+from raytide.actors.engine.backends.vllm.request import check_request, rest_of
 from raytide.actors.engine.types import SampleProgress
 from raytide.core.errors import UsageError
 
@@ -30,12 +30,12 @@ def test_the_rest_has_fewer_tokens_and_no_log_probabilities_of_the_prompt() -> N
 def test_options_with_a_state_of_their_own_are_refused_by_name(params: dict[str, object], name: str) -> None:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=f"cannot continue {name} from tokens"):
-        check_resumable(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=CUT))
-    check_resumable(GenRequest(request_id="r", prompt=[1], sampling=sampling))
-    check_resumable(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=(SampleProgress(),)))
+        check_request(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=CUT))
+    check_request(GenRequest(request_id="r", prompt=[1], sampling=sampling))
+    check_request(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=(SampleProgress(),)))
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0, "seed": 1}, {"repetition_penalty": 1.2, "top_p": 0.5}])
 def test_what_depends_on_the_tokens_alone_goes_on(params: dict[str, object]) -> None:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    check_resumable(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=CUT))
+    check_request(GenRequest(request_id="r", prompt=[1], sampling=sampling, resume=CUT))

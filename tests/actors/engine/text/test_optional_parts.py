@@ -19,6 +19,16 @@ def doubling(levels: int, part: str) -> str:
     return "\n".join([f"start: T{levels}", f"T0: {part}", *tokens])
 
 
+def gbnf(levels: int) -> str:
+    """Returns the same grammar as llama.cpp writes it, where names do not tell tokens from rules."""
+    tokens = [f"t{level + 1} ::= t{level} t{level} t{level} t{level}" for level in range(levels)]
+    return "\n".join([f"root ::= t{levels}", 't0 ::= "a"? "b"?', *tokens])
+
+
+def test_a_rule_with_a_name_in_capitals_may_contain_itself_where_names_mean_nothing() -> None:
+    check_optional_parts(Structured("grammar", 'root ::= EXPR\nEXPR ::= [0-9] | "(" EXPR ")"'))
+
+
 @pytest.mark.parametrize(
     "structured",
     [
@@ -32,6 +42,7 @@ def doubling(levels: int, part: str) -> str:
         Structured("grammar", doubling(8, '["a"]')),
         Structured("grammar", doubling(8, '"a"~0..2')),
         Structured("grammar", doubling(4, "/.?/") + "".join(f'\nA{place}: T4 "{place}"' for place in range(99))),
+        Structured("grammar", gbnf(8)),
         Structured("grammar", f"start: /{'.?' * 1001}/"),
         Structured("grammar", 'start: %json {"type": "object"} T\nT: ' + '"a"? ' * 1001),
     ],

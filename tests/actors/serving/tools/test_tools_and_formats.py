@@ -146,6 +146,9 @@ def test_a_schema_beside_json_object_counts_as_elsewhere() -> None:
     found = structured_of(request)
     assert found is not None and isinstance(found.spec, str)
     assert json.loads(found.spec) == PLACE
+    form["schema"] = "abc"
+    with pytest.raises(ApiError, match="schema is not an object"):
+        structured_of(ChatRequest.model_validate({**ASK, "model": "m", "response_format": form}))
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,13 @@ def test_tools_and_calls_are_shown_as_a_server_shows_them(folder: Path) -> None:
     assert data.examples(np.array([0]))[0][0, : len(asked)].tolist() == asked
 
 
+def test_tools_may_be_a_text_and_a_template_may_show_calls_alone(folder: Path) -> None:
+    (folder / "talks.jsonl").write_text(json.dumps({"messages": CALLING, "tools": json.dumps(TOOLS)}) + "\n")
+    open_chat(folder, seq_len=400, template=SHOWS_TOOLS)
+    (folder / "talks.jsonl").write_text(json.dumps({"messages": CALLING}) + "\n")
+    open_chat(folder, seq_len=400, template=SHOWS_TOOLS.replace("{% if tools %}{{ tools | tojson }}{% endif %}", ""))
+
+
 @pytest.mark.parametrize("line", [{"messages": TALK, "tools": TOOLS}, {"messages": CALLING}])
 def test_tools_that_the_template_does_not_show_are_refused(folder: Path, line: dict[str, object]) -> None:
     (folder / "talks.jsonl").write_text(lines(TALK) + json.dumps(line) + "\n")
@@ -202,7 +209,7 @@ def test_an_answer_may_have_a_special_token_that_the_template_does_not_write(fol
     tokenizer.save(str(folder / "tokenizer.json"))
     talk = [{"role": "user", "content": "is <step> one?"}, {"role": "assistant", "content": "<step> <eos>"}]
     (folder / "talks.jsonl").write_text(lines(talk))
-    data = open_chat(folder)
+    data = open_chat(folder, template="{% if '<step>' in messages[0].content %}{% endif %}" + TEMPLATE)
     inputs, targets = data.examples(np.array([0]))
     assert int((inputs == tokenizer.token_to_id("<step>")).sum()) == 1
     assert learnt(data, folder) == "<step> <eos><eos>"

@@ -21,6 +21,8 @@ from raytide.pipelines.cleaning.scrub.personal import is_iban, is_luhn, scrub_pe
         ("Call (212) 555-0123 now", "phone"),
         ("+442079460958", "phone"),
         ("+33 1 23 45 67 89", "phone"),
+        ("+14155552671 2024-05-17 10:33:01", "phone"),
+        ("+49 2041 12 30 56", "phone"),
         ("+49-30-1234567", "phone"),
         ("+49 (0)30 1234567", "phone"),
         ("+91 98765 43210", "phone"),

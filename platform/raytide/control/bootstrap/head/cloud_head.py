@@ -6,6 +6,7 @@ up` has added.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -123,6 +124,8 @@ def run_foreground(cluster: HeadCluster) -> None:
             supervisor.wait(None)
     finally:
         end_children(cluster)
+    with (cluster.run_dir / "head.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # in a container, a `down` that holds it would end with this process
     if cluster.client_file.exists():  # `down` removes it first
         raise ClusterError(f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}.")
 

@@ -18,7 +18,7 @@ from tests.virtual_loop import run_virtually
 from raytide.actors.engine import FakeEngine, SamplingParams
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
-from raytide.actors.engine.backends.vllm.request import check_resumable, lost_on_resume
+from raytide.actors.engine.backends.vllm.request import check_request, lost_on_resume
 from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.core.errors import ConflictError, EngineDeadError, OverloadedError
 
@@ -502,7 +502,7 @@ class VllmLike(FakeEngine):
         return not lost_on_resume(request.sampling)
 
     def _admit(self, request: GenRequest) -> Any:
-        check_resumable(request)
+        check_request(request)
         return super()._admit(request)
 
 
