@@ -53,7 +53,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 INPUT_GROUP = 32
 """The most inputs of a row that share a scale when they are rounded to int8."""
 SMALLEST_CODED = 2.0**-119
-"""The largest magnitude of inputs whose codes are not all zeros is at least this: 127 / it is a float32."""
+"""Inputs whose largest magnitude is below this have codes of 0, as 127 / it may be no float32."""
 
 
 @register("quantized_linear", "any", priority=0)
@@ -93,7 +93,7 @@ def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) 
 
 
 def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes in -127 to 127, and the scale for each last dimension: the largest magnitude / 127.
+    """Returns codes in -127 to 127, and each last dimension's scale: its largest magnitude / 127.
 
     A code is the integer nearest to x * (127 / largest), where only the quotient is rounded to float32. The scale is
     NaN, and the codes are zeros, if a number is not finite.

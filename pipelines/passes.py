@@ -108,7 +108,7 @@ class Passes:
         self.corpus: Corpus | None = None
         own = [4, asdict(self.options), spec.filter.model_dump(mode="json")]
         if spec.cleaning is not None and cleaner is not None:
-            own += [5, spec.cleaning.model_dump(mode="json"), cleaner.identity()]  # 5: of the scrubs
+            own += [5, spec.cleaning.model_dump(mode="json"), cleaner.identity()]  # 5: scrub version
         self._identity = json.dumps(own)
         """Everything except a chunk's parts that decides its texts."""
         self._stored = store.names()

@@ -47,7 +47,7 @@ MAX_COPIED_TOKENS = 1 << 21
 """The largest product of a prompt's tokens and its samples: each sample has its own list of tokens."""
 
 MAX_STOPS = 16
-"""The most stop strings in a request. OpenAI takes four, but Continue's completions of code have a dozen."""
+"""The most stop strings in a request. OpenAI takes four, but the editor extension Continue sends a dozen."""
 MAX_WORD_CHARS = 256
 """The most characters in one stop string or bad word."""
 MAX_STOP_TOKEN_IDS = 256

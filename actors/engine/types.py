@@ -349,7 +349,7 @@ class EngineStats:
     pending_commands: int = 0
     commands_done: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """The loaded adapters by name, with a text that differs if their files do."""
+    """The loaded adapters: each name with a text that changes with its files."""
     weights_version: str = ""
     """The version of the present weights, which a swap changes; empty for an engine that does not report it."""
     speculation: tuple[DraftCounts, ...] = ()

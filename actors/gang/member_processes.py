@@ -197,13 +197,13 @@ def _new_folder() -> tuple[Path, int]:
     """
     made = Path(tempfile.mkdtemp(prefix="raytide-run-"))
     held = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(OSError):  # where folders cannot be locked, as on NFS, they are never removed as left
+    with suppress(OSError):  # folders that cannot be locked, as on NFS, are kept by `_remove_left`
         take(held, fcntl.LOCK_EX)
     return made.rename(made.with_name(_prefix() + made.name.removeprefix("raytide-run-"))), held
 
 
 def _remove_left() -> None:
-    """Removes the folders that nobody holds: their actors and shims were killed together, as by `raytide down`."""
+    """Removes folders that no process locks: their actors and shims were killed together, as by `raytide down`."""
     for left in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with suppress(OSError):  # another process removes it, or it is no folder
             handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -50,7 +50,7 @@ _BY_PYTHON = re.compile(rb"#!%b/python[0-9.]*\n" % re.escape(os.fsencode(Path(sy
 """The first line of a program that raytide's interpreter runs."""
 _LINE_BYTES = 4096
 _FORMAT = 2
-"""The number of the environments' present form: others are not used."""
+"""The version of the environments' format: others are not used."""
 _IN_USE: dict[Path, int] = {}
 """The descriptors that keep environments from being removed while this process lives."""
 _KEPT_S = 30 * 86_400.0

@@ -59,7 +59,7 @@ class ScriptRunner:
         rights: Rights = NO_RIGHTS,
     ) -> None:
         done = done or {}
-        if ATTEMPTS not in done and done.get("stage") == f"attempt {done.get('attempts')}":  # of an earlier release
+        if ATTEMPTS not in done and done.get("stage") == f"attempt {done.get('attempts')}":  # of earlier releases
             done = {**done, ATTEMPTS: done["attempts"], FAILURES: done.get("failures", 0)}
         self._rights = rights
         self._spec, self._package, self._job_id = spec, package, job_id

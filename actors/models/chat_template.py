@@ -170,7 +170,7 @@ def _generation() -> Any:
 
 
 def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Returns a value of JSON with `change` applied to each of its texts, keys of objects included."""
+    """Returns a JSON value with `change` applied to each text, including the keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -34,7 +34,7 @@ POOLING_FILES = (
     "modules.json",
     "sentence_bert_config.json",
 )
-"""The files by which sentence-transformers and vLLM pool the hidden states of a model that embeds."""
+"""The files by which sentence-transformers and vLLM pool the hidden states of an embedding model."""
 
 WITH_TOKENIZER = "Export the model with its tokenizer.json."
 

@@ -49,7 +49,7 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
     if not jobs:
         return snapshot
     fleet = _Fleet.from_snapshot(snapshot)
-    # Jobs with equal restarts follow each other, so that the cache drops fewer tables that are needed again.
+    # Jobs with equal restart times are adjacent, so that the cache evicts fewer tables that are needed again.
     found = {job.id: _constraint_for(fleet, job) for job in sorted(jobs, key=fleet.restart_s)}
     return replace(snapshot, stances={job.id: found[job.id] for job in jobs})
 

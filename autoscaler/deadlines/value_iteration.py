@@ -17,8 +17,8 @@ from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Re
 NONE, SPOT, ON_DEMAND = range(3)
 INFEASIBLE = 1e6
 FAR_STEP = 2.0
-"""The step for far deadlines, in restarts. A start counts as a whole step: with still longer steps, no spot node would
-be worth its start.
+"""The step for distant deadlines, in restart times. A start counts as a whole step: with longer ones, no spot node
+would be worth its start.
 """
 KEPT_SLACK = 8.0
 """The slack in steps that a job keeps when it is shortened to the size of the table: time for a few starts."""
@@ -49,9 +49,9 @@ class Values:
     """The size of the table in steps; `steps_of` shortens a job that is longer."""
 
     def steps_of(self, slack_s: float, work_s: float) -> tuple[float, float]:
-        """Returns the slack and the work of a job in steps. If the job is longer than the table, both are those of a
-        shorter job with the same share of slack, because this share decides what is best now. `KEPT_SLACK` steps of
-        slack are not shortened.
+        """Returns the slack and the work of a job in steps. If the job is longer than the table, returns those of a
+        shorter job with the same share of slack, because this share decides the best action now. Up to `KEPT_SLACK`
+        steps of slack are kept.
         """
         slack, work = slack_s / self.step_s, work_s / self.step_s
         half = (self.max_left - 2) / 2

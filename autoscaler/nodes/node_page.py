@@ -83,7 +83,7 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
     used, free = total("ray_node_disk_usage"), total("ray_node_disk_free")
     millijoules, gpus = total(TOTAL_ENERGY.name), samples.get(GPU_UTIL.name, ())
     if gpus and len(samples.get(TOTAL_ENERGY.name, ())) < len(gpus):
-        millijoules = None  # a GPU that is missing once would return with all the energy of its life
+        millijoules = None  # a GPU missing from one sample would return with its lifetime energy
     milliwatts = total("ray_node_gpu_power_milliwatts")
     return NodeReading(
         at_s=now_s,

@@ -48,7 +48,7 @@ class ActionRunner:
         """Actions by kind and outcome, since this process began."""
 
     def outcomes(self) -> Mapping[tuple[str, str], int]:
-        """Returns the actions by kind and outcome. The failures begin at 0, because an alert watches their increase."""
+        """Returns the counts by kind and outcome. Failures start at 0, because an alert watches their increase."""
         return {**{(action.do, "failed"): 0 for action in self._actions}, **self.counts}
 
     def resume(self, now_s: float) -> None:

@@ -45,7 +45,7 @@ def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
     """Yields the increase of a counter in each row.
 
     If a row has several points, the increase is its `sum`, or the difference from the previous value if that is more:
-    where the resolution changes, time may have passed between the rows. If a row has one point, the increase is that
+    where the resolution changes, there may be a gap between the rows. If a row has one point, the increase is that
     point's difference from the previous value. A counter that fell has restarted at 0.
     """
     for row in rows:

@@ -34,8 +34,8 @@ _STALE_SCRAPES, _LEAST_STALE_S = 2.5, 15.0
 """The series of a page end once the page was missed for that many scrape intervals, and for at least that many seconds.
 """
 _STEPS_S = {3 * 3600.0: 0.0, 36 * 3600.0: 60.0, math.inf: 600.0}
-"""The steps in which windows up to each length are read from the history. The history has all points of a window in
-these steps, so an average counts each part of the window by its length.
+"""The step in which windows up to each length are read from the history, in seconds. The history keeps whole windows in
+these steps, so an average weights each part of a window by its length.
 """
 
 

@@ -187,13 +187,13 @@ INLINE vi larger_amounts(vi most, const vf *part) {
     return most;
 }
 
-/* How numbers are rounded: the code of x is the integer nearest to x * inverse, and stands for the code * scale. */
+/* The rounding of numbers: the code of x is the integer nearest to x * inverse, and stands for code * scale. */
 typedef struct {
     float scale, inverse;
 } Rounding;
 
-/* The rounding of numbers whose amounts are at most `most`: the scale is the largest / 127, NaN if one is not finite. All
- * codes are 0 where the largest is so small that 127 / it is no float32. */
+/* Returns the rounding of numbers of magnitudes up to `most`: the scale is the largest / 127, NaN if one is not finite.
+ * All codes are 0 if the largest is so small that 127 / largest is no float32. */
 INLINE Rounding rounding_of(vi most) {
     int32_t largest = largest_lane(most);
     float amount;
@@ -202,7 +202,7 @@ INLINE Rounding rounding_of(vi most) {
     return (Rounding){amount / 127.0f, amount >= 0x1p-119f ? 127.0f / amount : 0};
 }
 
-/* Rounds a part to codes of -127..127 and returns their sum; with numbers that are not finite, to any codes. */
+/* Rounds a part to codes in -127..127 and returns their sum. Codes are arbitrary if a number is not finite. */
 INLINE int32_t round_by(float inverse, const vf *part, int8_t *to) {
     vi codes[PART / VL];
     vf magic = splat(12582912.0f), by = splat(inverse); /* adding 1.5 * 2^23 rounds to an integer: the sum's low bits */

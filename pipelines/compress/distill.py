@@ -19,7 +19,7 @@ def run_distill(step: DistillStep, task: StepTask) -> None:
     """
     folder = task.target.with_name(f".{task.target.name}.{task.digest[:12]}.part")
     spec = training_of(step, task, folder)
-    data = data_digest(spec)  # a resumed run refuses other data than before
+    data = data_digest(spec)  # a resumed run refuses changed data
 
     def on_step(result: StepResult) -> None:
         task.on_progress("distill: steps", result.step, spec.steps)

@@ -81,8 +81,8 @@ class LayerFiles:
 
 
 def copy_pooling(source: Path, folder: Path, width: object = None) -> None:
-    """Copies the files that say how a model's hidden states become an embedding, with the model's new `width` if there
-    is one. Does nothing if there are none, or if a module has weights of its own, which are not copied.
+    """Copies the files that define how hidden states become an embedding, with the model's new `width` if given. Does
+    nothing if there are no such files, or if a module has weights of its own, which are not copied.
     """
     if any(source.glob("[1-9]*_*/*.safetensors")) or any(source.glob("[1-9]*_*/pytorch_model.bin")):
         return

@@ -70,7 +70,7 @@ def data_digest(spec: TrainSpec) -> str:
 
 
 def check_data(step: DistillStep, task: StepTask) -> None:
-    """Raises ConflictError if a finished distillation has learnt from other data than there is now. Data that cannot be
+    """Raises ConflictError if a finished distillation has learnt from data that has changed since. Data that cannot be
     read any more is not compared.
     """
     learnt = read_record(task.target).get("data")

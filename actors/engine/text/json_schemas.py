@@ -1,4 +1,4 @@
-"""Finds JSON schemas in grammars, and writes them so that llguidance reads them."""
+"""Finds JSON schemas in grammars, and rewrites schemas for llguidance."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ANY_NAME: tuple[object, ...] = (True, {}, {"type": "string"})
 
 
 def readable(schema: Any) -> Any:
-    """Returns a copy of a schema whose references are URIs, as the names of types in other languages (`List[int]`,
-    `Größe`) are not, and whose bounds are not those of 64-bit numbers. The new bounds are a little narrower. Keywords
-    that allow every value are left out: formats that are only annotations, such as pydantic's `path`, and the
-    `propertyNames` of zod's records.
+    """Returns a copy of a schema that llguidance compiles. References become URIs, which type names of other languages
+    (`List[int]`, `Größe`) are not. Bounds at the ends of 64-bit numbers become a little narrower. Keywords that allow
+    every value are left out: formats that are only annotations, such as pydantic's `path`, and the `propertyNames` of
+    zod's records.
     """
     if isinstance(schema, list):
         return [readable(each) for each in schema]
@@ -46,7 +46,7 @@ def readable(schema: Any) -> Any:
 
 
 def readable_grammar(grammar: str) -> str:
-    """Returns a grammar with `readable` schemas in it."""
+    """Applies `readable` to the schemas of a grammar."""
     (written, *texts), schemas = split_schemas(grammar)
     for schema, text in zip(schemas, texts, strict=True):
         written += f"%json {json.dumps(readable(schema))}{text}"
@@ -54,14 +54,14 @@ def readable_grammar(grammar: str) -> str:
 
 
 def split_schemas(grammar: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Returns the texts before, between and behind the JSON schemas of a grammar, and these schemas."""
+    """Returns the texts before, between and after the JSON schemas of a grammar, and the schemas."""
     texts, schemas, done, failures = list[str](), list[dict[str, Any]](), 0, 0
     for found in _SCHEMA.finditer(grammar):
         if found.start() < done or failures > _MOST_FAILURES:
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):  # which llguidance refuses itself
+        except (ValueError, RecursionError):  # llguidance refuses it itself
             failures += 1
             continue
         texts.append(grammar[done : found.start()])

@@ -1,6 +1,6 @@
 """Refuses regular expressions and grammars with so many optional parts in one token that llguidance would use gigabytes
-of memory and minutes of a processor for them. For each part of `a?b?c?...` it keeps all that may follow, which its own
-limits do not count.
+of memory and minutes of CPU time. For each part of `a?b?c?...` it keeps all parts that may follow, and its own limits
+do not count them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raytide.actors.engine.text.json_schemas import split_schemas
 from raytide.core.errors import UsageError
 
 _MOST_OPTIONAL = 1000
-"""The most optional parts: those of `.?.?.?...` take 20 MB and 0.1 s; 8 times as many take 64 times as much."""
+"""The most optional parts: 1000 in `.?.?.?...` take 20 MB and 0.1 s; 8 times as many take 64 times as much."""
 _OPTIONAL = re.compile(
     r'\\.|\(\?|(?P<optional>[?*]|\{(?=\s*[0,])|~(?=\s*0)|\|\s*(?=[|)\]]|\Z)|(?<=[(\[])\s*\||"")', re.DOTALL
 )
@@ -22,17 +22,17 @@ _DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_][\w-]*+)[^:\n]*+:", re.MULTILI
 _TOKEN = re.compile(
     r'"(?:\\.|[^"\\])*+"|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\])++/|\b(?P<name>[A-Z_][A-Z0-9_]*+)\b', re.DOTALL
 )
-"""A token, or a text in which names of tokens mean nothing."""
+"""A token's name, or a string, comment or regex to skip."""
 
 
 def check_optional_parts(structured: Structured) -> None:
-    """Raises UsageError for a regular expression or a grammar with a token of too many optional parts."""
+    """Raises UsageError if a token of a regular expression or a grammar has too many optional parts."""
     if structured.kind == "regex":
         most = _optional(str(structured.spec))
     elif structured.kind == "grammar":
         most = _of_tokens("".join(split_schemas(_lark(str(structured.spec)))[0]))
     else:
-        return  # in a schema, such parts are behind a quotation mark, where limits count them
+        return  # in a schema, they follow a quotation mark, where llguidance's limits count
     if most > _MOST_OPTIONAL:
         raise UsageError(
             f"the {structured.kind} of structured output has more than {_MOST_OPTIONAL} optional parts in one token.",
@@ -41,12 +41,12 @@ def check_optional_parts(structured: Structured) -> None:
 
 
 def _lark(grammar: str) -> str:
-    """Returns a grammar in Lark's syntax, as llguidance writes it: names in GBNF do not tell tokens from rules."""
+    """Returns a grammar as llguidance translates it to Lark, because GBNF's names do not tell tokens from rules."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return str(any_to_lark(grammar))
-    except Exception:  # which llguidance refuses itself
+    except Exception:  # llguidance refuses it itself
         return ""
 
 
@@ -55,8 +55,8 @@ def _optional(text: str) -> int:
 
 
 def _of_tokens(rules: str) -> int:
-    """Returns the optional parts of one token that would take as much memory as all tokens of a grammar. The parts of
-    the tokens in a token are parts of it too.
+    """Returns the number of optional parts with which one token would take the memory of all tokens of a grammar. A
+    token's parts include those of the tokens in it.
     """
     rules = _TOKEN.sub(lambda text: text[0].replace("\n", " "), rules)
     found = list(_DEFINITION.finditer(rules))

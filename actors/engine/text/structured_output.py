@@ -252,7 +252,7 @@ class GrammarCompiler:
             self._compiling.pop(key, None)
             if isinstance(result, Grammar):
                 if chars > MAX_KEPT_GRAMMAR_CHARS:
-                    return  # it would drive out all others, and then itself
+                    return  # it would evict all others, and then itself
                 self._kept[key] = result, max(chars, _LEAST_CHARS)
             elif isinstance(result, UsageError) and not isinstance(result, ConfigError):
                 self._kept[key] = copy(result), len(result.message)

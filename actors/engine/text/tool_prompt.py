@@ -71,9 +71,9 @@ def turns_of(
     id_length: int | None = None,
 ) -> list[dict[str, object]]:
     """Returns the turns of a chat for a template. If the template does not support tools, the tools, tool calls and
-    results become text; the tools are in the first user's turn if it takes no system message. If it refuses ids of
-    calls that do not have `id_length` letters and digits, they are replaced. If it takes one call in a turn, several
-    become several turns, each with its result.
+    results become text; without `takes_system`, the tools go into the first turn, if it is the user's. Ids of calls
+    are replaced if the template requires `id_length` letters and digits. With `takes_one_call`, several calls in a
+    turn become several turns, each with its result.
     """
     if knows_tools:
         messages = _one_call_each(messages) if takes_one_call else messages
@@ -175,8 +175,8 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _plain_turns(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Returns a chat's turns with calls and their results as text. Adjacent results and the user's text behind them are
-    one turn, because many templates refuse two turns of the user in a row.
+    """Returns a chat's turns with calls and their results as text. Adjacent results and the user's text after them form
+    one turn, because many templates refuse two user turns in a row.
     """
     turns: list[dict[str, object]] = []
     results: list[str] = []
@@ -195,7 +195,7 @@ def _plain_turns(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _joined(text: str, content: object, between: str) -> object:
-    """Returns a text and, behind it, the content of a turn, which is a text or a list of parts."""
+    """Puts a text before the content of a turn, which is a text or a list of parts."""
     return (
         [{"type": "text", "text": text + between}, *content]
         if isinstance(content, list)
@@ -216,8 +216,8 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """Returns a call's arguments as the object that templates expect; as a text if they are not valid JSON. Clients
-    write the arguments of a call without arguments as an empty text.
+    """Returns a call's arguments as the object that templates expect; as a text if they are not valid JSON. Empty
+    text, which clients send for a call without arguments, becomes {}.
     """
     if not text.strip():
         return {}

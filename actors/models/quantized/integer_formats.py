@@ -24,7 +24,7 @@ _INPUTS = ("input_scale", "input_zero_point")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The positions of the nibbles in an AWQ word, in the order of their columns."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""The word whose codes are all 1, by the bits of a code."""
+"""Words whose codes are all 1, by the bits of a code."""
 _NO_GROUP = -1
 """The value in compressed-tensors' `weight_g_idx` if no order of columns was chosen."""
 
@@ -85,8 +85,8 @@ def read_gptq(
     """Reads the format of GPTQ: `qweight` int32 [K * b / 32, N], `qzeros` int32 [G, N * b / 32], `scales` [G, N],
     optional `g_idx` [K]. Each code has b bits.
 
-    The first format stores whole words of zero points minus 1, so a zero point of 0 borrows from the next one in its
-    word. Some files of symmetric weights claim this format although their zero points are stored as they are.
+    GPTQ's first format subtracts a word of ones from each word of zero points, so a zero point of 0 borrows from the
+    next one in its word. Some files of symmetric weights claim this format but store zero points unchanged.
     """
     tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
     words = (tensors.shape("qweight") or (0,))[0]

@@ -55,7 +55,7 @@ class Quantization:
     is_zero_less_one: bool = False
     """True for GPTQ's first format, which stores each zero point minus one."""
     is_symmetric: bool = False
-    """True for GPTQ's weights without zero points of their own: all are the middle code."""
+    """True for GPTQ's symmetric weights: all zero points are the middle code."""
 
     @property
     def fp8_block(self) -> tuple[int, int]:

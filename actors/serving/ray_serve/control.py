@@ -62,7 +62,7 @@ class ServeControl:
 
     def __init__(self, *, look_timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._look_timeout_s = look_timeout_s
-        self._groups_of_looks, self._groups_of_lists = SpanningGroups(), SpanningGroups()  # of a thread each
+        self._groups_of_looks, self._groups_of_lists = SpanningGroups(), SpanningGroups()  # one per thread
 
     def start(self) -> None:
         """Starts Serve's controller unless it is running. The controller reserves no CPU of the cluster.

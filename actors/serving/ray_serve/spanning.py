@@ -1,4 +1,4 @@
-"""The nodes of replicas that have several members, from their placement groups."""
+"""Finds the nodes of replicas with several members, by their placement groups."""
 
 from __future__ import annotations
 

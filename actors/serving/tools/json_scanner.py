@@ -17,7 +17,7 @@ class JsonScanner:
 
     @classmethod
     def inside(cls, until: str) -> JsonScanner:
-        """Returns a scanner inside an object. `until` outside a string ends it too, as models forget the last brace."""
+        """Returns a scanner inside an object. `until` outside strings also ends it, as models forget the last brace."""
         scanner = cls(until)
         scanner._depth, scanner._kind = 1, "nested"
         return scanner

@@ -1,7 +1,7 @@
 """Reads tool calls that a model writes in tags, as Qwen3-Coder does:
 `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`.
 
-As in vLLM, an argument's schema gives its type, `null` is None for every type, and tags that close may be missing.
+Schemas give the arguments' types, `null` is null for every type, and closing tags may be missing, all as in vLLM.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MOST_LITERAL_CHARS = 1 << 16
 
 
 def call_in(text: str, names: Collection[str]) -> re.Match[str] | None:
-    """Returns the beginning of the first call in `text`, whose group 2 is the tool's name. Without `<tool_call>`, which
-    the model sometimes leaves out, only one of `names` begins a call.
+    """Returns the match of the first call's beginning in `text`; its group 2 is the tool's name. Without `<tool_call>`,
+    which models sometimes leave out, the name must be one of `names`.
     """
     return next((found for found in _CALL.finditer(text) if found[1] or found[2].strip() in names), None)
 
@@ -52,7 +52,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class TaggedArguments:
-    """The arguments of one call, read while their text arrives. Texts are returned piece by piece, other values once
+    """Reads the arguments of one call while their text arrives. Strings are returned piece by piece, other values once
     they are complete.
     """
 
@@ -66,12 +66,12 @@ class TaggedArguments:
         self._is_open = False
         """True inside a text whose first piece has been returned."""
         self._searched = 0
-        """The number of unread characters in which the value does not end."""
+        """The number of unread characters searched for the value's end."""
         self.is_complete = False
 
     def feed(self, text: str, *, is_end: bool) -> tuple[str, int]:
         """Returns the JSON text that is certain, and the number of characters of `text` that have been read. Pass the
-        others again, with what follows them. `is_end` closes what is open.
+        rest again, followed by new text. `is_end` closes what is open.
         """
         out, at = "" if self._has_begun else "{", 0
         self._has_begun = True
@@ -125,7 +125,7 @@ def _inside(text: str) -> str:
 
 
 def _written(value: str, types: frozenset[str]) -> str:
-    """Returns a value as JSON of one of the types. A value that is none of them stays a text."""
+    """Returns a value as JSON of one of the types, or as a string if it fits none."""
     if value.lower() == _NULL:
         return _NULL
     readers: list[Callable[[str], Any]] = [] if types <= _TEXTS else [json.loads, _literal]
@@ -143,14 +143,14 @@ def _written(value: str, types: frozenset[str]) -> str:
 
 
 def _literal(text: str) -> Any:
-    """Returns the value of a Python literal, as which models write some objects. Raises ValueError for a long one."""
+    """Evaluates a Python literal, a form in which models write some objects. Raises ValueError for a long one."""
     if len(text) > _MOST_LITERAL_CHARS:
         raise ValueError(f"{len(text)} characters")
     return ast.literal_eval(text)
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """Yields the names of the types that a schema allows. `seen` are the definitions that have been looked at."""
+    """Yields the names of the types that a schema allows. `seen` contains the definitions visited so far."""
     if not isinstance(schema, Mapping):
         return
     kinds = schema.get("type")

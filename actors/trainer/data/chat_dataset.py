@@ -1,7 +1,7 @@
 """Chat datasets. Sequence i is conversation i, rendered by the model's chat template.
 
-Lines are checked when the file is opened, and the first ones rendered, so that what the template refuses costs no
-training. They are tokenized when a step needs them, so that a rank keeps no text in memory.
+Lines are checked when the file is opened, and the first ones rendered, so that a template's refusal costs no training.
+Lines are tokenized when a step needs them, so that a rank keeps no text in memory.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _talk(line: bytes, where: str) -> _Talk:
         with suppress(ValueError):
             tools = json.loads(tools) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools is not a list of objects.", hint="Write them as a request has them.")
+        raise DataError(f"{where}: tools is not a list of objects.", hint="Write tools as in a chat request.")
     turns = [_called(turn) for turn in turns]
     for place, turn in enumerate(turns, 1):
         good = isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
@@ -238,16 +238,16 @@ def _talk(line: bytes, where: str) -> _Talk:
             raise DataError(f"{where}: message {place} lacks a role or content.", hint="Both are strings.")
     if all(turn["role"] != "assistant" for turn in turns):
         raise DataError(f"{where} has no assistant message to train on.", hint="Remove the line.")
-    if b"\\u" in line and _has_half_a_pair([turns, tools]):  # only an escape can be one
+    if b"\\u" in line and _has_half_a_pair([turns, tools]):  # only an escape can be half
         raise DataError(f"{where} has half a surrogate pair, which is no text.", hint="Write whole characters.")
     return _Talk(turns, tools)
 
 
 def _without_names(talk: _Talk, names: Sequence[str], own: Sequence[str]) -> tuple[_Talk, str]:
     """Returns the conversation with a mark in each special token's name that a message spells out, and the mark. Such a
-    name is then encoded as text, as in serving, so that no message forges a turn. In answers, only the names in `own`
-    are marked, those that the template writes: an answer may have special tokens that are to be learnt. The mark is a
-    noncharacter that no message has; "" if no message has a name.
+    name is then encoded as text, as in serving, so that no message forges a turn. In answers, only the names in `own`,
+    which the template writes, are marked: other special tokens there may be meant to learn. The mark is a
+    noncharacter that no message contains; "" if no message contains such a name.
     """
     texts: list[str] = []
     map_texts([talk.turns, talk.tools], texts.append)
@@ -271,8 +271,8 @@ def _without_names(talk: _Talk, names: Sequence[str], own: Sequence[str]) -> tup
 
 
 def _called(turn: Any) -> Any:
-    """Returns a turn as a server passes it to the template: the arguments of tool calls are objects, and a turn that
-    only calls has an empty content.
+    """Returns a turn as a server passes it to the template: the arguments of tool calls are objects, and a turn with
+    calls alone has empty content.
     """
     calls = turn.get("tool_calls") if isinstance(turn, dict) else None
     if not calls or not isinstance(calls, list):

@@ -1,5 +1,5 @@
-"""Orders of machines at Google Cloud, which answers up to minutes later. Ray would wait for the answer, and the
-controller's tick with it.
+"""Tracks orders of machines at Google Cloud, which answers up to minutes later. Ray would wait for the answer, and
+block the controller's tick.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytide.core.objects.node import Node
 
 @dataclass(frozen=True, slots=True)
 class GoogleOrder:
-    """A purchase that Google has accepted. `operations` has Google's operation of each machine, by its name."""
+    """A purchase that Google has accepted. `operations` maps each machine's name to Google's operation."""
 
     node: Node
     operations: Mapping[str, Any]
@@ -29,7 +29,7 @@ class GoogleOrder:
             try:
                 now = resource.wait_for_operation(operation, max_polls=1, poll_interval=0)
             except Exception as error:
-                if type(error) is not Exception:  # Ray raises this class for a failed operation, and no other
+                if type(error) is not Exception:  # Ray raises exactly this class for a failed operation
                     raise
                 what = f"the {self.node.type} in {self.node.zone}"
                 return ProviderError(f"gcp could not make {what} that it sold: {error}")
@@ -39,8 +39,8 @@ class GoogleOrder:
 
 
 def without_waits(cloud: Any, kind: str) -> Any:
-    """Makes Ray's NodeProvider `cloud` return from a purchase or an end before Google has carried it out, and list
-    machines while it waits for a change of a machine's labels. Returns the NodeProvider.
+    """Makes Ray's NodeProvider `cloud` return from a purchase or termination before Google has carried it out, and lets
+    it list machines while it waits for label changes. Returns the NodeProvider.
     """
     if kind == "gcp":
         construct = cloud._construct_clients

@@ -48,12 +48,12 @@ def _list_all_of_gcp(cloud: Any) -> None:
         client = resource.resource
         if hasattr(client, "instances"):
             client.instances = partial(_listing_all, client.instances, "items")
-        else:  # that of TPUs
+        else:  # TPUs
             client.projects = partial(_with_all_tpus, client.projects)
 
 
 def _with_all_tpus(projects: Callable[[], Any]) -> Any:
-    """Returns Google's `projects` resource, whose listings of TPUs have those of all pages."""
+    """Returns Google's `projects` resource, whose listings of TPUs cover all pages."""
     resource = projects()
     places = resource.locations
 
@@ -67,7 +67,7 @@ def _with_all_tpus(projects: Callable[[], Any]) -> Any:
 
 
 def _listing_all(machines: Callable[[], Any], key: str) -> Any:
-    """Returns Google's resource of machines, whose listings have the machines of all pages. The machines are in the
+    """Returns Google's resource of machines, whose listings cover all pages. The machines are in the
     field `key` of an answer.
     """
     resource = machines()

@@ -31,7 +31,7 @@ from raytide.core.objects.node import Node, NodeType
 NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
 _POLL_S = 10.0
 _ORDERS_S = 5.0
-"""The seconds between two questions about orders, as Ray asks."""
+"""The seconds between two polls of the orders, as in Ray."""
 _UNLISTED_S = 60.0
 """The time after a purchase for which a cloud may not list the machine yet."""
 
@@ -62,11 +62,11 @@ class CloudProvider:
         self._begun: dict[str, str] = {}
         """The machine of each node whose set-up was begun by this process."""
         self._orders: dict[str, GoogleOrder] = {}
-        """The machines that Google still makes, by node id. Until then they are neither listed nor billed."""
+        """The machines that Google is still making, by node id; they are neither listed nor billed."""
         self._refusals: dict[str, ProviderError] = {}
         self._asked_s = -math.inf
         self._given_up: set[str] = set()
-        """Nodes that were given up while Google made their machines, which end once they are listed."""
+        """Nodes terminated while Google was making their machines, which are ended once listed."""
         self._types = {node_type.name: node_type for node_type in node_types}
         self._watcher: PollWatcher | None = None
         self._spot_prices: SpotPrices | None = None
@@ -139,7 +139,7 @@ class CloudProvider:
             return in_order([*self._purchases.over(), *live])
 
     def _settle_orders(self, now_s: float) -> None:
-        """Records the machines that Google has made since, and those that it could not make."""
+        """Records the ordered machines that Google has made, and those that it could not make."""
         if now_s < self._asked_s + _ORDERS_S:
             return
         self._asked_s = now_s
@@ -147,7 +147,7 @@ class CloudProvider:
             try:
                 outcome = self._ask(f"ask for the order of {node_id}", partial(order.outcome, self._cloud))
             except ClusterError as error:  # the next pass asks again
-                log.warning("an order was not answered", extra={"node": node_id, "error": str(error)})
+                log.warning("cannot look up an order", extra={"node": node_id, "error": str(error)})
                 continue
             if outcome is None:
                 continue

@@ -213,8 +213,8 @@ class KubeRayProvider(Provider):
             if group.get("numOfHosts", 1) > 1:
                 raise ConfigError(
                     f"worker group {group['groupName']} has numOfHosts {group['numOfHosts']}.",
-                    hint="Set it to 1, and let gangs ask for several members: a node is one pod, and the operator "
-                    "would create and delete several for each.",
+                    hint="Set it to 1, and let gangs ask for several members: a node is one pod, but the operator "
+                    "would create and delete several per replica.",
                 )
         return groups
 

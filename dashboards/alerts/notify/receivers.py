@@ -107,7 +107,7 @@ class _Email(_Configured[EmailSection]):
                 smtp.send_message(message)
             finally:
                 with suppress(OSError, smtplib.SMTPException):
-                    smtp.quit()  # whatever the server answers, the mail was taken or not before
+                    smtp.quit()  # the server has accepted or refused the mail by now
                 smtp.close()
         except (OSError, smtplib.SMTPException) as error:
             code = f" ({error.smtp_code})" if isinstance(error, smtplib.SMTPResponseException) else ""

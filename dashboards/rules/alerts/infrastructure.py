@@ -36,7 +36,7 @@ _FREE_GPUS = SetOperation(
     "or",
     Arithmetic(sum_by(select(infrastructure.GPUS)), "*", 0),
 )
-"""The number of free GPUs. While all are held, no series says so."""
+"""The number of free GPUs: 0 if no series exists, as all are held."""
 
 _rule = partial(AlertRule, layer="infrastructure")
 

@@ -62,7 +62,7 @@ export function burnOf(endpoint: Endpoint, before?: Record<string, number>): num
 
 export const budgetOf = (team: Team): number | null => team.hard_usd ?? team.soft_usd;
 
-/** What each team and the teams below it have spent this month: what its budget pays for. */
+/** Sums this month's spending of each team and the teams below it, for which its budget pays. */
 export function spentOf(teams: Team[]): Map<string, number> {
   const known = new Map(teams.map((team) => [team.team, team]));
   const sums = new Map<string, number>();

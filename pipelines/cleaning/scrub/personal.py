@@ -25,12 +25,12 @@ _PATTERNS: dict[PiiKind, str] = {
     "phone": rf"\b(?:{_DATE})\b|"
     r"(?:\+\d{1,3}[ .\-]?)?(?:\(\d{2,4}\)|\b\d{2,4})[ .\-]\d{2,4}[ .\-]\d{2,4}(?:[ .\-]\d{2,4})?\b"
     r"|\+\d{8,15}\b|\+[1-9]\d{0,2}(?:[ \-]?(?:\(\d{1,4}\)|\d{1,8})){1,6}\b",
-    # A short form of IPv6 is one of today's public range, 2000::/3: `a::b` is code.
+    # Short forms of IPv6 count only in the public range 2000::/3: `a::b` is code.
     "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9A-Fa-f]{1,4}:){7}[0-9A-Fa-f]{1,4}\b"
     r"|\b[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{1,4}\b",
 }
 _NOT_DIGIT = re.compile(r"\D")
-_HAS_DATE = re.compile(rf"\b(?:{_DATE.replace(' ', '')})\b")  # one with spaces may be a part of a number
+_HAS_DATE = re.compile(rf"\b(?:{_DATE.replace(' ', '')})\b")  # dates with spaces may be parts of numbers
 
 
 def scrub_personal(text: str, kinds: Sequence[PiiKind]) -> tuple[str, Counter[str]]:
@@ -77,9 +77,7 @@ def is_iban(text: str) -> bool:
 
 
 def _iban_length(found: str) -> int:
-    """Returns the length of the account number with which the match begins, since words may follow it; 0 if there is
-    none.
-    """
+    """Returns the length of the IBAN with which the match begins, as words may follow; 0 if there is none."""
     ends = [len(found), *(i for i in range(len(found) - 1, 0, -1) if found[i] == " ")]
     return next((end for end in ends if is_iban(found[:end])), 0)
 

@@ -28,7 +28,7 @@ def main(path: str) -> None:
         task["source"], dtype="auto", local_files_only=True
     )
     if (Path(task["source"]) / "generation_config.json").is_file():
-        # Its caller copies that file. transformers reads, but does not save, one with a temperature and no sampling.
+        # The caller copies that file: transformers cannot save it if it has a temperature but no sampling.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
 

@@ -41,7 +41,7 @@ def digest_of_directory(url: str, *, with_links: bool = True) -> ContentDigest:
 
 
 def digest_to_compare(url: str, sha256: str) -> ContentDigest:
-    """Returns the digest of a model directory, without its links if only that one can be `sha256`."""
+    """Returns a model directory's digest; without its links if the digest with them is not `sha256`."""
     try:
         found = digest_of_directory(url)
     except DataError:
@@ -90,8 +90,8 @@ def _digest_of_directory(url: str, with_links: bool) -> ContentDigest:
 
 
 def _local_sizes(root: str, with_links: bool) -> Iterator[tuple[str, int]]:
-    """Yields the path and the size of each file below a local folder. Raises OSError if a folder cannot be read, which
-    fsspec's `find` would leave out, as it leaves out links.
+    """Yields the path and the size of each file below a local folder. Raises OSError if a folder cannot be read;
+    fsspec's `find` would leave out such folders, and links.
     """
 
     def refuse(error: OSError) -> None:

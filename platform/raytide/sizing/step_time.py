@@ -248,7 +248,7 @@ def _pass_cost(workload: TrainWorkload, strategy: Strategy, device: Accelerator,
     peak = device.peak_flops(workload.precision)
     narrow = (model.expert_ffn if model.sparse_layers else model.width) / part.tensor
     forward = 2.0 * per_layer * layers * part.own_tokens / device.product_flops(workload.precision, narrow)
-    seen = workload.seq_len if device.is_cpu else model.spans(workload.seq_len) / model.layers  # CPUs mask all scores
+    seen = workload.seq_len if device.is_cpu else model.spans(workload.seq_len) / model.layers  # CPUs skip no scores
     scores = 2.0 * model.attention_width * seen * layers * part.own_tokens
     forward += scores / (peak * device.attention_efficiency)  # the causal half
     head = 2.0 * model.vocab * model.width * part.own_tokens / device.product_flops(workload.precision, model.width)

@@ -248,7 +248,7 @@ def test_a_request_may_not_name_items_that_are_too_large_together(
     answer = client.responses.create(model="fake", input="x", max_output_tokens=1).output[0].id
     named: Any = [{"type": "item_reference", "id": answer}] * 20
     assert client.responses.create(model="fake", input=named[:2], max_output_tokens=1).id
-    with pytest.raises(openai.BadRequestError, match="too large together"):
+    with pytest.raises(openai.BadRequestError, match="together too large"):
         client.responses.create(model="fake", input=named)
 
 

@@ -150,7 +150,7 @@ class NativeEngine(Engine):
         loading = asyncio.ensure_future(asyncio.to_thread(operations.read_weights, self._started(), source, version))
         try:
             model, weights = await asyncio.shield(loading)
-        except asyncio.CancelledError:  # the thread goes on, and other processes would keep what they have read
+        except asyncio.CancelledError:  # the thread goes on, and other members would keep the weights
             loading.add_done_callback(_discard_weights)
             raise
         await self._call(lambda core: operations.use_weights(core, model, weights))
@@ -297,7 +297,7 @@ class NativeEngine(Engine):
 
 
 def _discard_weights(loading: asyncio.Future[tuple[PagedDecoder, WeightsSource]]) -> None:
-    """Discards loaded weights that nobody waits for any more."""
+    """Discards loaded weights whose caller was cancelled."""
     if loading.cancelled() or loading.exception() is not None:
         return
     with suppress(EngineDeadError):

@@ -365,7 +365,7 @@ class EngineCore:
         """Returns the vector of a computed prompt; None if the request has ended, or ends here with an error."""
         try:
             return pooled_vector(seq) if seq.finish_reason is None else None
-        except BaseException as error:  # it still has its blocks, whose content is then discarded
+        except BaseException as error:  # the sequence still has its blocks: `_fail` zeroes them
             self._fail(seq.seq_id, as_request_error(error))
         return None
 

@@ -127,7 +127,7 @@ class RequestState:
         if logprobs and seq.params.logprobs is not None:
             chunk = replace(chunk, logprobs=logprobs)
         if seq.params.prompt_logprobs is not None and seq.output_len == len(run):
-            # No position of a prompt of one token was computed for them.
+            # A prompt of one token has no computed log probabilities.
             chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs or (None,)))
         if seq.finish_reason is not None:
             self._open -= 1

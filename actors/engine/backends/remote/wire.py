@@ -162,7 +162,7 @@ def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
     speculation = tuple(DraftCounts(**each) for each in packed["speculation"])
     disk = packed["disk"] and DiskCounts(**packed["disk"])
     listed = packed["adapters"]
-    adapters = listed if isinstance(listed, Mapping) else dict.fromkeys(listed, "")  # a list is of an older release
+    adapters = listed if isinstance(listed, Mapping) else dict.fromkeys(listed, "")  # older releases send a list
     return EngineStats(**{**packed, "adapters": adapters, "speculation": speculation, "disk": disk})
 
 

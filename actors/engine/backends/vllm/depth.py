@@ -14,11 +14,11 @@ from raytide.actors.engine.text.json_schemas import split_schemas
 from raytide.core.errors import UsageError
 
 _MOST_LEVELS = 800
-"""With 8 MB of stack, llguidance compiles 1000 levels of schemas, but not 2000. A rule takes half of a schema's."""
+"""llguidance compiles 1000 levels of schemas on 8 MB of stack, but not 2000. A rule takes half of a level's."""
 _MOST_BRACKETS = 25
 """The deepest nesting inside one rule that llguidance takes."""
 _MOST_VALUES = 1 << 17
-"""The most values that are looked at, when many references lead to large parts of the same schema."""
+"""The most values that are visited: many references may lead to large parts of the same schema."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NO_SCHEMAS = ("enum", "const", "default", "examples")
 _OF_NAMES = ("properties", "patternProperties", "dependentSchemas")
@@ -35,7 +35,7 @@ def check_depth(structured: Structured) -> None:
     if levels > _MOST_LEVELS:
         raise UsageError(
             f"the {structured.kind} of structured output is nested too deeply: up to {levels} levels.",
-            hint=f"At most {_MOST_LEVELS} levels of all its definitions together are taken.",
+            hint=f"Use at most {_MOST_LEVELS} levels in all its definitions together.",
         )
 
 
@@ -43,7 +43,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None  # which vLLM refuses itself
+        return None  # vLLM refuses it itself
 
 
 def _schema_levels(root: Any) -> int:
@@ -60,8 +60,8 @@ def _schema_levels(root: Any) -> int:
 
 
 def _inline(schema: Any, root: Any) -> tuple[int, int, set[str]]:
-    """Returns the depth and the number of values of a schema without what it refers to, and its references. The name of
-    a schema inside `root` counts as a reference, because it changes what references inside that schema mean.
+    """Returns the depth and the number of values of a schema without what it refers to, and its references. The `$id`
+    of a schema inside `root` counts as a reference, because it changes what references inside that schema mean.
     """
     deepest, count, references, todo = 0, 0, set[str](), [(schema, 0, False)]
     while todo:
@@ -97,7 +97,7 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def _grammar_levels(text: str) -> int:
-    """Returns half of the sum of the depths of all rules, and the levels of the schemas inside the grammar."""
+    """Returns half the sum of the depths of all rules, plus the levels of the schemas inside the grammar."""
     texts, schemas = split_schemas(text)
     bodies = re.split(":+", "".join(texts))
     brackets = (min(_MOST_BRACKETS, len(re.findall(r"[(\[{]", body))) for body in bodies)

@@ -95,7 +95,7 @@ class VllmEngine(Engine):
         self._core: VllmCore | None = None
         self._live: dict[str, _Live] = {}
         self._weights: ServedWeights | None = None
-        self._loras: dict[str, tuple[Any, str]] = {}  # with the digest of its files
+        self._loras: dict[str, tuple[Any, str]] = {}  # each with its files' digest
         self._loras_loaded = 0
         self._counters = EngineStats()
         self._idle = asyncio.Event()

@@ -75,7 +75,7 @@ def lost_on_resume(params: SamplingParams) -> list[str]:
 
 
 def check_request(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request that vLLM cannot continue, and for a constraint that would kill it."""
+    """Raises UsageError for a resumed request that vLLM cannot continue, or a constraint that would kill vLLM."""
     if request.sampling.structured is not None:
         check_depth(request.sampling.structured)
         check_optional_parts(request.sampling.structured)
@@ -162,12 +162,12 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
     return {structured.kind: structured.spec}
 
 
-@lru_cache(maxsize=16)  # each sample is a request of its own
+@lru_cache(maxsize=16)  # vLLM gets a request per sample
 def _readable(kind: str, text: str) -> str:
     try:
         return readable_grammar(text) if kind == "grammar" else json.dumps(readable(json.loads(text)))
     except (ValueError, RecursionError):
-        return text  # which vLLM refuses itself
+        return text  # vLLM refuses it itself
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:

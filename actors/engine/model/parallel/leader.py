@@ -43,13 +43,13 @@ _NOTICE_S = 1.0
 
 
 class ThreadShare:
-    """One of `parts` equal shares of torch's threads, with which this process computes until `close`. Shares that are
-    open at the same time divide each other, and may be closed in any order.
+    """One of `parts` equal shares of torch's threads, with which this process computes until `close`. Open shares
+    multiply (two halves leave a quarter), and may be closed in any order.
     """
 
     _open: ClassVar[list[ThreadShare]] = []
     _all: ClassVar[int] = 0
-    """The threads of this process without shares."""
+    """The number of threads while no share is open."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, parts: int) -> None:

@@ -50,8 +50,8 @@ the sequence may still get.
 _MODEL_KEPT = 0.9
 """The share of the draft model's counts that each new request keeps."""
 _INDEXED_TOKENS = 1 << 15
-"""The number of a prompt's last tokens that are indexed for lookups; a token takes about 100 bytes. One step indexes no
-more than this of all prompts together, because the samples of one long prompt would take a second.
+"""The number of a prompt's last tokens that are indexed for lookups; a token takes about 100 bytes. One step indexes at
+most this many of all prompts: indexing each sample of one long prompt would take a second.
 """
 
 
@@ -149,7 +149,7 @@ class Speculator:
         self._cost = cost or StepCost()
         self._model = model
         self._fruitless = 0  # steps since the last draft
-        self._indexable = 0  # tokens of prompts, in this step
+        self._indexable = 0  # prompt tokens left in this step
         self._guessers: dict[str, _Guesser] = {}
         self._histories = AnswerHistories()
         self._drafted: dict[str, Source] = {}  # in this step, by sequence

@@ -140,7 +140,7 @@ def _calls_or_answer(
     and answer as it has learned to. Otherwise they are an array, because special tokens cannot be part of a grammar.
     """
     calls = _any_call(tools, most)
-    if syntax.body == "tagged":  # no grammar has its arguments, but its calls begin alike
+    if syntax.body == "tagged":  # no grammar for tagged arguments; hermes begins alike
         syntax = syntax_of("hermes")
     if syntax.body == "object" and syntax.end.startswith("</"):
         call = {**calls["items"], "$defs": calls.get("$defs", {})}
@@ -180,8 +180,8 @@ def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any], *, 
 
 
 def _renamed(schema: Any, prefix: str) -> Any:
-    """Returns a copy of a schema whose references point into the whole schema. Those to its own definitions become
-    references to `$defs/PREFIX_NAME`; those to other parts of it, as zod writes them, to parts of `$defs/PREFIX`.
+    """Returns a copy of a schema whose references point into the whole schema. References to its own definitions
+    become `$defs/PREFIX_NAME`; references to its other parts, as zod writes them, lead into `$defs/PREFIX`.
     """
     if isinstance(schema, dict):
         return {

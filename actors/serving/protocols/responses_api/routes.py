@@ -145,7 +145,7 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         return found
 
     async def _with_items(body: ResponsesRequest, request: Request) -> ResponsesRequest:
-        """Returns the request with the items of stored responses in the places where it has only their ids."""
+        """Returns the request with each item reference replaced by the item of a stored response."""
         if isinstance(body.input, str) or not any(item.get("type") == "item_reference" for item in body.input):
             return body
         await models.server(body.model, request)  # an unknown model is the first problem to name
@@ -169,13 +169,13 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
             referred, chars = known[response_id][own]
             size += chars
             if size > MAX_RESPONSE_BYTES:
-                raise invalid("the items to which input refers are too large together: name fewer.", param="input")
+                raise invalid("the items that input names are together too large: name fewer.", param="input")
             items.append(referred)
         return body.model_copy(update={"input": items})
 
     async def _continued(body: ResponsesRequest, request: Request) -> ResponsesRequest:
-        """Returns the request with the items that it names by their ids, and with the items of its previous response,
-        if it names one, put before its own items.
+        """Returns the request with its item references resolved, and with the items of its previous response, if any,
+        put before its own items.
         """
         body = await _with_items(body, request)
         if body.previous_response_id is None:

@@ -133,7 +133,7 @@ def item_id(prefix: str, response_id: str, place: int) -> str:
 
 
 def response_of(id: object) -> str:
-    """Returns the id of the response that an item belongs to; empty for an id that is none of `item_id`."""
+    """Returns the id of the response that an item belongs to; empty for an id that `item_id` did not make."""
     found = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
     return "" if found is None else f"resp_{found[1]}"
 

@@ -260,7 +260,7 @@ def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
 
 
 def _leads_out(folder: Path) -> bool:
-    """Returns True if a file of the folder is a link to one elsewhere, as in the snapshots of Hugging Face's cache."""
+    """Returns True if the folder has links to files outside it, as in the snapshots of Hugging Face's cache."""
     return any(each.is_symlink() and not each.resolve().is_relative_to(folder) for each in folder.rglob("*"))
 
 

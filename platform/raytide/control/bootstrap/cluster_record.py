@@ -267,7 +267,7 @@ def load(run_dir: Path) -> RunningCluster | None:
 
 def _import_root() -> str:
     """Returns the folder of the package `raytide`, for interpreters in which it is not installed. Returns an empty text
-    if it is installed: on PYTHONPATH, all packages beside it would go before those of a script's own environment.
+    if it is installed: on PYTHONPATH, all packages beside it would shadow those of a script's own environment.
     """
     folder = str(Path(__file__).parents[3])
     installed = (*site.getsitepackages(), site.getusersitepackages())

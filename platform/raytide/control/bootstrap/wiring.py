@@ -243,7 +243,7 @@ def local_provider(cluster: LocalCluster) -> LocalProvider:
 
 
 def end_head(cluster: RunningCluster) -> None:
-    """Has KubeRay's operator delete the head pod, whose container would be restarted and would start the cluster again.
+    """Makes KubeRay's operator delete the head pod: otherwise its container would restart and start the cluster again.
     Does nothing on other providers.
     """
     file: dict[str, Any] = load_yaml(cluster.config_path)

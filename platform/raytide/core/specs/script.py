@@ -13,7 +13,7 @@ from raytide.core.objects.gang import Shape
 FLOW_RUN = "RAYTIDE_FLOW_RUN"
 """The environment variable of a flow's script that holds the id of its run."""
 ATTEMPTS, FAILURES = "raytide_attempts", "raytide_failures"
-"""The names in a job's progress under which its driver counts. A script reports its own numbers beside them."""
+"""The names of a driver's counts in its job's progress. A script reports its own numbers beside them."""
 
 
 class ScriptSpec(Config):

@@ -76,7 +76,7 @@ class Replica:
         return lora is None or (stats is not None and lora in stats.adapters)
 
     def version(self, lora: str | None) -> str:
-        """Returns a text that differs if the weights, or the files of the adapter, do."""
+        """Returns a text that changes with the weights and with the adapter's files."""
         stats = self.engine.status.stats
         adapter = "" if lora is None or stats is None else stats.adapters.get(lora, "")
         return f"{self.info.weights_version}+{adapter}" if adapter else self.info.weights_version

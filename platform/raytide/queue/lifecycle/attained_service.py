@@ -19,7 +19,7 @@ def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
     """Returns the job with its attained service up to date.
 
     A spell is a time in which the number of usable GPUs is constant. If the number has changed, the current spell ends
-    and a new one begins. A gang that asks for neither GPU nor CPU has spells too, with no GPUs.
+    and a new one begins. A gang without GPUs and CPUs has spells too, of 0 GPUs.
     """
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     usable = len(lease.usable) if lease is not None and is_active else 0

@@ -158,7 +158,7 @@ class LiveRay:
         self._work = [work for work in self._work if id(work) not in ended]
 
     def _suits(self, work: _Work, node: Node) -> bool:
-        view = self._views.get(node.id)  # the type of an old node may be removed from the configuration
+        view = self._views.get(node.id)  # an old node's type may have left the configuration
         labels = view.labels if view is not None else self._types[node.type].all_labels(node.zone)
         return labels_match(work.selector, labels) and fits(work.resources, self.available(node))
 

@@ -59,7 +59,7 @@ def look_ahead(
     """
     is_sane = 0 < hours < math.inf and 0 <= (launch_s or 0.0) < math.inf
     if not is_sane or not (job_hours is None or job_hours > 0):
-        raise UsageError("hours and job hours must be above zero, and the launch time not below it.")
+        raise UsageError("hours must be finite and above 0, job hours above 0, launch time finite and 0 or more.")
     launch_s = usual_launch_s(seen) if launch_s is None else launch_s
     world = LiveWorld(seen, launch_s=launch_s, job_s=None if job_hours is None else job_hours * 3600)
     prices = [world.price_micro_usd_h()]

@@ -102,7 +102,7 @@ def _envelope(setup: ServingSetup) -> Floats:
     if not chosen.any():
         raise DataError(
             f"{setup.envelope} has no requests in the hours to simulate.",
-            hint="A window begins with one of its days: give more days, or leave out its first hours.",
+            hint="Give it more days, or leave out its first hours: a window begins with one of its days.",
         )
     shares: Floats = np.maximum(chosen / chosen.max(), LEAST_RATE)
     return shares

@@ -45,8 +45,8 @@ _ALL = 2**31 - 1
 class JobService:
     """Submits, shows and changes jobs, and serves the jobs' drivers.
 
-    Each method reads the store a few times and writes to it at most once; only the stop of a flow writes for each of
-    its stages.
+    Each method reads the store a few times and writes to it at most once, except that stopping a flow writes once per
+    stage.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class JobService:
         return self.view(self._owned(job_id, caller))
 
     def stop(self, job_id: str, caller: Caller) -> JobView:
-        """Requests the end of a job. A flow ends its stages itself, but while it has no process, they end here."""
+        """Requests the end of a job. A flow's process ends its stages; while it has none, they are ended here."""
         job = caller.acting_on(self._store.job(job_id))
         stopped = self._store.request_stop(job_id)
         if (run := flow_run(job)) and not job.is_final and not self._has_process(job):
@@ -336,9 +336,7 @@ def _nccl_paths(train: TrainSpec) -> list[str]:
 
 
 def flow_run(job: Job) -> str:
-    """Returns the run of a flow's job, with which the keys of its stages' jobs begin. Returns an empty text for any
-    other job.
-    """
+    """Returns the run id of a flow's job, with which the keys of its stages' jobs begin; empty for any other job."""
     env = job.spec.config.get("env") if job.spec.kind is JobKind.SCRIPT else None
     return str(env.get(FLOW_RUN, "")) if isinstance(env, dict) else ""
 

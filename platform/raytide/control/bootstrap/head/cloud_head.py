@@ -125,7 +125,7 @@ def run_foreground(cluster: HeadCluster) -> None:
     finally:
         end_children(cluster)
     with (cluster.run_dir / "head.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # in a container, a `down` that holds it would end with this process
+        fcntl.flock(file, fcntl.LOCK_EX)  # wait for `down`: in a container, it would end with this process
     if cluster.client_file.exists():  # `down` removes it first
         raise ClusterError(f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}.")
 

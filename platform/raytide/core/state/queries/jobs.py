@@ -161,7 +161,7 @@ class JobQueries(DatabaseAccess):
         return None if row is None else (row[0], row[1], JobState(row[2]))
 
     def with_key(self, prefix: str, user: str, team: str) -> list[str]:
-        """Returns the ids of the team's and user's unfinished jobs that were submitted with a key of this prefix."""
+        """Returns the ids of the user's unfinished jobs in the team whose keys begin with `prefix`."""
         j = t.jobs.c
         query = sa.select(j.id).where(JOB_IS_LIVE, j.team == team, j.user == user).order_by(j.number)
         return [row[0] for row in self._db.rows(query.where(j.client_key.startswith(prefix, autoescape=True)))]
