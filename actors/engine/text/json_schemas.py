@@ -8,7 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 _IN_FRAGMENTS = "%!$&'()*+,;=:@/?-._~"
-_SCHEMA = re.compile(r"%json\s*+(?={)")
+_SCHEMA = re.compile(
+    r'"(?:\\.|[^"\\\n])*+"|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\\n])++/|(?P<schema>%json\s*+(?={))', re.DOTALL
+)
+"""A schema's beginning, or a string, comment or regex to skip."""
 _MOST_FAILURES = 100
 _LEAST_INTEGER = -9223372036854774784
 """The least lower bound of integers that llguidance compiles."""
@@ -57,7 +60,7 @@ def split_schemas(grammar: str) -> tuple[list[str], list[dict[str, Any]]]:
     """Returns the texts before, between and after the JSON schemas of a grammar, and the schemas."""
     texts, schemas, done, failures = list[str](), list[dict[str, Any]](), 0, 0
     for found in _SCHEMA.finditer(grammar):
-        if found.start() < done or failures > _MOST_FAILURES:
+        if found["schema"] is None or found.start() < done or failures > _MOST_FAILURES:
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())

@@ -6,15 +6,22 @@ do not count them.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
-from math import isqrt
+from math import ceil, isqrt
 
 from raytide.actors.engine.sampling_params import Structured
-from raytide.actors.engine.text.json_schemas import split_schemas
+from raytide.actors.engine.text.json_schemas import readable_grammar, split_schemas
 from raytide.core.errors import UsageError
 
 _MOST_OPTIONAL = 1000
 """The most optional parts: 1000 in `.?.?.?...` take 20 MB and 0.1 s; 8 times as many take 64 times as much."""
+_MOST_IN_GBNF = 4000
+"""The same for GBNF, of which llguidance makes large tokens whose parts are mostly in alternatives."""
+_MOST_RULES, _MOST_BLANK_LINES = 2000, 100
+"""The most rules of GBNF, and empty lines in a row: llguidance takes time with the square of their number."""
+_BLANK = re.compile(r"\s++")
+_CLASS = re.compile(r"/(?:\\.|[^/\\])++/", re.DOTALL)
 _OPTIONAL = re.compile(
     r'\\.|\(\?|(?P<optional>[?*]|\{(?=\s*[0,])|~(?=\s*0)|\|\s*(?=[|)\]]|\Z)|(?<=[(\[])\s*\||"")', re.DOTALL
 )
@@ -30,33 +37,56 @@ def check_optional_parts(structured: Structured) -> None:
     if structured.kind == "regex":
         most = _optional(str(structured.spec))
     elif structured.kind == "grammar":
-        most = _of_tokens("".join(split_schemas(_lark(str(structured.spec)))[0]))
+        text = readable_grammar(str(structured.spec))  # the text that is compiled
+        most = _of_tokens("".join(split_schemas(text)[0])) if (lark := _from_gbnf(text)) is None else _of_gbnf(lark)
     else:
         return  # in a schema, they follow a quotation mark, where llguidance's limits count
     if most > _MOST_OPTIONAL:
         raise UsageError(
-            f"the {structured.kind} of structured output has more than {_MOST_OPTIONAL} optional parts in one token.",
-            hint="Make it simpler.",
+            f"the {structured.kind} of structured output has too many optional parts in one token.",
+            hint=f"Use at most {_MOST_OPTIONAL}.",
         )
 
 
-def _lark(grammar: str) -> str:
-    """Returns a grammar as llguidance translates it to Lark, because GBNF's names do not tell tokens from rules."""
-    from llguidance.gbnf_to_lark import any_to_lark
+@lru_cache(maxsize=16)  # vLLM gets a request per sample
+def _from_gbnf(grammar: str) -> str | None:
+    """Returns a grammar in GBNF as llguidance translates it to Lark, and None for one in Lark. Raises UsageError if the
+    translation would take seconds.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+    if any(each.count("\n") > _MOST_BLANK_LINES for each in _BLANK.findall(grammar)):
+        raise UsageError("the grammar of structured output has too many empty lines.", hint="Remove them.")
+    if is_lark_syntax(grammar):
+        return None
+    if grammar.count("::=") > _MOST_RULES:
+        raise UsageError(
+            f"the grammar of structured output has more than {_MOST_RULES} rules.", hint="Make it simpler."
+        )
     try:
-        return str(any_to_lark(grammar))
+        return str(gbnf_to_lark(grammar))
     except Exception:  # llguidance refuses it itself
         return ""
+
+
+def _of_gbnf(lark: str) -> int:
+    """Returns the optional parts of a translated grammar on the scale of `_MOST_OPTIONAL`."""
+    found = _of_tokens("".join(split_schemas(lark)[0]), only_in_rules=True)
+    return ceil(found * _MOST_OPTIONAL / _MOST_IN_GBNF)
 
 
 def _optional(text: str) -> int:
     return sum(found["optional"] is not None for found in _OPTIONAL.finditer(text))
 
 
-def _of_tokens(rules: str) -> int:
-    """Returns the number of optional parts with which one token would take the memory of all tokens of a grammar. A
-    token's parts include those of the tokens in it.
+def _groups(body: str) -> int:
+    """Returns the number of optional groups in brackets. In a regular expression, brackets are classes."""
+    return _CLASS.sub("", body).count("[")
+
+
+def _of_tokens(rules: str, *, only_in_rules: bool = False) -> int:
+    """Returns the number of optional parts with which one token would take the memory of all tokens of a grammar, or of
+    those in its rules. A token's parts include those of the tokens in it.
     """
     rules = _TOKEN.sub(lambda text: text[0].replace("\n", " "), rules)
     found = list(_DEFINITION.finditer(rules))
@@ -70,9 +100,12 @@ def _of_tokens(rules: str) -> int:
     counts: dict[str, int] = {}
     try:
         for name in TopologicalSorter(inner).static_order():
-            own = _optional(tokens[name]) + tokens[name].count("[")
-            counts[name] = min(own + sum(counts[each] for each in inner[name]), _MOST_OPTIONAL + 1)
+            own = _optional(tokens[name]) + _groups(tokens[name])
+            counts[name] = min(own + sum(counts[each] for each in inner[name]), _MOST_IN_GBNF + 1)
     except CycleError as error:
         raise UsageError(f"token {error.args[1][0]} of the grammar contains itself.", hint="Make it a rule.") from None
-    alone = (_optional(body) + body.count("[") for name, body in bodies.items() if name not in tokens and "/" in body)
+    alone = (_optional(body) + _groups(body) for name, body in bodies.items() if name not in tokens and "/" in body)
+    if only_in_rules:
+        used = {each["name"] for name, body in bodies.items() if name not in tokens for each in _TOKEN.finditer(body)}
+        counts = {name: count for name, count in counts.items() if name in used}
     return isqrt(sum(count * count for count in (*counts.values(), *alone)))

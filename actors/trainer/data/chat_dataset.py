@@ -130,10 +130,12 @@ class ChatDataset:
         names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         written = (self._special("bos_token"), self._special("eos_token"))
         user, answer = {"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": "x"}
-        try:
-            around = self._chat.render([user, answer, user], prompt=False).partition(_MARKS[0])[2]
-        except UsageError:
-            around = self._chat.source
+        others = [{"role": role, "content": _MARKS[0]} for role in ("system", "tool", "observation")]
+        around = ""
+        for turns in ([user, answer, user], *([first, user, answer] for first in others)):
+            with suppress(UsageError):  # the template may refuse a role
+                around += self._chat.render(turns, prompt=False)
+        around = around if _MARKS[0] in around else self._chat.source
         return names, [name for name in names if name in written or name in around]
 
     def _template(self, tokenizer: Path) -> str:
@@ -222,12 +224,14 @@ def _talk(line: bytes, where: str) -> _Talk:
         body = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}.", hint="Write one conversation to a line.") from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply.", hint="Remove the line.") from None
     turns = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where} has no messages.", hint='Write {"messages": [{"role": ..., "content": ...}]}.')
     tools = body.get("tools") or []
     if isinstance(tools, str):  # as exporters of flat columns write them
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             tools = json.loads(tools) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: tools is not a list of objects.", hint="Write tools as in a chat request.")

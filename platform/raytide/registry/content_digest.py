@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from raytide.core.errors import DataError
@@ -41,12 +42,19 @@ def digest_of_directory(url: str, *, with_links: bool = True) -> ContentDigest:
 
 
 def digest_to_compare(url: str, sha256: str) -> ContentDigest:
-    """Returns a model directory's digest; without its links if the digest with them is not `sha256`."""
+    """Returns a model directory's digest: the one without its links if that one is `sha256`."""
+    found = problem = None
     try:
         found = digest_of_directory(url)
-    except DataError:
-        return digest_of_directory(url, with_links=False)
-    return found if found.sha256 == sha256 else digest_of_directory(url, with_links=False)
+    except DataError as error:
+        problem = error
+    if is_local(url) and (found is None or found.sha256 != sha256):
+        with suppress(DataError):  # config.json may be a link itself
+            earlier = digest_of_directory(url, with_links=False)
+            found = earlier if earlier.sha256 == sha256 else found
+    if found is None:
+        raise problem or AssertionError
+    return found
 
 
 def _digest_of_directory(url: str, with_links: bool) -> ContentDigest:

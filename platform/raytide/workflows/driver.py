@@ -157,7 +157,10 @@ class FlowDriver:
         return state
 
     def _is_stopping(self, job: str) -> bool:
-        found = self._client.job(job).job
+        try:
+            found = self._client.job(job).job
+        except ClusterError:
+            return True  # the next look asks again
         return found.stop_requested and not found.is_final
 
     def _executor_of(self, state: FlowState) -> Executor:
@@ -218,10 +221,10 @@ def main() -> int:
 
 
 def _jobs_of(flow: FlowSpec, state: FlowState) -> Iterator[str]:
-    """Yields the jobs of the running stages and trials."""
+    """Yields the jobs of the stages and trials that run, or were stopped with the flow."""
     for name, stage in state.stages.items():
-        if stage.status == "running" and flow.stages[name].kind not in ("register", "serve"):
-            trials = (trial.job for trial in stage.trials if trial.status == "running")
+        if stage.status in ("running", "failed") and flow.stages[name].kind not in ("register", "serve"):
+            trials = (trial.job for trial in stage.trials if trial.status in ("running", "failed"))
             yield from filter(None, (stage.job, *trials))
 
 

@@ -203,7 +203,7 @@ def test_numbers_that_a_script_reports_itself_are_no_counts_of_its_driver(start:
     earlier = {"stage": "attempt 4", "attempts": 4, "failures": 1}  # the counts of a driver of an earlier release
     run = start("raise SystemExit(3)", ONE, retries=1, done=earlier)
     assert isinstance(run.result.exception(60), ScriptError)
-    assert run.platform.progress.items() >= {ATTEMPTS: 5, FAILURES: 2}.items()
+    assert run.platform.progress.items() >= {ATTEMPTS: 5, FAILURES: 1}.items()
 
 
 def test_a_script_that_reports_texts_under_the_names_of_the_counts_ends_no_later_driver(start: Start) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.control.backup.conftest import AT_S, NAME, Cluster
 
-from raytide.control.backup.contents import contents_of, problem_of
+from raytide.control.backup.contents import _leads_out, contents_of, problem_of
 from raytide.control.backup.place import place_of
 from raytide.control.backup.repository import BackupSummary, Repository, find_restic, has_all
 from raytide.control.backup.restore import below, find_snapshot, unpack
@@ -264,3 +264,17 @@ def test_a_cold_repository_gets_a_copy_that_stands_alone(backed_up: Cluster, res
     assert unpacked.problems == ()
     assert create_repositories(backed_up.place) == []
     assert find_restic()
+
+
+def test_a_model_of_links_to_files_elsewhere_is_not_taken_for_saved(tmp_path: Path) -> None:
+    """Restic saves the links alone. What a model's digest leaves out does not count."""
+    model, blob = tmp_path / "model", tmp_path / "blob"
+    (model / ".venv").mkdir(parents=True)
+    blob.write_bytes(b"weights")
+    (model / ".venv" / "python").symlink_to("/usr/bin/python3")
+    (model / "loop").symlink_to(model / "loop")
+    (model / "config.json").write_text("{}")
+    (model / "same.json").symlink_to(model / "config.json")
+    assert not _leads_out(model)
+    (model / "weights").symlink_to(blob)
+    assert _leads_out(model)

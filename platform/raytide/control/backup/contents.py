@@ -260,8 +260,13 @@ def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
 
 
 def _leads_out(folder: Path) -> bool:
-    """Returns True if the folder has links to files outside it, as in the snapshots of Hugging Face's cache."""
-    return any(each.is_symlink() and not each.resolve().is_relative_to(folder) for each in folder.rglob("*"))
+    """Returns True if the model has links to files outside it, as in the snapshots of Hugging Face's cache."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name[:1] != "."]  # the digest leaves them out, too
+        links = (path for name in names if name[:1] != "." and os.path.islink(path := os.path.join(at, name)))
+        if any(not Path(os.path.realpath(path)).is_relative_to(folder) for path in links):
+            return True
+    return False
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ import pytest
 
 from raytide.actors.engine import GenRequest, SamplingParams, Structured
 from raytide.actors.engine.backends.vllm.request import check_request
+from raytide.actors.engine.text.json_schemas import readable_grammar
 from raytide.actors.engine.text.optional_parts import check_optional_parts
 from raytide.actors.engine.text.structured_output import GrammarCompiler
 from raytide.core.errors import UsageError
@@ -27,6 +28,35 @@ def gbnf(levels: int) -> str:
 
 def test_a_rule_with_a_name_in_capitals_may_contain_itself_where_names_mean_nothing() -> None:
     check_optional_parts(Structured("grammar", 'root ::= EXPR\nEXPR ::= [0-9] | "(" EXPR ")"'))
+
+
+def test_an_object_with_many_optional_fields_is_taken_as_llama_cpp_writes_it() -> None:
+    """As its converter of schemas does: each field may be the first, and refers to those that may follow it."""
+    count = 20
+    fields = [f'k{at} ::= "\\"k{at}\\"" space ":" space string' for at in range(count)]
+    rests = [f'r{at} ::= ( "," space k{at + 1} )? r{at + 1}' for at in range(count - 1)]
+    firsts = " | ".join(f"k{at} r{at}" for at in range(count))
+    rules = [
+        'root ::= "[" space (item ("," space item)*)? "]" space',
+        f'item ::= "{{" space ({firsts})? "}}" space',
+        *fields,
+        *rests,
+        f'r{count - 1} ::= ""',
+        'char ::= [^"\\\x7f\x00-\x1f] | [\\] (["\\bfnrt] | "u" [0-9a-fA-F]{4})',
+        'space ::= | " " | "\n"{1,2} [ \t]{0,20}',
+        'string ::= """ char* """ space',
+    ]
+    check_optional_parts(Structured("grammar", "\n".join(rules)))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["\n" * 131_072, "start: A\n" + " \n" * 60_000, "\n".join(f"a{at} ::= a{at + 1}" for at in range(9_000))],
+    ids=["empty", "spaces", "chain"],
+)
+def test_a_grammar_that_takes_long_to_look_at_is_refused_at_once(grammar: str) -> None:
+    with pytest.raises(UsageError, match=r"too many empty lines|more than 2000 rules"):
+        check_optional_parts(Structured("grammar", grammar))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +97,11 @@ def test_tokens_cannot_be_hidden_from_the_count() -> None:
         grammar = doubling(8, '"a"?').replace("T0 T0 T0 T0", hidden)
         with pytest.raises(UsageError, match=r"optional parts"):
             check_optional_parts(Structured("grammar", grammar))
+    schema_in_a_text = doubling(8, '"a"?').replace("T0 T0 T0 T0", '"%json {" T0 T0 T0 ":[" T0 T0 "]}"')
+    with pytest.raises(UsageError, match=r"optional parts"):
+        check_optional_parts(Structured("grammar", schema_in_a_text))
+    schema_in_a_comment = gbnf(8).replace("root ::= t8", "root ::= t8 # %json {\n}")
+    assert readable_grammar(schema_in_a_comment) == schema_in_a_comment, "else it would become a grammar"
     with pytest.raises(UsageError, match=r"token A of the grammar contains itself"):
         check_optional_parts(Structured("grammar", doubling(8, '"a"?') + "\nA: A\n"))
 
