@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 _IN_FRAGMENTS = "%!$&'()*+,;=:@/?-._~"
 _SCHEMA = re.compile(
-    r'"(?:\\.|[^"\\\n])*+"|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\\n])++/|(?P<schema>%json\s*+(?={))', re.DOTALL
+    r'"(?:\\.|[^"\\\n])*+"?|<[^<>\s]++>|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\])++/?|(?P<schema>%json\s*+(?={))', re.DOTALL
 )
 """A schema's beginning, or a string, comment or regex to skip."""
 _MOST_FAILURES = 100

@@ -20,16 +20,23 @@ _MOST_IN_GBNF = 4000
 """The same for GBNF, of which llguidance makes large tokens whose parts are mostly in alternatives."""
 _MOST_RULES, _MOST_BLANK_LINES = 2000, 100
 """The most rules of GBNF, and empty lines in a row: llguidance takes time with the square of their number."""
+_MOST_STEPS = 1_000_000
 _BLANK = re.compile(r"\s++")
-_CLASS = re.compile(r"/(?:\\.|[^/\\])++/", re.DOTALL)
+_CLASS = re.compile(r"/(?:\\.|[^/\\])++/?", re.DOTALL)
 _OPTIONAL = re.compile(
     r'\\.|\(\?|(?P<optional>[?*]|\{(?=\s*[0,])|~(?=\s*0)|\|\s*(?=[|)\]]|\Z)|(?<=[(\[])\s*\||"")', re.DOTALL
 )
-_DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_][\w-]*+)[^:\n]*+:", re.MULTILINE)
-_TOKEN = re.compile(
-    r'"(?:\\.|[^"\\])*+"|//[^\n]*+|#[^\n]*+|/(?:\\.|[^/\\])++/|\b(?P<name>[A-Z_][A-Z0-9_]*+)\b', re.DOTALL
+_DEFINITION = re.compile(  # one may also follow an alias or a statement
+    r"(?:^[ \t]*+|->[ \t]*+[a-z_][\w-]*+[ \t]++|%llguidance[ \t]*+\{[^\n{}]*+\}[ \t]*+)"
+    r"[?!]?([A-Za-z_][\w-]*+)[^:\n]*+:",
+    re.MULTILINE,
 )
-"""A token's name, or a string, comment or regex to skip."""
+_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*+"?i?|//[^\n]*+|#[^\n]*+|<[^<>\s]++>|/(?:\\.|[^/\\])++/?[imslux]*+|@[\w-]++'
+    r"|[+-]?\d++(?:\.\d*+)?(?:[eE][+-]?\d++)?|!?[_?]?[a-z][a-z0-9_-]*+|(?P<name>_?[A-Z][A-Z0-9_-]*+)",
+    re.DOTALL,
+)
+"""The name of a token, or another word of the grammar to skip."""
 
 
 def check_optional_parts(structured: Structured) -> None:
@@ -37,7 +44,10 @@ def check_optional_parts(structured: Structured) -> None:
     if structured.kind == "regex":
         most = _optional(str(structured.spec))
     elif structured.kind == "grammar":
-        text = readable_grammar(str(structured.spec))  # the text that is compiled
+        try:
+            text = readable_grammar(str(structured.spec))  # the text that is compiled
+        except RecursionError:
+            raise UsageError("a schema in the grammar is nested too deeply.", hint="Make it flatter.") from None
         most = _of_tokens("".join(split_schemas(text)[0])) if (lark := _from_gbnf(text)) is None else _of_gbnf(lark)
     else:
         return  # in a schema, they follow a quotation mark, where llguidance's limits count
@@ -55,14 +65,14 @@ def _from_gbnf(grammar: str) -> str | None:
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-    if any(each.count("\n") > _MOST_BLANK_LINES for each in _BLANK.findall(grammar)):
+    blanks = ((each.count("\n"), len(each)) for each in _BLANK.findall(grammar))
+    if any(lines > _MOST_BLANK_LINES or lines * size > _MOST_STEPS for lines, size in blanks):
         raise UsageError("the grammar of structured output has too many empty lines.", hint="Remove them.")
     if is_lark_syntax(grammar):
         return None
-    if grammar.count("::=") > _MOST_RULES:
-        raise UsageError(
-            f"the grammar of structured output has more than {_MOST_RULES} rules.", hint="Make it simpler."
-        )
+    rules = grammar.count("::=")
+    if rules > _MOST_RULES or rules * len(grammar) > 10 * _MOST_STEPS:  # it may pass over the text for each rule
+        raise UsageError("the grammar of structured output has too many rules.", hint="Make it simpler.")
     try:
         return str(gbnf_to_lark(grammar))
     except Exception:  # llguidance refuses it itself

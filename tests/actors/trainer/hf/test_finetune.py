@@ -241,7 +241,9 @@ def test_mfu_counts_the_prompts_which_are_computed_too(start: Start, tmp_path: P
     assert done.mfu * done.step_s * 1e12 == pytest.approx(flops)
 
 
-def talks(start: Start, tmp_path: Path, family: str, special: str, *questions: str) -> TrainSpec:
+def talks(
+    start: Start, tmp_path: Path, family: str, special: str, *questions: str, answer: str = "parser"
+) -> TrainSpec:
     """A spec that tunes a family's model, whose tokenizer gets a special token, by conversations with an own template.
     Each answer ends with ~.
     """
@@ -254,7 +256,7 @@ def talks(start: Start, tmp_path: Path, family: str, special: str, *questions: s
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    turns = [[{"role": "user", "content": each}, {"role": "assistant", "content": "parser"}] for each in questions]
+    turns = [[{"role": "user", "content": each}, {"role": "assistant", "content": answer}] for each in questions]
     file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
     return spec.model_copy(update={"chat": ChatSpec(file=str(file), template=str(template))})
 
@@ -276,8 +278,9 @@ def test_a_model_s_own_tokenizer_may_have_a_token_without_a_row(start: Start, tm
     """As Gemma 3's, whose text models have 262,144 rows: its token for images has that number."""
     image = "<image_soft_token>"
     assert len(losses(talks(start, tmp_path, "gemma3", image, *["hi"] * 6))) == 4
+    spec = talks(start, tmp_path, "gemma3", image, *["hi"] * 6, answer=image)
     with pytest.raises(DataError, match=r"has the id 512 in step 1, outside its vocabulary of 512"):
-        losses(talks(start, tmp_path, "gemma3", image, *[f"see {image}"] * 6).model_copy(update={"out": str(tmp_path)}))
+        losses(spec.model_copy(update={"out": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
