@@ -302,10 +302,10 @@ class Scheduler:
         if step.limit is not None and not step.limit.admits(seq):
             return False
         level = self.policy.level(seq, self._now_s)
-        rest = [each for each in rest if each.seq_id not in step.evicted]
-        lower = [each for each in rest if self.policy.may_evict(seq, level, each)]
+        lower = [each for each in rest if each.seq_id not in step.evicted and self.policy.may_evict(seq, level, each)]
         full = len(self.running) >= self._max_running
-        if (full and not lower) or (step.left == 0 and not full):
+        gives_token = any(each.num_pending == 1 for each in lower)
+        if (full and not lower) or (step.left == 0 and not gives_token):
             return False
         source = find_source(seq, self.pool, self._prefixes)
         awaited = self._prefixes.awaited(seq, len(source.places), (level, self.policy.due_s(seq), seq.arrival))

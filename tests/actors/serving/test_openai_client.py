@@ -194,7 +194,7 @@ def test_every_response_names_request_replica_and_time(client: OpenAI) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
     ],

@@ -212,3 +212,17 @@ def test_what_the_better_request_is_to_read_on_the_host_is_not_overwritten_by_it
     plan = engine.step()
     assert (names(plan), high.num_cached) == (["low0"], 4)
     engine.run()
+
+
+def test_one_without_a_block_gives_its_token_of_a_full_step_to_its_better() -> None:
+    engine = life(num_blocks=18, max_running=3, max_batch_tokens=3, prefix_cache=False)
+    (decoding,) = fill(engine, 1, prompt_len=2, max_new=30, priority=3)
+    long = engine.add(sequence("long", [5] * 24, 1, priority=0))
+    while engine.scheduler.pool.num_free or decoding.num_computed < 2 * len(decoding.block_ids):
+        engine.step()
+    assert long.num_pending > 3, "it takes the rest of each step"
+    better = engine.add(sequence("better", [6], 1, priority=0))
+    assert names(engine.step()) == ["low0"]
+    assert better.output_len == 1
+    engine.run()
+    assert decoding.tokens == tokens_alone(decoding)
