@@ -10,15 +10,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from raytide.core.errors import ConfigError, UsageError
+
+T = TypeVar("T")
 
 Turn = Mapping[str, object]
 """A message: `role`, `content`, and other fields that the template uses."""
 
 MOST_TEMPLATE_CHARS = 256 << 10
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
+MARKS = tuple(map(chr, range(0xFDD2, 0xFDF0)))
+"""The other noncharacters, which mark names of special tokens that messages spell out."""
 
 
 class ChatTemplate:
@@ -176,6 +180,36 @@ def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, Mapping):
         return {change(key): map_texts(each, change) for key, each in value.items()}
     return type(value)(map_texts(each, change) for each in value) if isinstance(value, list | tuple) else value
+
+
+def spelled_names(value: object, names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns those of the names that occur in the texts of a JSON-like value, and a mark that occurs in none of the
+    texts; the mark is "" if no name occurs. Raises UsageError if all marks occur. A mark inside a name makes the
+    tokenizer read the name as text, so that no message forges a turn.
+    """
+    texts: list[str] = []
+    map_texts(value, texts.append)
+    # Few prefixes for hundreds of names: a long text is searched a few times only.
+    starts = {start for start in {name[:4] for name in names} if any(start in text for text in texts)}
+    found = [name for name in names if name[:4] in starts and any(name in text for text in texts)]
+    if not found:
+        return [], ""
+    mark = next((char for char in MARKS if not any(char in text for text in texts)), "")
+    if not mark:
+        raise UsageError("the messages hold every non-character of Unicode.", hint="Leave them out.")
+    return found, mark
+
+
+def with_marks(value: T, names: Sequence[str], mark: str) -> T:
+    """Returns the value with the mark behind the first character of each of the names in its texts."""
+
+    def marked(text: str) -> str:
+        for name in names:
+            text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
+        return text
+
+    changed: T = map_texts(value, marked)
+    return changed
 
 
 def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:

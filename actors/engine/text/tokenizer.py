@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from raytide.actors.engine.text.tool_prompt import checked_variables, format_of, left_open, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import PLAIN_PROMPT, ChatFormat, Message, PromptOptions, as_request_error
-from raytide.actors.models.chat_template import ChatTemplate, map_texts
+from raytide.actors.models.chat_template import ChatTemplate, spelled_names, with_marks
 from raytide.actors.models.components.llava import VisionSpec
 from raytide.actors.models.model_config import Fields, as_ids
 from raytide.actors.models.tokenizer_files import WITH_TOKENIZER, TokenizerSource
@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
-_MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _TORN_TOKENS = 16
 """An upper bound of the tokens that a slice has too many because words are cut at its ends."""
 
@@ -214,23 +213,8 @@ class Tokenizer:
         name no longer matches, and the mark. The mark is a Unicode non-character that does not occur in the texts; ""
         if no name occurs.
         """
-        texts: list[str] = []
-        map_texts(value, texts.append)
-        # Few prefixes for hundreds of names: a long text is searched a few times only.
-        starts = {start for start in {name[:4] for name in self._special_names} if any(start in text for text in texts)}
-        names = [name for name in self._special_names if name[:4] in starts and any(name in text for text in texts)]
-        if not names:
-            return value, ""
-        mark = next((char for char in _MARKS if not any(char in text for text in texts)), "")
-        if not mark:
-            raise UsageError("the messages hold every non-character of Unicode.", hint="Leave them out.")
-
-        def broken(text: str) -> str:
-            for name in names:
-                text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
-            return text
-
-        return map_texts(value, broken), mark
+        names, mark = spelled_names(value, self._special_names)
+        return (with_marks(value, names, mark), mark) if names else (value, "")
 
     def _encode_without(self, mark: str, text: str, plain: bool) -> list[int]:
         """Returns the token ids of a marked text, leaving out the tokens of its marks."""

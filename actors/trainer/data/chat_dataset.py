@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytide.actors.models.chat_template import ChatTemplate, Turn, map_texts
+from raytide.actors.models.chat_template import MARKS, ChatTemplate, Turn, spelled_names, with_marks
 from raytide.actors.models.model_config import as_ids, read_bytes, read_json, read_text
 from raytide.actors.models.tokenizer_files import chat_template, tokenizer_files
 from raytide.actors.trainer.data.local_copy import local_file_copy
@@ -32,8 +32,6 @@ TEMPLATE = "chat_template.jinja"
 _CHECK = "Check chat.tokenizer and chat.template."
 _RENDERED = 10_000
 """The number of conversations that are rendered when the file is opened. Templates may be slow."""
-_MARKS = tuple(map(chr, range(0xFDD2, 0xFDF0)))
-"""Noncharacters of Unicode, without the two that mark answers."""
 
 
 class ChatDataset:
@@ -86,7 +84,10 @@ class ChatDataset:
     def _tokens(self, index: int) -> tuple[Ids, np.ndarray[Any, np.dtype[np.bool_]]]:
         """Returns up to `seq_len` + 1 tokens, and a mask of those that begin inside an assistant's answer."""
         number, talk = self._lines.read(self._file, index)
-        talk, mark = _without_names(talk, *self._special_names)
+        try:
+            talk, mark = _without_names(talk, *self._special_names)
+        except UsageError as error:
+            raise DataError(f"{self.name}, line {number}: {error}", hint=error.hint) from None
         text, answers = _answers(self._chat, talk, f"{self.name}, line {number}")
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         if mark and any(end - begin > 1 and mark in text[begin:end] for begin, end in encoded.offsets):
@@ -129,13 +130,13 @@ class ChatDataset:
         """The names of all special tokens, and of those that the template writes around turns of text."""
         names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         written = (self._special("bos_token"), self._special("eos_token"))
-        user, answer = {"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": "x"}
-        others = [{"role": role, "content": _MARKS[0]} for role in ("system", "tool", "observation")]
+        user, answer = {"role": "user", "content": MARKS[0]}, {"role": "assistant", "content": "x"}
+        others = [{"role": role, "content": MARKS[0]} for role in ("system", "tool", "observation")]
         around = ""
         for turns in ([user, answer, user], *([first, user, answer] for first in others)):
             with suppress(UsageError):  # the template may refuse a role
                 around += self._chat.render(turns, prompt=False)
-        around = around if _MARKS[0] in around else self._chat.source
+        around = around if MARKS[0] in around else self._chat.source
         return names, [name for name in names if name in written or name in around]
 
     def _template(self, tokenizer: Path) -> str:
@@ -253,25 +254,11 @@ def _without_names(talk: _Talk, names: Sequence[str], own: Sequence[str]) -> tup
     which the template writes, are marked: other special tokens there may be meant to learn. The mark is a
     noncharacter that no message contains; "" if no message contains such a name.
     """
-    texts: list[str] = []
-    map_texts([talk.turns, talk.tools], texts.append)
-    spelled = [name for name in names if any(name in text for text in texts)]
+    spelled, mark = spelled_names([talk.turns, talk.tools], names)
     if not spelled:
         return talk, ""
-    mark = next((char for char in _MARKS if not any(char in text for text in texts)), "")
-    if not mark:
-        raise DataError("a conversation has every noncharacter of Unicode.", hint="Remove its line.")
-
-    def broken(value: Any, among: Sequence[str]) -> Any:
-        def change(text: str) -> str:
-            for name in among:
-                text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
-            return text
-
-        return map_texts(value, change)
-
-    turns = [broken(turn, own if turn["role"] == "assistant" else spelled) for turn in talk.turns]
-    return _Talk(turns, broken(talk.tools, spelled)), mark
+    turns = [with_marks(turn, own if turn["role"] == "assistant" else spelled, mark) for turn in talk.turns]
+    return _Talk(turns, with_marks(talk.tools, spelled, mark)), mark
 
 
 def _called(turn: Any) -> Any:
