@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from raytide.autoscaler.providers.cloud.pages import change_clients
 from raytide.core.errors import ProviderError
 from raytide.core.objects.node import Node
 
@@ -43,14 +44,7 @@ def without_waits(cloud: Any, kind: str) -> Any:
     it list machines while it waits for label changes. Returns the NodeProvider.
     """
     if kind == "gcp":
-        construct = cloud._construct_clients
-
-        def construct_clients() -> None:
-            construct()
-            _do_not_wait(cloud)
-
-        cloud._construct_clients = construct_clients  # Ray makes new clients after a broken connection
-        _do_not_wait(cloud)
+        change_clients(cloud, _do_not_wait)
     return cloud
 
 

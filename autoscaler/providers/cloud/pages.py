@@ -18,15 +18,20 @@ def with_all_pages(cloud: Any, kind: str) -> Any:
         send = cloud.acs._send_request
         cloud.acs._send_request = lambda request: _all_of_aliyun(send, request)
     elif kind == "gcp":
-        construct = cloud._construct_clients
-
-        def construct_clients() -> None:
-            construct()
-            _list_all_of_gcp(cloud)
-
-        cloud._construct_clients = construct_clients  # Ray makes new clients after a broken connection
-        _list_all_of_gcp(cloud)
+        change_clients(cloud, _list_all_of_gcp)
     return cloud
+
+
+def change_clients(cloud: Any, change: Callable[[Any], None]) -> None:
+    """Calls `change` with Google's NodeProvider, now and whenever Ray makes new clients after a broken connection."""
+    construct = cloud._construct_clients
+
+    def construct_clients() -> None:
+        construct()
+        change(cloud)
+
+    cloud._construct_clients = construct_clients
+    change(cloud)
 
 
 def _all_of_aliyun(send: Callable[[Any], Any], request: Any) -> Any:
