@@ -21,8 +21,9 @@ _MOST_IN_GBNF = 4000
 _MOST_RULES, _MOST_BLANK_LINES = 2000, 100
 """The most rules of GBNF, and empty lines in a row: llguidance takes time with the square of their number."""
 _MOST_STEPS = 1_000_000
+"""The most characters through which a search of llguidance goes again from each of some lines."""
 _BLANK = re.compile(r"\s++")
-_CLASS = re.compile(r"/(?:\\.|[^/\\])++/?", re.DOTALL)
+_REGEX = re.compile(r"/(?:\\.|[^/\\])++/?", re.DOTALL)
 _OPTIONAL = re.compile(
     r'\\.|\(\?|(?P<optional>[?*]|\{(?=\s*[0,])|~(?=\s*0)|\|\s*(?=[|)\]]|\Z)|(?<=[(\[])\s*\||"")', re.DOTALL
 )
@@ -54,7 +55,7 @@ def check_optional_parts(structured: Structured) -> None:
     if most > _MOST_OPTIONAL:
         raise UsageError(
             f"the {structured.kind} of structured output has too many optional parts in one token.",
-            hint=f"Use at most {_MOST_OPTIONAL}.",
+            hint="Make it simpler.",
         )
 
 
@@ -91,7 +92,7 @@ def _optional(text: str) -> int:
 
 def _groups(body: str) -> int:
     """Returns the number of optional groups in brackets. In a regular expression, brackets are classes."""
-    return _CLASS.sub("", body).count("[")
+    return _REGEX.sub("", body).count("[")
 
 
 def _of_tokens(rules: str, *, only_in_rules: bool = False) -> int:

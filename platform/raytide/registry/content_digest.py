@@ -43,18 +43,22 @@ def digest_of_directory(url: str, *, with_links: bool = True) -> ContentDigest:
 
 def digest_to_compare(url: str, sha256: str) -> ContentDigest:
     """Returns a model directory's digest: the one without its links if that one is `sha256`."""
-    found = problem = None
     try:
         found = digest_of_directory(url)
-    except DataError as error:
-        problem = error
-    if is_local(url) and (found is None or found.sha256 != sha256):
+    except DataError:
+        if (earlier := _earlier_digest(url, sha256)) is None:
+            raise
+        return earlier
+    return found if found.sha256 == sha256 else _earlier_digest(url, sha256) or found
+
+
+def _earlier_digest(url: str, sha256: str) -> ContentDigest | None:
+    """Returns the digest without links if it is `sha256`, else None."""
+    if is_local(url):
         with suppress(DataError):  # config.json may be a link itself
-            earlier = digest_of_directory(url, with_links=False)
-            found = earlier if earlier.sha256 == sha256 else found
-    if found is None:
-        raise problem or AssertionError
-    return found
+            found = digest_of_directory(url, with_links=False)
+            return found if found.sha256 == sha256 else None
+    return None
 
 
 def _digest_of_directory(url: str, with_links: bool) -> ContentDigest:
